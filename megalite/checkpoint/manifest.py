@@ -5,7 +5,7 @@ lists canonical tensors with their full shapes; the layout that wrote them is re
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.topology.axes import Layout
@@ -92,6 +92,7 @@ class Manifest:
     files: name -> size in bytes of each safetensors file.
     base: with an adapter, the frozen weights beside it, which the checkpoint does not hold.
     stream: with data.streaming, where the next step goes on.
+    data: name -> fingerprint of what the samples are made of (RunData.fingerprints); empty: not recorded.
     """
 
     megalite: str
@@ -106,6 +107,7 @@ class Manifest:
     files: Mapping[str, int]
     base: Base | None = None
     stream: Stream | None = None
+    data: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def step(self) -> int:

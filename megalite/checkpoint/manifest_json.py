@@ -91,8 +91,8 @@ def manifest_of(content: Mapping[str, Any]) -> Manifest:
         for key, entries in content["tensors"].items()
     }
     base = content.get("base")
-    for name, value in (base or {}).items():
-        _require(isinstance(value, str), "base", name, value)
+    for name, value in [*(base or {}).items(), *content.get("data", {}).items()]:
+        _require(isinstance(value, str), "base or data", name, value)
     fields = {
         "base": None if base is None else Base(**base),
         "stream": _stream(content.get("stream")),

@@ -77,11 +77,12 @@ def draft_checkpoint(
     remedies: Remedies = OF_A_RUN,
     base: Base | None = None,
     stream: Stream | None = None,
+    data: Mapping[str, str] | None = None,
 ) -> Draft:
     """List what each rank has to write, and make the partial folder if the disk has room for all ranks.
 
     Writes no tensor: `write_draft` or a BackgroundWriter does. Arguments, errors: as of `save_checkpoint`. Collective.
-    stream: the position in streamed text, on rank 0.
+    stream: the position in streamed text, on rank 0. data: the fingerprints of the data.
     """
     step, mesh, split = trainer_state["step"], replica.mesh, replica.split
     manifest = Manifest(
@@ -97,6 +98,7 @@ def draft_checkpoint(
         files={},
         base=base,
         stream=stream,
+        data=data or {},
     )
     pieces = all_or_none(mesh, lambda: by_key(pieces_of(replica, optimizer)), explain(mesh, "list", folder))
     where = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))

@@ -12,9 +12,12 @@ def flat_settings(config: RunConfig) -> dict[str, str]:
 
 
 def flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted key and text of each value of nested tables."""
+    """Yield dotted key and text of each value of nested tables; those of an array of tables are key[1], key[2]."""
     if isinstance(value, Mapping) and value:
         for name, each in value.items():
             yield from flat(each, f"{key}.{name}" if key else name)
+    elif isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
+        for number, each in enumerate(value, start=1):
+            yield from flat(each, f"{key}[{number}]")
     else:
         yield key, str(value)

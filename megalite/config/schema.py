@@ -300,6 +300,9 @@ class CheckpointConfig(Section):
     resume: Text = Field(
         "auto", description='checkpoint to resume: "auto" (the latest in run.folder), "never" or a path'
     )
+    resume_changed: bool = Field(
+        False, description="resume with other data, though samples may be repeated or left out"
+    )
     export: bool | Literal["best"] = Field(
         True,
         description='export to run.folder/export at the end (Hugging Face); "best": the best checkpoint',

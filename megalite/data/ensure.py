@@ -4,7 +4,7 @@ Worker processes do all heavy work: this process starts no thread pool, so that 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from megalite.data.conversation_encoding import ChatEncoding, TooLong
 from megalite.data.conversation_rows import packing_of, rows_of
 from megalite.data.corpus import Corpus
 from megalite.data.documents import require_ends
+from megalite.data.fingerprint import content_fingerprint
 from megalite.data.length_buckets import buckets_of, fill
 from megalite.data.prepare import Preparation, prepare_outputs
 from megalite.data.prepared import PreparedFacts, prepared_facts
@@ -36,7 +37,8 @@ class RunData:
     """The tokenizer's folder and the prefixes of a run's token files.
 
     tokenizer: None for prepared token files without one. weights: one per training file. notes: lines for the start.
-    stream: the training text with data.streaming, in place of `train`.
+    stream: the training text with data.streaming, in place of `train`. fingerprints: setting -> hash of what it gives:
+    the ids of the tokenizer, the tokens of each set, or the streamed files.
     """
 
     tokenizer: Path | None
@@ -46,6 +48,7 @@ class RunData:
     test: tuple[Path, ...] = ()
     notes: tuple[str, ...] = ()
     stream: tuple[StreamFile, ...] = ()
+    fingerprints: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,14 @@ class _Set:
     weight: float = 1.0
 
 
-def ensure_data(config: RunConfig, run_folder: Path, console: PreparationConsole | None = None) -> RunData:
+def ensure_data(
+    config: RunConfig, run_folder: Path, console: PreparationConsole | None = None, changed: str = ""
+) -> RunData:
     """Return the tokenizer and the token files of the run: the given ones, or those in run_folder, made if out of date.
 
     Raises DataError, also if a given token file was made with another tokenizer or does not fit the model's vocabulary,
     or if the text changed and the run already has checkpoints. console: default: one that prints to stdout.
+    changed: the settings of the text that are not those of these checkpoints, for that error.
     """
     console = console or PreparationConsole()
     sets = _sets(config)
@@ -80,7 +86,7 @@ def ensure_data(config: RunConfig, run_folder: Path, console: PreparationConsole
         texts=[each.source for each in sets if isinstance(each.source, Corpus) and each.part == "train"],
         prefixes=[each.source for each in sets if isinstance(each.source, Path)],
         rows=rows,
-        refuse_change=partial(_refuse_change, config, run_folder),
+        refuse_change=partial(_refuse_change, config, run_folder, changed),
     )
     folder = run_tokenizer(request, console)
     tokenizer = None
@@ -100,13 +106,8 @@ def ensure_data(config: RunConfig, run_folder: Path, console: PreparationConsole
             _check_ids(each.source, tokenizer, rows, run_folder)
             found[each.part].append(each.source)
             continue
-        if tokenizer is None:
-            raise DataError(
-                f"{each.key}: {', '.join(each.source.sources)} is text, and the prepared token file beside it has no "
-                "tokenizer; set tokenizer.path"
-            )
         preparation = _preparation(config, each, tokenizer, run_folder / "data")
-        facts = _prepared(config, run_folder, preparation, console)
+        facts = _prepared(config, run_folder, changed, preparation, console)
         notes += _notes(preparation, facts)
         split = len(preparation.outputs) > 1
         parts = [PARTS[part] for part in preparation.split.parts] if split else [each.part]
@@ -125,7 +126,34 @@ def ensure_data(config: RunConfig, run_folder: Path, console: PreparationConsole
         test=tuple(found["test"]),
         notes=tuple(notes),
         stream=stream,
+        fingerprints=_fingerprints(config, tokenizer, sets, found, stream),
     )
+
+
+def _fingerprints(
+    config: RunConfig,
+    tokenizer: Tokenizer | None,
+    sets: Sequence[_Set],
+    found: Mapping[str, Sequence[Path]],
+    stream: Sequence[StreamFile],
+) -> dict[str, str]:
+    """Return RunData.fingerprints. Raises DataError."""
+
+    def of_tokens(*prefixes: Path) -> str:
+        return content_fingerprint([path(each) for each in prefixes for path in (bin_path, idx_path)])
+
+    keys = [each.key for each in sets if each.part == "train"]
+    if stream:
+        # How documents are read and counted is part of a place in them.
+        how = f"{config.data.text_column} {config.data.min_length}"
+        prints = {keys[0]: f"{content_fingerprint([file.path for file in stream])} {how}"}
+    else:
+        prints = {key: of_tokens(prefix) for key, prefix in zip(keys, found["train"], strict=True)}
+    if found["validation"]:
+        prints["data.validation"] = of_tokens(*found["validation"])
+    if tokenizer is not None:
+        prints["tokenizer.path"] = f"{tokenizer.sha256} {tokenizer.end_of_document_id}"
+    return prints
 
 
 def _stream(config: RunConfig, sets: Sequence[_Set]) -> tuple[StreamFile, ...]:
@@ -196,8 +224,13 @@ def _files(each: _Set) -> dict[Path, Path]:
     return {file.place: file.path for file in each.source.files}
 
 
-def _preparation(config: RunConfig, each: _Set, tokenizer: Tokenizer, folder: Path) -> Preparation:
+def _preparation(config: RunConfig, each: _Set, tokenizer: Tokenizer | None, folder: Path) -> Preparation:
     assert isinstance(each.source, Corpus)
+    if tokenizer is None:
+        raise DataError(
+            f"{each.key}: {', '.join(each.source.sources)} is text, and the prepared token file beside it has no "
+            "tokenizer; set tokenizer.path"
+        )
     shares = config.data.split if each.part == "train" and config.data.split is not None else (1.0,)
     split = Split(shares, config.run.seed)
     names = [each.part] if len(split.parts) == 1 else [PARTS[part] for part in split.parts]
@@ -224,14 +257,14 @@ def _chat(config: RunConfig, tokenizer: Tokenizer) -> ChatEncoding | None:
 
 
 def _prepared(
-    config: RunConfig, run_folder: Path, preparation: Preparation, console: PreparationConsole
+    config: RunConfig, run_folder: Path, changed: str, preparation: Preparation, console: PreparationConsole
 ) -> list[PreparedFacts]:
     """Run the preparation unless its files are up to date, and show its progress."""
     done = preparation.done()
     if done is not None:
         return done
     if any(map(prepared_facts, preparation.outputs)):
-        _refuse_change(config, run_folder, preparation.outputs[0])
+        _refuse_change(config, run_folder, changed, preparation.outputs[0])
     corpus = preparation.corpus
     console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
     facts = prepare_outputs(preparation, workers=max(1, config.data.workers), progress=console.progress)
@@ -375,11 +408,22 @@ def _require_a_sequence(each: _Set, prefix: Path, sequence_length: int) -> None:
         )
 
 
-def _refuse_change(config: RunConfig, run_folder: Path, made: Path) -> None:
-    """Raise DataError if the run has checkpoints and resumes: new data would silently change its loss curve."""
-    if config.checkpoint.resume != "never" and (run_folder / "checkpoints" / "latest").exists():
+def _refuse_change(config: RunConfig, run_folder: Path, changed: str, made: Path) -> None:
+    """Raise DataError if the run has checkpoints and resumes: new data would silently change its loss curve.
+
+    made: the token file or the tokenizer that is out of date. checkpoint.resume_changed allows other text, but no other
+    tokenizer, for which the weights are of no use.
+    """
+    is_tokenizer = made == run_folder / "tokenizer"
+    if config.checkpoint.resume == "never" or (config.checkpoint.resume_changed and not is_tokenizer):
+        return
+    if (run_folder / "checkpoints" / "latest").exists():
+        remedy = f"data.source = '{run_folder / 'data' / 'train'}' to go on with the old text"
+        told = "checkpoint.resume_changed = true to go on with the new text"
+        if is_tokenizer:
+            told += f" and tokenizer.path = '{made}'"
         raise DataError(
-            f"the text or the tokenizer settings changed since {made} was made, and the checkpoints in {run_folder} "
-            "depend on the earlier version; set run.folder to a new folder, or checkpoint.resume = 'never' to start "
-            f"over, or data.source = '{run_folder / 'data' / 'train'}' to go on with the old text"
+            f"{changed or 'the text or the tokenizer settings'} changed since {made} was made, and the checkpoints in "
+            f"{run_folder} depend on the earlier version; set run.folder to a new folder, or "
+            f"checkpoint.resume = 'never' to start over, or {remedy}, or {told}"
         )

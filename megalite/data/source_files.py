@@ -20,6 +20,7 @@ class SourceFile:
     path: as the user wrote it, for messages. place: its absolute path without links.
     kind: "text": one document; "jsonl": one per line; "table" (parquet, Arrow): one per row; "optional": one document,
         skipped if it is not UTF-8.
+    modified_ns: its ctime, which a program cannot set back as it can the time of the last write.
     """
 
     path: Path
@@ -92,7 +93,7 @@ def _file(path: Path, place: Path, kind: Kind | None = None) -> SourceFile:
     by_name: Kind = "jsonl" if name.endswith(".jsonl") else "text"
     if path.suffix in (".parquet", ".arrow"):
         by_name = "table"
-    return SourceFile(path, place, kind or by_name, facts.st_size, facts.st_mtime_ns)
+    return SourceFile(path, place, kind or by_name, facts.st_size, facts.st_ctime_ns)
 
 
 def _hidden(path: Path) -> bool:

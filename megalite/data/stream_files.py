@@ -87,7 +87,7 @@ class StreamFile:
         except DataError as error:
             raise DataError(
                 f"{error}; a run with data.streaming goes on only if the file keeps its {self.size_bytes:,} bytes: "
-                "overwrite the line with spaces to skip it"
+                "overwrite the line with spaces to skip it, and set checkpoint.resume_changed = true"
             ) from error
 
     def _lines_before(self, byte: int) -> int:

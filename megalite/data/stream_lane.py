@@ -85,10 +85,11 @@ class Lane:
         self._places: dict[int, LanePlace] = {}
         begin = self._segments[0] if self._segments else Segment(0, 0, 0)
         self._begin = LanePlace(file=begin.file, start=begin.start)
-        self.go_on(0, self._begin)
+        self.go_on(0)
 
-    def go_on(self, sequence: int, place: LanePlace) -> None:
-        """Let sequence number `sequence` begin at `place`."""
+    def go_on(self, sequence: int, place: LanePlace | None = None) -> None:
+        """Let sequence number `sequence` begin at `place`; None: at the first document."""
+        place = place or self._begin
         self._places = {sequence: place}
         self._restart(sequence, place)
 
@@ -105,7 +106,7 @@ class Lane:
             if number in self._places:
                 self._restart(number, self._places[number])
             elif number < self._next:
-                self.go_on(0, self._begin)
+                self.go_on(0)
         while self._next < number:
             self._read()
         return self._read()

@@ -90,12 +90,12 @@ class StreamLoader:
         with self._reading:
             return {row: lane.place(sequence) for row, lane in self._lanes.items()}
 
-    def go_on(self, consumed_samples: int, places: Sequence[LanePlace]) -> None:
-        """Let the batch after `consumed_samples` begin at `places`, those of all G lanes."""
+    def go_on(self, consumed_samples: int, places: Sequence[LanePlace] | None = None) -> None:
+        """Let the batch after `consumed_samples` begin at `places`, those of all G lanes; None: where lanes begin."""
         sequence = consumed_samples // self.global_batch_size
         with self._reading:
             for row, lane in self._lanes.items():
-                lane.go_on(sequence, places[row])
+                lane.go_on(sequence, None if places is None else places[row])
 
 
 TrainingLoader = StepLoader | BucketLoader | StreamLoader

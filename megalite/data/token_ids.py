@@ -39,7 +39,7 @@ def largest_id(file: TokenFile, cache: Path) -> int:
     path = bin_path(file.prefix)
     stat = path.stat()
     known = _read(cache)
-    place, version = str(path.resolve()), [stat.st_size, stat.st_mtime_ns]
+    place, version = str(path.resolve()), [stat.st_size, stat.st_ctime_ns]
     found = known.get(place)
     if not isinstance(found, dict) or found.get("version") != version:
         smallest, largest = 0, -1

@@ -1,6 +1,6 @@
 """The inputs of a run: tokenizer, token files, weights, the checkpoint to go on from."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from megalite.convert.huggingface.files import local_folder
 from megalite.convert.huggingface.origin import find_origin, keep_origin
 from megalite.data.ensure import RunData, ensure_data
 from megalite.data.stream_files import StreamFile
-from megalite.train.changed import require_same_order, require_same_run, require_same_stream
+from megalite.train.resume_check import ResumeCheck
 from megalite.train.run_folder import RunFolder
 
 
@@ -38,6 +38,7 @@ class RunInputs:
             test=tuple(map(Path, data["test"])),
             notes=tuple(data["notes"]),
             stream=tuple(StreamFile(Path(each["path"]), each["size_bytes"]) for each in data["stream"]),
+            fingerprints=data["fingerprints"],
         )
         return cls(read, given["weights"])
 
@@ -53,20 +54,22 @@ def prepare_inputs(config: RunConfig, folder: RunFolder) -> RunInputs:
 
     Called by one process before the ranks start, and by rank 0 after; starts no threads, so that ranks can be forked.
     """
-    adapted = config.adapter.kind != "none"
-    if config.model.weights and (adapted or found_to_resume(config, folder) is None):
+    resumed = found_to_resume(config, folder)
+    if config.model.weights and (config.adapter.kind != "none" or resumed is None):
         local_folder(config.model.weights)
-    data = ensure_data(config, folder.root)
-    require_same_run(config, found_to_resume(config, folder))
-    require_same_order(config, found_to_resume(config, folder))
-    require_same_stream(config, data.stream, found_to_resume(config, folder))
-    _keep_origin(config, folder)
+    check = None if resumed is None else ResumeCheck(resumed, config)
+    if check is not None:
+        check.require_same_run()
+        check.require_same_samples()
+    data = ensure_data(config, folder.root, changed="" if check is None else check.text_settings)
+    if check is not None:
+        data = replace(data, notes=(*data.notes, *check.require_same_data(data)))
+    _keep_origin(config, folder, resumed)
     return RunInputs(data, config.model.weights)
 
 
-def _keep_origin(config: RunConfig, folder: RunFolder) -> None:
+def _keep_origin(config: RunConfig, folder: RunFolder, resumed: Path | None) -> None:
     """Keep the Hugging Face keys of the model that the run goes on from, for its exports."""
-    resumed = found_to_resume(config, folder)
     of_checkpoint = None if resumed is None else find_origin(resumed)
     named = config.checkpoint.export_like
     for origin in (of_checkpoint, None if named is None else Path(named)):

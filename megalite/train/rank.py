@@ -20,7 +20,7 @@ from megalite.convert.peft.export import export_adapter
 from megalite.data.loader import StepLoader
 from megalite.data.stream_loader import StreamLoader
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.errors import CheckpointError, listed
+from megalite.errors import CheckpointError
 from megalite.launcher.detect import RankInfo
 from megalite.launcher.environment import bind_rank
 from megalite.launcher.local import INTERRUPTED
@@ -31,7 +31,6 @@ from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
 from megalite.train.agreement import agreed_inputs, agreed_store
 from megalite.train.callbacks import Callback
-from megalite.train.changed import changed_settings
 from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
 from megalite.train.interruption import StopSignals, stop_signals
 from megalite.train.kernel_choice import agreed_kernels
@@ -40,6 +39,7 @@ from megalite.train.loop import StopConditions, TrainingLoop
 from megalite.train.precision import Precision, choose_precision
 from megalite.train.reference_table import ReferenceFile, give_reference_losses
 from megalite.train.report import RunReporter
+from megalite.train.resume_check import change_notes
 from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
 from megalite.train.start import data_line, stream_line
@@ -174,6 +174,7 @@ def _train(
             weights=_initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None,
             kernels=kernels,
         )
+        trainer.fingerprints = dict(inputs.data.fingerprints)
         held_out = held_out_sets(config, inputs.data, load)
         if resumed_from is not None:
             _resume(trainer, resumed_from)
@@ -181,9 +182,7 @@ def _train(
         write_resolved(config, folder.root / "run.toml")
     reporter = RunReporter(trainer, info, folder.metrics, folder.tensorboard)
     reporter.say(_data_line(trainer, held_out))
-    _tell_choices(reporter, trainer, precision, tested)
-    for note in inputs.data.notes:
-        reporter.say(note)
+    _tell_choices(reporter, trainer, precision, [tested, *inputs.data.notes])
     _give_reference(reporter, trainer, held_out, load, ReferenceFile(folder.reference, resumed_from))
     if resumed_from is not None:
         _tell_resumption(reporter, trainer, resumed_from)
@@ -278,8 +277,10 @@ def _require_deepspeed_precision(config: RunConfig) -> None:
         require_precision(config.training.precision, config.deepspeed_json())
 
 
-def _tell_choices(reporter: RunReporter, trainer: TrainStep, precision: Precision, tested: str) -> None:
-    """Say memory, precision and operators of the run. tested: the note on the operators' self-test, or empty."""
+def _tell_choices(
+    reporter: RunReporter, trainer: TrainStep, precision: Precision, notes: Sequence[str]
+) -> None:
+    """Say memory, precision and operators of the run, and notes, such as that on the self-test; some may be empty."""
     reporter.say(memory_line(trainer.config, trainer.shape.vocab_size))
     if precision.warning:
         reporter.warn(precision.warning)
@@ -287,14 +288,14 @@ def _tell_choices(reporter: RunReporter, trainer: TrainStep, precision: Precisio
         reporter.say(precision.note)
     if trainer.config.model.kernels != "reference":
         reporter.say(f"model.kernels: {trainer.kernels}")
-    if tested:
-        reporter.say(tested)
+    for note in filter(None, notes):
+        reporter.say(note)
 
 
 def _tell_resumption(reporter: RunReporter, trainer: TrainStep, checkpoint: Path) -> None:
     reporter.say(f"resumed after step {trainer.state.step} from {checkpoint}")
-    if changed := sorted(map(str, changed_settings(read_manifest(checkpoint).config, trainer.config))):
-        reporter.say(f"settings that differ from the checkpoint's: {listed(changed)}")
+    for note in change_notes(read_manifest(checkpoint).config, trainer.config):
+        reporter.say(note)
     if trainer.state.step >= trainer.total_steps:
         reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
 

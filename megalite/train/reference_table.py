@@ -17,11 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from megalite.checkpoint.durable import sync_folder, write_durably
+from megalite.checkpoint.folder import read_manifest
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile, bin_path
 from megalite.errors import CheckpointError
 from megalite.launcher.progress import Activity, now
 from megalite.train.reference import reference_losses
+from megalite.train.resume_check import REFERENCE
 
 if TYPE_CHECKING:
     from megalite.train.step import TrainStep
@@ -55,18 +57,22 @@ class ReferenceFile:
         partial = self.path.with_name(f".{self.path.name}.partial")
         # repr of a float64 has all of its digits.
         lists = [values.tolist() for values in losses]
-        write_durably(partial, json.dumps({"data": data, "weights": weights, "losses": lists}))
+        content = {"data": data, "weights": weights, "digest": _digest(losses), "losses": lists}
+        write_durably(partial, json.dumps(content))
         partial.rename(self.path)
         sync_folder(self.path.parent)
 
 
 def _read(path: Path, data: str, weights: str | None) -> Losses | None:
-    """Return the losses in a file; None if it is missing, damaged, or of other data or weights (None: of any)."""
+    """Return the losses in a file; None if it is missing, damaged, or of other data or weights.
+
+    weights: None: of any, and the checkpoint tells whether they are those of the run.
+    """
     try:
         content = json.loads(path.read_bytes())
-        if content["data"] != data or (weights is not None and content["weights"] != weights):
-            return None
-        return [np.array(values, dtype=np.float64) for values in content["losses"]]
+        losses = [np.array(values, dtype=np.float64) for values in content["losses"]]
+        whole = content["weights"] == weights and content.get("digest") == _digest(losses)
+        return losses if content["data"] == data and (weights is None or whole) else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
@@ -105,6 +111,9 @@ def give_reference_losses(
             file.write(data, weights, losses)
     elif mesh.rank == 0 and not file.path.exists():
         file.write(data, weights, losses)
+    if file.resumed is not None:
+        _require_same(trainer, losses, file)
+    trainer.fingerprints[REFERENCE] = _digest(losses)
     losses_of = dict(zip((each.prefix for each in files), losses, strict=True))
     for loader in loaders:
         loader.reference_losses = np.concatenate([losses_of[each.prefix] for each in loader.token_files])
@@ -133,6 +142,24 @@ def _computed(
     return mesh.reduce_over_world(losses).cpu().numpy()
 
 
+def _digest(losses: Losses) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for values in losses:
+        digest.update(values.tobytes())
+    return digest.hexdigest()
+
+
+def _require_same(trainer: "TrainStep", losses: Losses, file: ReferenceFile) -> None:
+    """Raise CheckpointError if the losses are not those of the steps before the checkpoint, unless they may change."""
+    assert file.resumed is not None
+    before = read_manifest(file.resumed).data.get(REFERENCE)
+    if before not in (None, _digest(losses)) and not trainer.config.checkpoint.resume_changed:
+        raise CheckpointError(
+            f"{file.path}: its losses are not those of the steps before {file.resumed}; put that run's file back, or "
+            "set checkpoint.resume_changed = true to go on with these"
+        )
+
+
 def _data_fingerprint(files: Sequence[TokenFile]) -> str:
     """Return a hash of the tokens and of the lengths of their documents, in whatever folder they lie."""
     digest = hashlib.blake2b(digest_size=16)
@@ -151,5 +178,5 @@ def _weights_fingerprint(trainer: "TrainStep") -> str:
     folders = [trainer.weights, None if adapter is None else Path(adapter).expanduser()]
     for file in (each for folder in folders if folder is not None for each in sorted(folder.iterdir())):
         about = file.stat()
-        parts.append(f"{file.name} {about.st_size} {about.st_mtime_ns}")
+        parts.append(f"{file.name} {about.st_size} {about.st_ctime_ns}")
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()

@@ -74,6 +74,8 @@ class TrainStep:
         """
         self.config, self.loader, self.weights = config, loader, weights
         self.state = TrainerState()
+        self.fingerprints: dict[str, str] = {}
+        """Name -> fingerprint of what the samples are made of, for checkpoints."""
         self.before_update: Callable[[], None] = lambda: None
         """Called in every step before weights and optimizer state change; nothing else changes them."""
         self.kernels = kernels or known_kernels(config, shape, mesh.device)
@@ -299,6 +301,7 @@ class TrainStep:
             config=self.config.model_dump(mode="json"),
             base=self.base,
             stream=gathered_position(self.loader, self.state.samples, self.mesh),
+            data=self.fingerprints,
         )
 
     def resume(self, checkpoint: Path) -> None:

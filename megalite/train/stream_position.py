@@ -22,6 +22,18 @@ def gathered_position(loader: TrainingLoader, samples: int, mesh: ParallelMesh) 
 
 
 def go_on(loader: TrainingLoader, samples: int, position: Stream | None) -> None:
-    """Let a streaming loader go on where a checkpoint was written, after `samples`."""
-    if isinstance(loader, StreamLoader) and position is not None:
+    """Let a streaming loader go on where a checkpoint was written, after `samples`.
+
+    With other files or another global batch size (checkpoint.resume_changed) it begins with the first documents.
+    """
+    if not isinstance(loader, StreamLoader):
+        return
+    sizes = [file.size_bytes for file in loader.text.files]
+    if (
+        position is not None
+        and len(position.lanes) == loader.global_batch_size
+        and [size for _, size in position.files] == sizes
+    ):
         loader.go_on(samples, [LanePlace(*lane) for lane in position.lanes])
+    else:
+        loader.go_on(samples)

@@ -219,7 +219,12 @@ def test_a_resumed_run_has_the_reference_of_its_start(shared_data, pairs, tmp_pa
     losses = [[each["loss"] for each in run.metrics if "loss" in each] for run in (rest, whole)]
     assert len(losses[0]) == STEPS and losses[0] == losses[1]
     file = tmp_path / "run" / "reference.json"
-    file.write_text(file.read_text()[:-9])
+    whole_text, content = file.read_text(), json.loads(file.read_text())
+    content["losses"][0][0] += 1.0
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"its losses are not those of the steps before .*step-0000"):
+        Trainer(configured(shared_data, pairs, tmp_path / "run", training={"steps": STEPS + 1})).train()
+    file.write_text(whole_text[:-9])
     with pytest.raises(CheckpointError, match=r"reference.json is missing or of other data.*start over"):
         Trainer(configured(shared_data, pairs, tmp_path / "run", training={"steps": STEPS + 1})).train()
 

@@ -83,7 +83,7 @@ def test_every_layout_goes_on_where_another_stopped(text: list[Path], tmp_path: 
     [
         (
             {"data.streaming": False},
-            "data.streaming: the 3 steps before .* were streamed.*; use true, or a new run",
+            "data.streaming: false is not true, that of .*step-000003.*; use true, or a new run",
         ),
         (
             {"training.global_batch_size": 8},
