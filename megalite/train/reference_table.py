@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megalite.checkpoint.durable import sync_folder, write_durably
 from megalite.checkpoint.folder import read_manifest
+from megalite.data.fingerprint import content_fingerprint
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile, bin_path
 from megalite.errors import CheckpointError
@@ -172,11 +173,10 @@ def _data_fingerprint(files: Sequence[TokenFile]) -> str:
 
 
 def _weights_fingerprint(trainer: "TrainStep") -> str:
-    """Return a hash of what the start weights are made of, without reading them: their files, or shape and seed."""
+    """Return a hash of what the start weights are made of: the content of their files, or shape and seed."""
     parts = [repr(trainer.shape), trainer.config.training.precision, str(trainer.config.run.seed)]
     adapter = trainer.config.adapter.path
     folders = [trainer.weights, None if adapter is None else Path(adapter).expanduser()]
-    for file in (each for folder in folders if folder is not None for each in sorted(folder.iterdir())):
-        about = file.stat()
-        parts.append(f"{file.name} {about.st_size} {about.st_ctime_ns}")
+    for folder in (each for each in folders if each is not None):
+        parts.append(content_fingerprint([file for file in sorted(folder.iterdir()) if file.is_file()]))
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()

@@ -1,6 +1,7 @@
 """Preference data, from its file to the trained model: the losses of the published formula on transformers' logits."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -230,13 +231,13 @@ def test_a_resumed_run_has_the_reference_of_its_start(shared_data, pairs, tmp_pa
 
 
 def test_other_weights_have_another_reference(shared_data, pairs, tmp_path, capsys):
-    """A run that starts over reads the file if the weights are the same, and only then."""
-    config = configured(
-        shared_data, pairs, tmp_path / "run", training={"steps": 1}, checkpoint={"resume": "never"}
-    )
-    Trainer(config).train()
+    """A run that starts over reads the file if the weights are the same, wherever they lie, and only then."""
+    once = {"training": {"steps": 1}, "checkpoint": {"resume": "never"}}
+    Trainer(configured(shared_data, pairs, tmp_path / "run", **once)).train()
     capsys.readouterr()
-    Trainer(config).train()
+    copied = tmp_path / "copied"
+    shutil.copytree(shared_data / "stories260K", copied, copy_function=shutil.copyfile)
+    Trainer(configured(shared_data, pairs, tmp_path / "run", model={"weights": str(copied)}, **once)).train()
     assert "read from" in capsys.readouterr().out
     other = {"weights": str(tmp_path / "run" / "export")}
     config = configured(
