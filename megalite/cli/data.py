@@ -51,6 +51,7 @@ def _prepare(options: argparse.Namespace) -> int:
     # Imported here, so that --help does not wait for these libraries.
     from megalite.data.conversation_corpus import CORPUS_OF
     from megalite.data.prepare import Preparation, prepare_outputs
+    from megalite.data.prepared import source_notes
     from megalite.data.split import Split
     from megalite.data.tokenizer import load_tokenizer
     from megalite.launcher.process import available_cores
@@ -75,6 +76,8 @@ def _prepare(options: argparse.Namespace) -> int:
     for prefix, facts in zip(preparation.outputs, standing or (), strict=False):
         print(f"{prefix}: up to date, {_counts(facts)}")
     if standing is not None:
+        for note in source_notes(standing[0]):
+            print(note)
         return 0
     workers = available_cores() if options.workers is None else options.workers
     console = PreparationConsole(sys.stderr)
@@ -88,6 +91,8 @@ def _prepare(options: argparse.Namespace) -> int:
     print(f"{tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s)")
     if prepared[0].split_by_tokens:
         print(f"{', '.join(corpus.sources)} has too few documents for --split and is split by tokens")
+    for note in source_notes(prepared[0]):
+        print(note)
     return 0
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from megalite.config.text_sections import DataConfig
 from megalite.data.conversation_rows import rows_of
 from megalite.data.preference import ANSWERS
-from megalite.data.prepared import PreparedFacts, prepared_facts, recorded_tokenizer
+from megalite.data.prepared import PreparedFacts, prepared_facts, recorded_tokenizer, source_notes
 from megalite.data.summary import length_counts, repeated_documents
 from megalite.data.token_file import TokenFile
 from megalite.data.tokenizer import load_tokenizer
@@ -36,6 +36,8 @@ def inspect(prefix: Path, documents: int, *, duplicates: bool) -> int:
     if facts is not None:
         print(f"from {', '.join(facts.sources)} ({facts.files:,} files)")
         print(f"tokenizer {facts.tokenizer} ({facts.vocab_size:,} ids)")
+        for note in source_notes(facts):
+            print(note)
     _show_lengths(file.document_lengths)
     if facts is not None and facts.kind != "text":
         _show_conversation_facts(file, facts)

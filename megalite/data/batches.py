@@ -1,7 +1,7 @@
 """Encodes a corpus batch by batch, in worker processes: text, or conversations."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.data.conversation import Conversation
 from megalite.data.conversation_corpus import ConversationPiece, PairPiece
 from megalite.data.conversation_encoding import ChatEncoding, encode_conversation, encode_pair
 from megalite.data.corpus import Corpus, Piece, Place
 from megalite.data.encoding import PieceEncoder
+from megalite.data.row_counts import RowCounts
 from megalite.data.token_file import token_dtype
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.data.workers import ordered_map
@@ -33,7 +35,8 @@ class _Batch:
 class EncodedBatch:
     """The ids of a batch end to end, the length of each piece in ids, and which pieces end a document.
 
-    A pair of conversations has two pieces, which no split divides: only the second one ends a document.
+    A pair of conversations has two pieces, and a conversation may have one for each answer; no split divides them: only
+    the last one ends a document.
     """
 
     tokens: NDArray[Any]
@@ -41,6 +44,7 @@ class EncodedBatch:
     ends_document: list[bool]
     too_long: list[bool] | None = None
     """For conversations."""
+    counts: RowCounts = field(default_factory=RowCounts)
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,15 @@ class _EncodeText:
 
     def __call__(self, batch: _Batch) -> tuple[EncodedBatch, Place]:
         encoder, end = self._tools
-        lengths, arrays = [], []
+        lengths, arrays, counts = [], [], RowCounts()
         for piece in batch.pieces:
+            if piece.unused is not None:
+                counts.add_row(piece.unused)
             ids = encoder.ids(piece)
             arrays += [ids, end] if piece.ends_document else [ids]
             lengths.append(len(ids) + piece.ends_document)
         ends = [piece.ends_document for piece in batch.pieces]
-        return EncodedBatch(np.concatenate(arrays), lengths, ends), batch.place
+        return EncodedBatch(np.concatenate(arrays), lengths, ends, counts=counts), batch.place
 
     @cached_property
     def _tools(self) -> tuple[PieceEncoder, NDArray[Any]]:
@@ -76,21 +82,26 @@ class _EncodeConversations:
     chat: ChatEncoding
 
     def __call__(self, batch: _Batch) -> tuple[EncodedBatch, Place]:
-        arrays, too_long, ends = [], [], []
+        arrays, too_long, ends, counts = [], [], [], RowCounts()
         for piece in batch.pieces:
+            conversations: Sequence[Conversation]
             if isinstance(piece, PairPiece):
+                conversations = piece.pair.conversations
                 both, long = encode_pair(piece.pair, self.chat, self._tokenizer)
-                arrays += both
-                too_long += long
-                ends += [False, True]
+                encoded = list(zip(both, long, strict=True))
             else:
                 assert isinstance(piece, ConversationPiece)
-                tokens, one_long = encode_conversation(piece.conversation, self.chat, self._tokenizer)
-                arrays.append(tokens)
-                too_long.append(one_long)
-                ends.append(True)
-        lengths = [len(each) for each in arrays]
-        return EncodedBatch(np.concatenate(arrays), lengths, ends, too_long), batch.place
+                conversations = [piece.conversation]
+                encoded = encode_conversation(piece.conversation, self.chat, self._tokenizer)
+                counts.more_samples += len(encoded) - 1
+            arrays += [tokens for tokens, _ in encoded]
+            too_long += [long for _, long in encoded]
+            ends += [False] * (len(encoded) - 1) + [True]
+            counts.add_row(piece.unused or ())
+            for conversation in conversations:
+                counts.add_messages(self.chat.template.unused_keys(conversation))
+        lengths = [len(tokens) for tokens in arrays]
+        return EncodedBatch(np.concatenate(arrays), lengths, ends, too_long, counts), batch.place
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:

@@ -3,8 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +41,15 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 SETTING = "tokenizer.chat_template"
+_THINK, _END_OF_THINKING = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class TrainedText:
+    """The text of a conversation, or of its beginning, and the (start, end) characters that the loss is taken of."""
+
+    text: str
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
@@ -70,46 +79,152 @@ class ChatTemplate:
         """Return the text of the first `messages` messages (None: all); `prompt`: with the beginning of an answer."""
         return self._render(conversation, messages, prompt)[0]
 
-    def trained_spans(self, conversation: Conversation, text: str, train_on: TrainOn) -> list[Span]:
-        """Return the (start, end) characters of `text`, the whole conversation, that the loss is taken of.
+    def trained_texts(self, conversation: Conversation, train_on: TrainOn) -> list[TrainedText]:
+        """Return the texts that a conversation is trained as: one, unless the template rewrites earlier answers.
 
-        The spans are those that the template marks with {% generation %}, else what each assistant message adds to
-        the prompt before it, with the end of its turn; answers of Conversation.prompt are left out. Raises DataError if
-        they cannot be told apart.
+        An answer is trained behind the prompt from which it would be generated: what the template marks with
+        {% generation %}, else what the answer adds to that prompt, with the end of its turn. A text holds as many
+        answers as its beginning allows: a template that drops earlier thinking gives a text for each answer. Answers of
+        Conversation.prompt, and messages that their row says not to train, are left out. Raises DataError if an answer
+        cannot be told from its prompt.
         """
+        whole = self.render(conversation)
         if train_on == "all":
-            return [(0, len(text))]
-        spans = (
-            self._render(conversation, None, False)[1]
-            if self._marks_answers
-            else self._added(conversation, text, train_on)
-        )
-        if train_on == "last":
-            return spans[-1:]
-        given = sum(
-            message["role"] == "assistant" for message in conversation.messages[: conversation.prompt]
-        )
-        return spans[given:]
+            return [TrainedText(whole, tuple(self._all_but_untrained(conversation, whole)))]
+        places = self._trained_answers(conversation, train_on)
+        if self._marks_answers:
+            spans = self._marked_spans(conversation)
+            return [TrainedText(whole, tuple(span for place in places for span in spans[place]))]
+        return self._added(conversation, whole, places)
+
+    def unused_keys(self, conversation: Conversation) -> list[list[str]]:
+        """Return the keys of each message that the template does not read."""
+        return [
+            [key for key in message if key not in self._words and not self._reads(key, conversation)]
+            for message in conversation.messages
+        ]
+
+    @cached_property
+    def _words(self) -> frozenset[str]:
+        return frozenset(["role", "content", *re.findall(r"\w+", self.text)])
+
+    @cached_property
+    def _read_keys(self) -> dict[str, bool]:
+        return {}
+
+    def _reads(self, key: str, conversation: Conversation) -> bool:
+        """Return whether a key that the template does not name changes the first text with it, as by `tojson`."""
+        if key not in self._read_keys:
+            without = [
+                {name: message[name] for name in message if name != key} for message in conversation.messages
+            ]
+            other = replace(conversation, messages=tuple(without))
+            self._read_keys[key] = self.render(conversation) != self.render(other)
+        return self._read_keys[key]
+
+    def _trained_answers(self, conversation: Conversation, train_on: TrainOn) -> list[int]:
+        """Return the numbers of the assistant messages to train. Raises DataError for another message to train."""
+        messages, marks = conversation.messages, conversation.marks
+        for place, trained in marks.items():
+            if trained and messages[place]["role"] != "assistant":
+                raise DataError(
+                    f"{conversation.where}: messages[{place}], of {messages[place]['role']}, says to train on it "
+                    f'(weight 1, train true), and data.train_on = "{train_on}" trains answers only; remove the key, '
+                    'or set data.train_on = "all"'
+                )
+        answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        wanted = answers[-1:] if train_on == "last" else answers
+        return [place for place in wanted if place >= conversation.prompt and marks.get(place, True)]
+
+    def _all_but_untrained(self, conversation: Conversation, whole: str) -> Iterator[Span]:
+        """Yield the spans of `whole` between the messages that their row says not to train. Raises DataError."""
+        start = 0
+        for place in sorted(place for place, trained in conversation.marks.items() if not trained):
+            before = self.render(conversation, place) if place else ""
+            until = self.render(conversation, place + 1)
+            if not (whole.startswith(before) and whole.startswith(until) and len(before) <= len(until)):
+                raise self._not_told(conversation, place, 'set data.train_on = "answers"')
+            yield start, len(before)
+            start = len(until)
+        yield start, len(whole)
 
     @cached_property
     def _marks_answers(self) -> bool:
         return _GENERATION.search(self.text) is not None
 
-    def _added(self, conversation: Conversation, text: str, train_on: TrainOn) -> list[Span]:
-        messages = conversation.messages
-        places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = []
-        for place in places[-1:] if train_on == "last" else places:
-            before = self.render(conversation, place, prompt=True) if place else ""
-            until = text if place + 1 == len(messages) else self.render(conversation, place + 1)
-            if not (text.startswith(before) and text.startswith(until) and len(before) < len(until)):
-                raise DataError(
-                    f"{conversation.where}: the chat template {self.origin} writes messages[{place}] otherwise when "
-                    "others follow, so the answers cannot be told from the text; mark them in the template with "
-                    '{% generation %}, or set data.train_on = "last" or "all"'
-                )
-            spans.append((len(before), len(until)))
-        return spans
+    def _marked_spans(self, conversation: Conversation) -> dict[int, list[Span]]:
+        """Return the spans that the template marks in each assistant message."""
+        answers = [
+            place for place, message in enumerate(conversation.messages) if message["role"] == "assistant"
+        ]
+        spans = self._render(conversation, None, False)[1]
+        if len(spans) == len(answers):
+            return {place: [span] for place, span in zip(answers, spans, strict=True)}
+        # Several marks in a message: those that each message adds.
+        counts = [0, *(len(self._render(conversation, place + 1, False)[1]) for place in answers)]
+        if counts[-1] != len(spans) or sorted(counts) != counts:
+            raise self._not_told(
+                conversation, answers[0], 'mark each answer once, or set data.train_on = "all"'
+            )
+        parts = zip(answers, counts, counts[1:], strict=False)
+        return {place: spans[first:last] for place, first, last in parts}
+
+    def _added(self, conversation: Conversation, whole: str, places: Sequence[int]) -> list[TrainedText]:
+        texts: list[TrainedText] = []
+        for place in places:
+            last = place + 1 == len(conversation.messages)
+            written = whole if last else self.render(conversation, place + 1)
+            text, start = self._answer(conversation, place, written)
+            span = start, len(text)
+            if texts and text.startswith(texts[-1].text) and start >= len(texts[-1].text):
+                texts[-1] = TrainedText(text, (*texts[-1].spans, span))
+            else:
+                texts.append(TrainedText(text, (span,)))
+        if texts and whole.startswith(texts[-1].text):
+            texts[-1] = TrainedText(whole, texts[-1].spans)
+        return texts or [TrainedText(whole, ())]
+
+    def _answer(self, conversation: Conversation, place: int, written: str) -> tuple[str, int]:
+        """Return the text up to an answer, and where the answer starts in it. written: the text as the template has it.
+
+        DeepSeek-R1's template opens an answer's thinking in the prompt, and drops it from the text. The answer is then
+        the message's own text behind the opening; an answer without thinking ends the empty thinking first.
+        """
+        prompt = self._prompt(conversation, place)
+        if written.startswith(prompt) and len(prompt) < len(written):
+            return written, len(prompt)
+        pairs = enumerate(zip(prompt, written, strict=False))
+        common = next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(prompt), len(written)))
+        opening, rest = prompt[common:], written[common:]
+        content = str(conversation.messages[place]["content"] or "").rstrip()
+        shown = next((content[at:] for at in range(len(content)) if rest.startswith(content[at:])), "")
+        thinking, tag = content[: len(content) - len(shown)], opening.strip()
+        if not shown or tag != _THINK or _END_OF_THINKING in shown:
+            raise self._not_told(
+                conversation, place, 'mark the answers with {% generation %}, or set data.train_on = "all"'
+            )
+        if _END_OF_THINKING not in thinking:
+            thinking = f"{_END_OF_THINKING}\n\n"
+        elif thinking.lstrip().startswith(tag):
+            thinking = thinking.lstrip()[
+                len(opening) if thinking.lstrip().startswith(opening) else len(tag) :
+            ]
+        return prompt + thinking + rest, len(prompt)
+
+    def _prompt(self, conversation: Conversation, place: int) -> str:
+        """Return the text from which message `place` is generated."""
+        try:
+            return self.render(conversation, place, prompt=True)
+        except DataError:
+            if place:
+                raise
+            return ""  # many templates look at the first message
+
+    def _not_told(self, conversation: Conversation, place: int, remedy: str) -> DataError:
+        return DataError(
+            f"{conversation.where}: the chat template {self.origin} writes messages[{place}] otherwise than its prompt "
+            f"begins it, so the message cannot be told from the text; {remedy}"
+        )
 
     def _render(
         self, conversation: Conversation, messages: int | None, prompt: bool

@@ -1,18 +1,19 @@
 """Turns a row of instruction data, in one of the usual forms, into messages with the roles of chat templates."""
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megalite.data.messages import (
     SHAREGPT_KEYS,
     TEMPLATE_KEYS,
-    Found,
     MessageKeys,
+    ReadMessage,
     column_text,
     message_list,
     message_text,
+    refuse_untrained,
 )
 from megalite.data.source_stream import json_fault, json_type, refuse_surrogates
 from megalite.errors import DataError
@@ -44,12 +45,16 @@ class Conversation:
     where: the row's place for messages of errors.
     tools: the row's column "tools", for the template.
     prompt: the number of first messages whose answers, if any, are not to be learned.
+    marks: the number of a message -> whether the row says to train on it (weight 0 or 1, train false or true).
+    unused: the row's columns, and keys within contents, without effect.
     """
 
     messages: tuple[Mapping[str, Any], ...]
     where: str
     tools: tuple[Any, ...] | None = None
     prompt: int = 0
+    marks: Mapping[int, bool] = field(default_factory=dict)
+    unused: tuple[str, ...] = field(default=(), compare=False)
 
 
 def form_of(row: Mapping[str, Any], where: str) -> Form:
@@ -93,32 +98,54 @@ def conversation(row: Mapping[str, Any], form: Form, where: str) -> Conversation
         found, prompt = asked + answers, len(asked) if isinstance(row[columns[0]], list) else 0
     else:
         found = _alpaca(row, columns[1], where)
-    return _of_messages(row, found, prompt, where)
+    return _of_messages(row, found, prompt, where, columns)
 
 
 def answered(row: Mapping[str, Any], prompt: str, answer: str, where: str) -> Conversation:
     """Convert a row whose columns `prompt` and `answer` are two texts or two lists, as of "prompt_completion"."""
     asked, found = _prompt_completion(row, prompt, answer, where)
-    return _of_messages(row, asked + found, len(asked), where)
+    return _of_messages(row, asked + found, len(asked), where, (prompt, answer))
 
 
 def whole(row: Mapping[str, Any], column: str, where: str) -> Conversation:
     """Convert a row whose `column` is a list of {role, content} or {from, value}."""
     keys = SHAREGPT_KEYS if _form_of_items(row[column]) == "sharegpt" else TEMPLATE_KEYS
-    return _of_messages(row, _listed(row, column, where, keys), 0, where)
+    return _of_messages(row, _listed(row, column, where, keys), 0, where, (column,))
 
 
-def _of_messages(row: Mapping[str, Any], found: list[Found], prompt: int, where: str) -> Conversation:
-    """Return the conversation of the messages that the columns of the form have, and of the row's other columns."""
+def _of_messages(
+    row: Mapping[str, Any], found: list[ReadMessage], prompt: int, where: str, columns: Collection[str]
+) -> Conversation:
+    """Return the conversation of the messages that the `columns` of the form have, and of the row's other columns."""
+    refuse_untrained(row, where)
     for system in _optional_texts(row, ["system"], where):
-        found.insert(0, ("system", {"role": "system", "content": system}))
+        found.insert(0, ReadMessage("system", {"role": "system", "content": system}))
         prompt += prompt > 0
-    for field, message in found[1:]:
-        if message["role"] == "system":
+    for read in found[1:]:
+        if read.message["role"] == "system":
             raise DataError(
-                f"{where}: {field} is a system message after another message; put it first, or remove it"
+                f"{where}: {read.field} is a system message after another message; put it first, or remove it"
             )
-    return Conversation(tuple(message for _, message in found), where, _tools(row, where), prompt)
+    used = {*columns, "system", "tools"}
+    if isinstance(row[next(iter(columns))], str):
+        used.update(_APPENDED.get(next(iter(columns)), ()))
+    unused = [column for column, value in row.items() if column not in used and value is not None]
+    return Conversation(
+        tuple(read.message for read in found),
+        where,
+        _tools(row, where),
+        prompt,
+        {index: read.trained for index, read in enumerate(found) if read.trained is not None},
+        (*unused, *_unused_instances(row, columns), *(key for read in found for key in read.unused)),
+    )
+
+
+def _unused_instances(row: Mapping[str, Any], columns: Collection[str]) -> list[str]:
+    """Return the names of what is not read of Self-Instruct's instances: all but input and output of the first."""
+    if "instances" not in columns:
+        return []
+    more = ["instances[1]"] if len(row["instances"]) > 1 else []
+    return [f"instances[].{key}" for key in row["instances"][0] if key not in ("input", "output")] + more
 
 
 def _form(row: Mapping[str, Any]) -> Form | None:
@@ -142,10 +169,10 @@ def _form_of_items(items: Any) -> Form | None:
     return "sharegpt" if first.get("from") is not None else None
 
 
-def _listed(row: Mapping[str, Any], column: str, where: str, keys: MessageKeys) -> list[Found]:
+def _listed(row: Mapping[str, Any], column: str, where: str, keys: MessageKeys) -> list[ReadMessage]:
     """Return the messages of a column, a list; at least one must be an assistant's."""
     found = message_list(row[column], column, where, keys)
-    if not any(message["role"] == "assistant" for _, message in found):
+    if not any(read.message["role"] == "assistant" for read in found):
         raise DataError(
             f"{where}: {column} has no assistant message, so it teaches nothing; add the answer, or remove the row"
         )
@@ -154,7 +181,7 @@ def _listed(row: Mapping[str, Any], column: str, where: str, keys: MessageKeys) 
 
 def _prompt_completion(
     row: Mapping[str, Any], prompt: str, completion: str, where: str
-) -> tuple[list[Found], list[Found]]:
+) -> tuple[list[ReadMessage], list[ReadMessage]]:
     """Return the messages of the prompt and those of the completion."""
     lists = [column for column in (prompt, completion) if isinstance(row[column], list)]
     if len(lists) == 1:
@@ -171,7 +198,7 @@ def _prompt_completion(
     return [asked], [answered]
 
 
-def _alpaca(row: Mapping[str, Any], column: str, where: str) -> list[Found]:
+def _alpaca(row: Mapping[str, Any], column: str, where: str) -> list[ReadMessage]:
     appended = _optional_texts(row, _APPENDED["instruction"], where)
     if column == "output":
         return _pair(row, "instruction", appended, row["output"], "output", where)
@@ -187,13 +214,13 @@ def _alpaca(row: Mapping[str, Any], column: str, where: str) -> list[Found]:
 
 def _pair(
     row: Mapping[str, Any], prompt: str, appended: list[str], answer: Any, answer_field: str, where: str
-) -> list[Found]:
+) -> list[ReadMessage]:
     """Return the messages of a column of the user's text, with the texts that belong to it, and of an answer."""
     asked = column_text(row[prompt], prompt, where)
     if appended:
         asked = "\n\n".join([asked, *appended] if asked.strip() else appended)
     return [
-        (field, {"role": role, "content": message_text(text, role, field, where)})
+        ReadMessage(field, {"role": role, "content": message_text(text, role, field, where)})
         for field, role, text in ((prompt, "user", asked), (answer_field, "assistant", answer))
     ]
 

@@ -32,7 +32,12 @@ class ConversationCorpus(Corpus):
         for row, where, position in records(file):
             form = form or form_of(row, where)
             found = conversation(row, form, where)
-            yield ConversationPiece(text=_text(found), ends_document=True, conversation=found), position
+            yield (
+                ConversationPiece(
+                    text=_text(found), ends_document=True, unused=found.unused, conversation=found
+                ),
+                position,
+            )
 
 
 class PairCorpus(Corpus):
@@ -42,7 +47,7 @@ class PairCorpus(Corpus):
         for row, where, position in records(file):
             pair = preference_pair(row, where)
             text = "\n".join(map(_text, pair.conversations))
-            yield PairPiece(text=text, ends_document=True, pair=pair), position
+            yield PairPiece(text=text, ends_document=True, unused=pair.unused, pair=pair), position
 
 
 def _text(conversation: Conversation) -> str:

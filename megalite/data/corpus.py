@@ -10,9 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from megalite.data.messages import refuse_untrained
 from megalite.data.source_files import SourceFile, source_files
 from megalite.data.source_stream import json_lines, not_utf8, source_stream, without_surrogates
-from megalite.data.tables import column_texts
+from megalite.data.tables import column_names, column_texts
 from megalite.errors import DataError
 
 # The size of a piece in characters: the unit of work and of memory; longer documents are cut.
@@ -24,11 +25,15 @@ _COMPRESSION = 3
 
 @dataclass(frozen=True)
 class Piece:
-    """Contiguous text of one document; a document longer than PIECE_CHARACTERS has several pieces."""
+    """Contiguous text of one document; a document longer than PIECE_CHARACTERS has several pieces.
+
+    unused: the columns without effect of the row that ends with the piece; None: it ends no row.
+    """
 
     text: str
     ends_document: bool
     starts_document: bool = True
+    unused: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,8 +147,13 @@ def cut_point(text: str, limit: int) -> int:
     return limit
 
 
-def cut_document(blocks: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterator[Piece]:
-    """Yield the pieces of one document, whose text comes in blocks; the pieces do not depend on the blocks."""
+def cut_document(
+    blocks: Iterable[str], limit: int = PIECE_CHARACTERS, *, unused: tuple[str, ...] | None = None
+) -> Iterator[Piece]:
+    """Yield the pieces of one document, whose text comes in blocks; the pieces do not depend on the blocks.
+
+    unused: of the last piece.
+    """
     text, found = "", False
     for block in blocks:
         text += block
@@ -152,27 +162,28 @@ def cut_document(blocks: Iterable[str], limit: int = PIECE_CHARACTERS) -> Iterat
             yield Piece(text[:at], ends_document=False, starts_document=not found)
             text, found = text[at:], True
     if text or found:
-        yield Piece(text, ends_document=True, starts_document=not found)
+        yield Piece(text, ends_document=True, starts_document=not found, unused=unused)
 
 
 def _read(file: SourceFile, text_column: str) -> Iterator[tuple[Piece, int]]:
     """Yield the pieces of one file, each with the bytes of the file read so far."""
     if file.kind == "table":
+        unused = unused_columns(column_names(file.path), text_column)
         for text, position in column_texts(file.path, text_column):
-            for piece in cut_document([text]):
+            for piece in cut_document([text], unused=unused):
                 yield piece, position
         return
     with source_stream(file) as (stream, position_on_disk):
-        documents: Iterator[Iterable[str]]
         if file.kind == "jsonl":
-            documents = _json_texts(file.path, stream, text_column)
-        elif file.kind == "optional":
-            documents = iter([_whole_text(stream)])
-        else:
-            documents = iter([_text_blocks(file.path, stream)])
-        for blocks in documents:
-            for piece in cut_document(blocks):
-                yield piece, position_on_disk()
+            for row, where in json_lines(file.path, stream):
+                text = json_text(row, where, text_column)
+                present = (name for name, value in row.items() if value is not None)
+                for piece in cut_document([text], unused=unused_columns(present, text_column)):
+                    yield piece, position_on_disk()
+            return
+        blocks = _whole_text(stream) if file.kind == "optional" else _text_blocks(file.path, stream)
+        for piece in cut_document(blocks):
+            yield piece, position_on_disk()
 
 
 def _text_blocks(path: Path, stream: io.BufferedIOBase) -> Iterator[str]:
@@ -204,9 +215,9 @@ def _whole_text(stream: io.BufferedIOBase) -> Iterator[str]:
         return
 
 
-def _json_texts(path: Path, stream: io.BufferedIOBase, text_column: str) -> Iterator[tuple[str]]:
-    for row, where in json_lines(path, stream):
-        yield (json_text(row, where, text_column),)
+def unused_columns(names: Iterable[str], text_column: str) -> tuple[str, ...]:
+    """Return the columns beside the text."""
+    return tuple(name for name in names if name != text_column)
 
 
 def json_text(row: Any, where: str, text_column: str) -> str:
@@ -222,4 +233,5 @@ def json_text(row: Any, where: str, text_column: str) -> str:
             f"{where}: column {text_column!r} holds {kind}, not text; set another data.text_column (--text-column) "
             "or fix the line"
         )
+    refuse_untrained(row, where)
     return without_surrogates(row[text_column], where)

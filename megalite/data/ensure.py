@@ -3,7 +3,7 @@
 Worker processes do all heavy work: this process starts no thread pool, so that ranks can be forked from it.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,10 @@ from megalite.data.documents import require_ends
 from megalite.data.fingerprint import content_fingerprint
 from megalite.data.length_buckets import buckets_of, fill
 from megalite.data.prepare import Preparation, prepare_outputs
-from megalite.data.prepared import PreparedFacts, prepared_facts
+from megalite.data.prepared import PreparedFacts, prepared_facts, source_notes
 from megalite.data.run_tokenizer import TokenizerRequest, run_tokenizer
 from megalite.data.split import PARTS, Split
-from megalite.data.stream_files import StreamFile, stream_files
+from megalite.data.stream_files import StreamFile, first_rows, stream_files
 from megalite.data.stream_lane import require_documents
 from megalite.data.token_file import TokenFile, bin_path, idx_path, prepared_prefix
 from megalite.data.token_ids import largest_id, require_ids
@@ -96,19 +96,20 @@ def ensure_data(
             rows = max(rows, tokenizer.vocab_size)
         _check_rows(rows, tokenizer)
     found: dict[str, list[Path]] = {part: [] for part in PARTS}
-    notes: list[str] = []
-    stream = _stream(config, sets)
+    stream, said = _stream(config, sets)
+    notes = list(said)
     for each in sets:
         if stream and each.part == "train":
             continue
         if isinstance(each.source, Path):
             _check_prepared(each, each.source, tokenizer, config)
             _check_ids(each.source, tokenizer, rows, run_folder)
+            notes += source_notes(prepared_facts(each.source))
             found[each.part].append(each.source)
             continue
         preparation = _preparation(config, each, tokenizer, run_folder / "data")
-        facts = _prepared(config, run_folder, changed, preparation, console)
-        notes += _notes(preparation, facts)
+        prepared = _prepared(config, run_folder, changed, preparation, console)
+        notes += [*_notes(preparation, prepared), *source_notes(prepared[0])]
         split = len(preparation.outputs) > 1
         parts = [PARTS[part] for part in preparation.split.parts] if split else [each.part]
         for part, prefix in zip(parts, preparation.outputs, strict=True):
@@ -156,10 +157,10 @@ def _fingerprints(
     return prints
 
 
-def _stream(config: RunConfig, sets: Sequence[_Set]) -> tuple[StreamFile, ...]:
-    """Return the files that the run streams, each lane with a document; () without data.streaming."""
+def _stream(config: RunConfig, sets: Sequence[_Set]) -> tuple[tuple[StreamFile, ...], Iterable[str]]:
+    """Return the files that the run streams, each lane with a document, and notes; none without data.streaming."""
     if not config.data.streaming:
-        return ()
+        return (), ()
     [source] = [each.source for each in sets if each.part == "train"]
     if isinstance(source, Path):
         raise DataError(
@@ -175,7 +176,8 @@ def _stream(config: RunConfig, sets: Sequence[_Set]) -> tuple[StreamFile, ...]:
         min_length=data.min_length,
         multiple=batch.micro_batch_size * batch.data,
     )
-    return files
+    counts = first_rows(files, data.text_column)
+    return files, counts.sentences(source.sources, "first row")
 
 
 def _sets(config: RunConfig) -> list[_Set]:

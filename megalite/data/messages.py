@@ -1,16 +1,38 @@
 """Messages of instruction data: each checked, with the role and the content that chat templates read."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megalite.data.source_stream import json_type
 from megalite.errors import DataError
 
 # The content of a message for errors; other roles may say nothing.
 _NAMES = {"user": "prompt", "assistant": "answer"}
-# A message with the field of its row that holds it, for errors.
-Found = tuple[str, dict[str, Any]]
+_YES = {True: True, False: False}
+# Key of a message (or row) -> whether each of its values says to train: OpenAI's weight, axolotl's train and training,
+# ms-swift's loss, torchtune's masked.
+_TRAINED: dict[str, dict[Any, bool]] = {
+    "weight": {0: False, 1: True},
+    **dict.fromkeys(("train", "training", "loss"), _YES),
+    "masked": {True: False, False: True},
+}
+# axolotl's: which characters of the content are trained.
+_DETAILS = ("train_detail", "training_detail")
+
+
+class ReadMessage(NamedTuple):
+    """A checked message.
+
+    field: of its row, for errors. message: for the template. trained: what the row says about it; None: nothing.
+    unused: keys of its parts without effect.
+    """
+
+    field: str
+    message: dict[str, Any]
+    trained: bool | None = None
+    unused: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,7 +59,7 @@ SHAREGPT_KEYS = MessageKeys(
 )
 
 
-def message_list(items: Any, column: str, where: str, keys: MessageKeys) -> list[Found]:
+def message_list(items: Any, column: str, where: str, keys: MessageKeys) -> list[ReadMessage]:
     """Return the messages of a list in a column; DataError, with place, field and remedy, for what is no message."""
     if not isinstance(items, list):
         raise DataError(
@@ -46,13 +68,10 @@ def message_list(items: Any, column: str, where: str, keys: MessageKeys) -> list
         )
     if not items:
         raise DataError(f"{where}: {column} has no messages; add them, or remove the row")
-    return [
-        (f"{column}[{index}]", _message(item, f"{column}[{index}]", where, keys))
-        for index, item in enumerate(items)
-    ]
+    return [_message(item, f"{column}[{index}]", where, keys) for index, item in enumerate(items)]
 
 
-def _message(item: Any, field: str, where: str, keys: MessageKeys) -> dict[str, Any]:
+def _message(item: Any, field: str, where: str, keys: MessageKeys) -> ReadMessage:
     if not isinstance(item, Mapping):
         raise DataError(
             f"{where}: {field} is {json_type(item)}, not a message; "
@@ -68,6 +87,7 @@ def _message(item: Any, field: str, where: str, keys: MessageKeys) -> dict[str, 
         raise DataError(
             f"{where}: {field}.{keys.role} is {named!r}, an unknown role; set it to one of {roles}"
         )
+    trained = _trained(present, field, where)
     content_field, content = f"{field}.{keys.content}", present.pop(keys.content, None)
     calls = present.get("tool_calls", [])
     if not isinstance(calls, list):
@@ -76,7 +96,11 @@ def _message(item: Any, field: str, where: str, keys: MessageKeys) -> dict[str, 
         )
     if not calls:
         present.pop("tool_calls", None)
+    unused: tuple[str, ...] = ()
     if isinstance(content, list):
+        parts = (part for part in content if isinstance(part, Mapping))
+        others = {key for part in parts for key, value in part.items() if value is not None}
+        unused = tuple(f"{keys.content}[].{key}" for key in sorted(others - {"type", "text"}))
         content = "".join(
             _part(part, f"{content_field}[{index}]", where) for index, part in enumerate(content)
         )
@@ -84,7 +108,45 @@ def _message(item: Any, field: str, where: str, keys: MessageKeys) -> dict[str, 
         message_text(content, role, content_field, where)
     elif content is not None:
         column_text(content, content_field, where)
-    return present | {"role": role, "content": content}
+    return ReadMessage(field, present | {"role": role, "content": content}, trained, unused)
+
+
+def _trained(present: dict[str, Any], field: str, where: str) -> bool | None:
+    """Remove the keys that say whether a message is trained, and return what they say; None: nothing."""
+    for key in _DETAILS:
+        if present.pop(key, None):
+            raise DataError(
+                f"{where}: {field}.{key} trains parts of a message, which is not supported; split the message, say "
+                "train: false of it, or remove the key"
+            )
+    said = {key: (present.pop(key), values) for key, values in _TRAINED.items() if key in present}
+    for key, (value, values) in said.items():
+        # 1 == True in Python, but not in JSON.
+        if (
+            isinstance(value, bool) != (key != "weight")
+            or isinstance(value, list | dict)
+            or value not in values
+        ):
+            raise DataError(
+                f"{where}: {field}.{key} is {json.dumps(value)}, neither {' nor '.join(map(json.dumps, values))}; "
+                "write one of them, or remove the key"
+            )
+    found = {values[value] for value, values in said.values()}
+    if len(found) > 1:
+        raise DataError(f"{where}: {field}: {' and '.join(said)} contradict each other; remove one of them")
+    return found.pop() if found else None
+
+
+def refuse_untrained(row: Mapping[str, Any], where: str) -> None:
+    """Raise DataError for a row with a column that says not to train on it."""
+    for key, values in _TRAINED.items():
+        value = row.get(key)
+        scalar = isinstance(value, bool) if key != "weight" else type(value) in (int, float)
+        if scalar and values.get(value) is False:
+            raise DataError(
+                f"{where}: {key} is {json.dumps(value)}, which says not to train on the row; remove the row, or the "
+                f"column {key}"
+            )
 
 
 def _part(part: Any, field: str, where: str) -> str:

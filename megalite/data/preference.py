@@ -28,6 +28,12 @@ class Pair:
     def conversations(self) -> tuple[Conversation, Conversation]:
         return self.chosen, self.rejected
 
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The columns of the row that neither conversation reads."""
+        rejected = set(self.rejected.unused)
+        return tuple(column for column in dict.fromkeys(self.chosen.unused) if column in rejected)
+
 
 def preference_pair(row: Mapping[str, Any], where: str) -> Pair:
     """Convert a row; `where` is its place for messages.
@@ -58,9 +64,11 @@ def preference_pair(row: Mapping[str, Any], where: str) -> Pair:
         return Pair(*(answered({**row, prompt: asked}, prompt, column, where) for column in ANSWERS))
     turns = {**row, **{column: _turns(row[column], column, where) for column in ANSWERS}}
     pair = _with_common_prompt(*(whole(turns, column, where) for column in ANSWERS))
-    if prompt is not None:
-        _require_question(pair, row[prompt], prompt)
-    return pair
+    if prompt is None:
+        return pair
+    _require_question(pair, row[prompt], prompt)
+    unused = tuple(column for column in pair.chosen.unused if column != prompt)
+    return replace(pair, chosen=replace(pair.chosen, unused=unused))
 
 
 def _starts_with_the_answer(row: Mapping[str, Any]) -> bool:

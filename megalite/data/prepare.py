@@ -26,6 +26,7 @@ from megalite.data.partial_files import (
     write_journal,
 )
 from megalite.data.prepared import PreparedFacts, prepared_facts, update_facts
+from megalite.data.row_counts import RowCounts
 from megalite.data.split import PARTS, WHOLE, Split
 from megalite.data.token_file import TokenFile, TokenWriter, WriterState, bin_path, idx_path, token_dtype
 from megalite.data.token_split import cut_by_tokens, part_sizes
@@ -153,6 +154,7 @@ def prepare_outputs(
             )
             for count, (batch, place) in enumerate(encoded, start=1):
                 state.document = _write(batch, writers, preparation.split, state.document)
+                state.counts.add(batch.counts)
                 state.place = place
                 written = sum(each.bin_file.tell() for each in files)
                 if count % _JOURNAL_BATCHES == 0 and not any(writer.undecided for writer in writers):
@@ -160,7 +162,7 @@ def prepare_outputs(
                 if progress is not None:
                     progress(_progress(preparation.corpus, place, writers))
             _check_not_empty(preparation, writers)
-            return _published(preparation, files, writers)
+            return _published(preparation, files, writers, state.counts.as_json)
     except OSError as error:
         raise _cannot_write(first, written, error) from error
 
@@ -207,7 +209,7 @@ def _prepare_by_tokens(
             )
             written = sum(each.bin_file.tell() for each in files)
             writers[0].short = facts.short_documents
-            published = _published(preparation, files, writers, split_by_tokens=True)
+            published = _published(preparation, files, writers, facts.counts, split_by_tokens=True)
         _remove_pair(whole)
     except OSError as error:
         raise _cannot_write(first, written, error) from error
@@ -263,10 +265,11 @@ class _Documents:
 
 @dataclass
 class _State:
-    """The progress between two batches: the position in the corpus, and the number of the next document."""
+    """The progress between two batches: the position in the corpus, the number of the next document, what was read."""
 
     place: Place
     document: int
+    counts: RowCounts
 
     def entry(self, preparation: Preparation, writers: Sequence[_Documents]) -> dict[str, Any]:
         """Return the journal entry."""
@@ -275,6 +278,7 @@ class _State:
             "outputs": [str(prefix) for prefix in preparation.outputs],
             "place": asdict(self.place),
             "document": self.document,
+            "counts": self.counts.as_json,
             "writers": [{**each.counts, **asdict(each.writer.saved_state())} for each in writers],
         }
 
@@ -282,7 +286,7 @@ class _State:
 def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_State, list[_Documents]]:
     """Return the state and the writers of the journal if it is of this preparation, else those of a new one."""
     journal = read_journal(preparation.outputs[0])
-    state = _State(Place(), 0)
+    state = _State(Place(), 0, RowCounts())
     saved: list[dict[str, Any]] = [asdict(WriterState()) for _ in files]
     fitting = {
         "fingerprint": preparation.fingerprint,
@@ -291,10 +295,11 @@ def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_
     if fitting.items() <= journal.items():
         sizes = [(each["bin_bytes"], each["lengths_bytes"]) for each in journal["writers"]]
         if all(each.cut(*size) for each, size in zip(files, sizes, strict=True)):
-            state, saved = _State(Place(**journal["place"]), journal["document"]), journal["writers"]
+            counts = RowCounts.of_json(journal.get("counts", {}))
+            state, saved = _State(Place(**journal["place"]), journal["document"], counts), journal["writers"]
     writers = []
     for each, fields in zip(files, saved, strict=True):
-        counts = {name: fields.pop(name, 0) for name in ("short", "dropped", "truncated")}
+        left_out = {name: fields.pop(name, 0) for name in ("short", "dropped", "truncated")}
         writer_state = WriterState(**fields)
         each.cut(writer_state.bin_bytes, writer_state.lengths_bytes)
         writer = TokenWriter(
@@ -304,7 +309,7 @@ def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_
             lengths_file=each.lengths_file,
             state=writer_state,
         )
-        writers.append(_Documents(writer, preparation.min_length, **counts))
+        writers.append(_Documents(writer, preparation.min_length, **left_out))
     return state, writers
 
 
@@ -374,6 +379,7 @@ def _published(
     preparation: Preparation,
     files: Sequence[PartialFiles],
     writers: Sequence[_Documents],
+    counts: dict[str, Any],
     *,
     split_by_tokens: bool = False,
 ) -> list[PreparedFacts]:
@@ -410,6 +416,7 @@ def _published(
                 train_on="" if chat is None else chat.train_on,
                 chat_template="" if chat is None else chat.template.origin,
                 chat_template_sha256="" if chat is None else chat.template.sha256,
+                counts=counts,
             )
         )
     journal_path(preparation.outputs[0]).unlink(missing_ok=True)

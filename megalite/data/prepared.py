@@ -2,13 +2,15 @@
 
 import hashlib
 import json
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, get_origin
 
 from megalite.data.partial_files import json_path, replace_json
+from megalite.data.row_counts import RowCounts
 from megalite.data.token_file import bin_path, idx_path
 
 
@@ -52,6 +54,8 @@ class PreparedFacts:
     """instruct: where the template comes from, for messages."""
     chat_template_sha256: str = ""
     """instruct: this and the two before are empty in files of earlier versions."""
+    counts: dict[str, Any] = field(default_factory=dict)
+    """RowCounts of the sources, all parts of a split together."""
 
 
 def prepared_facts(prefix: Path) -> PreparedFacts | None:
@@ -65,6 +69,12 @@ def prepared_facts(prefix: Path) -> PreparedFacts | None:
     kinds: dict[str, Any] = {each.name: get_origin(each.type) or each.type for each in fields_of(facts)}
     typed = all(isinstance(getattr(facts, name), kind) for name, kind in kinds.items())
     return facts if typed and sizes == (facts.bin_bytes, facts.idx_bytes) else None
+
+
+def source_notes(facts: PreparedFacts | None) -> Iterator[str]:
+    """Yield lines about the rows of the sources: keys without effect, and conversations of several samples."""
+    if facts is not None:
+        yield from RowCounts.of_json(facts.counts).sentences(facts.sources)
 
 
 def update_facts(prefix: Path, facts: PreparedFacts) -> None:

@@ -2,17 +2,20 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 
-from megalite.data.corpus import Corpus, json_text
+from megalite.data.corpus import Corpus, json_text, unused_columns
+from megalite.data.row_counts import RowCounts
 from megalite.data.source_files import SourceFile, cannot_read
-from megalite.data.source_stream import parse_json, source_stream
-from megalite.data.tables import parquet_rows, table_rows
+from megalite.data.source_stream import json_lines, parse_json, source_stream
+from megalite.data.tables import column_names, parquet_rows, table_rows
 from megalite.errors import DataError
 
 # Lines are read this many bytes at a time, and the file is closed between: a rank may read a thousand lanes.
 _READ_BYTES = 1 << 18
+# The rows of each file whose columns are compared with what is read.
+_FIRST_ROWS = 1000
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,20 @@ def stream_files(corpus: Corpus) -> tuple[StreamFile, ...]:
                 "write it as .jsonl or .parquet, leave it out (data.pattern), or set data.streaming = false"
             )
     return tuple(StreamFile(file.path, file.size_bytes) for file in corpus.files)
+
+
+def first_rows(files: Sequence[StreamFile], text_column: str) -> RowCounts:
+    """Count the columns without effect in the first rows of each file. Raises DataError."""
+    counts = RowCounts()
+    for file in files:
+        if file.is_table:
+            counts.add_row(unused_columns(column_names(file.path), text_column))
+            continue
+        with source_stream(SourceFile(file.path, file.path, "jsonl", file.size_bytes, 0)) as (stream, _):
+            for row, where in islice(json_lines(file.path, stream), _FIRST_ROWS):
+                json_text(row, where, text_column)
+                counts.add_row(unused_columns(row, text_column))
+    return counts
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,11 @@ def column_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
         yield text, position
 
 
+def column_names(path: Path) -> tuple[str, ...]:
+    """Return the names of the columns of a table; () if it has no row. Raises DataError."""
+    return tuple(next((row for row, *_ in table_rows(path)), {}))
+
+
 def parquet_rows(path: Path) -> int:
     """Return the number of rows of a parquet file; reads its footer alone. Raises DataError."""
     with _explained(path):

@@ -61,7 +61,7 @@ class Chat:
         messages: a list of objects with role and content. where: its place, for errors. tools: those that the template
         shows. begun: the text that the answer begins with. Raises DataError.
         """
-        checked = [message for _, message in message_list(messages, "messages", where, TEMPLATE_KEYS)]
+        checked = [read.message for read in message_list(messages, "messages", where, TEMPLATE_KEYS)]
         return self._tokenizer.encode(self._render(checked, where, tools=tools, prompt=True) + begun)
 
     @cached_property

@@ -368,3 +368,79 @@ def test_answers_in_a_list_of_the_prompt_are_its_own() -> None:
     row = {"system": "Be terse.", "prompt": [asked, answered, asked], "completion": [answered]}
     found = converted(row)
     assert found.prompt == 4 and [each["role"] for each in found.messages[4:]] == ["assistant"]
+
+
+SAYING = [
+    ({"weight": 0}, False),
+    ({"weight": 1.0}, True),
+    ({"train": False}, False),
+    ({"training": True}, True),
+    ({"loss": False, "masked": True}, False),
+    ({"weight": None, "train_detail": []}, None),
+]
+
+
+@pytest.mark.parametrize(("said", "trained"), SAYING)
+def test_what_a_message_says_about_its_training_is_read_and_kept_from_the_template(
+    said: Row, trained: bool | None
+) -> None:
+    marks = {} if trained is None else {2: trained}
+    sharegpt = [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"} | said]
+    for row in (
+        {"messages": [ASKED, ANSWERED | said], "system": "Be terse."},
+        {"conversations": sharegpt, "system": "Be terse."},
+        {"prompt": [TERSE, ASKED], "completion": [ANSWERED | said]},
+    ):
+        found = converted(row)
+        assert found.messages == (TERSE, ASKED, ANSWERED) and found.marks == marks
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"weight": 0.5}, "messages[1].weight is 0.5, neither 0 nor 1"),
+        ({"weight": True}, "messages[1].weight is true, neither 0 nor 1"),
+        ({"weight": "0"}, 'messages[1].weight is "0", neither 0 nor 1'),
+        ({"train": 0}, "messages[1].train is 0, neither true nor false"),
+        ({"train": "no"}, 'messages[1].train is "no", neither true nor false'),
+        ({"loss": [0]}, "messages[1].loss is [0], neither true nor false"),
+        ({"weight": 1, "train": False}, "messages[1]: weight and train contradict each other"),
+        ({"train_detail": [{"begin_offset": 0}]}, "messages[1].train_detail trains parts of a message"),
+    ],
+)
+def test_what_says_neither_yes_nor_no_is_refused(said: Row, message: str) -> None:
+    with pytest.raises(DataError, match=re.escape(f"{WHERE}: {message}")):
+        converted({"messages": [ASKED, ANSWERED | said]})
+
+
+@pytest.mark.parametrize("said", [{"weight": 0}, {"train": False}, {"masked": True}])
+def test_a_row_that_says_not_to_train_on_it_is_refused(said: Row) -> None:
+    for row in ({"messages": [ASKED, ANSWERED]}, {"prompt": "a", "completion": "b"}):
+        with pytest.raises(DataError, match=f"{WHERE}: {next(iter(said))} is .*remove the row"):
+            converted(row | said)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [ASKED, ANSWERED]},
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+        {"prompt": "a", "completion": "b"},
+        {"question": "a", "answer": "b", "context": "c", "system": "d"},
+        {"instruction": "a", "output": "b", "input": "c", "tools": [TOOL]},
+        {"instruction": "a", "instances": [{"input": "c", "output": "b"}]},
+    ],
+)
+def test_columns_that_a_form_does_not_read_are_named(row: Row) -> None:
+    assert converted(row).unused == ()
+    assert converted(row | {"foo": 1, "none": None, "weight": 1}).unused == ("foo", "weight")
+
+
+def test_parts_that_are_not_read_are_named() -> None:
+    part = text("2 + 2?") | {"cache_control": {"type": "ephemeral"}}
+    assert converted({"messages": [ASKED | {"content": [part]}, ANSWERED]}).unused == (
+        "content[].cache_control",
+    )
+    instances = [{"input": "c", "output": "b", "id": 1}, {"input": "d", "output": "e"}]
+    found = converted({"instruction": "a", "instances": instances})
+    assert found.unused == ("instances[].id", "instances[1]")

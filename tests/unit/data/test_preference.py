@@ -273,3 +273,20 @@ def test_the_rows_of_a_pair_stand_in_one_micro_batch(source, tokenizer, tmp_path
     first, second = [each for each in seen if each < 40], [each for each in seen if each >= 40]
     assert (len(first), len(second)) in ((26, 54), (28, 52)) and len(set(first)) == len(first)
     assert sorted(second[:40]) == list(range(40, 80)) != second[:40] != second[40:]
+
+
+@pytest.mark.parametrize("row", [each[0] for each in FORMS])
+def test_columns_that_a_pair_does_not_read_are_named(row) -> None:
+    row = {key: value for key, value in row.items() if key != "score_chosen"}
+    assert preference_pair(row, WHERE).unused == ()
+    assert preference_pair(row | {"foo": 1}, WHERE).unused == ("foo",)
+    with pytest.raises(DataError, match=f"{WHERE}: train is false"):
+        preference_pair(row | {"train": False}, WHERE)
+
+
+def test_an_answer_says_itself_whether_it_is_trained() -> None:
+    row = {"prompt": [ASKED], "chosen": [RIGHT | {"weight": 1}], "rejected": [WRONG | {"weight": 0}]}
+    pair = preference_pair(row, WHERE)
+    assert (pair.chosen.marks, pair.rejected.marks) == ({1: True}, {1: False})
+    both = [ASKED | {"weight": 0}, RIGHT], [ASKED, WRONG]
+    assert preference_pair({"chosen": both[0], "rejected": both[1]}, WHERE).chosen.prompt == 1

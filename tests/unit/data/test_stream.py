@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megalite.data.corpus import PIECE_CHARACTERS, Corpus
-from megalite.data.stream_files import StreamFile, lane_segments, stream_files
+from megalite.data.stream_files import StreamFile, first_rows, lane_segments, stream_files
 from megalite.data.stream_lane import DocumentEncoder, Lane, StreamText, require_documents
 from megalite.data.stream_loader import StreamLoader
 from megalite.data.tokenizer import Tokenizer
@@ -287,3 +287,16 @@ def test_files_that_cannot_be_read_in_parts_are_refused(tmp_path: Path, name: st
     (tmp_path / name).write_bytes(b"{}")
     with pytest.raises(DataError, match=f"--source: .*{name} {said}.*data.streaming = false"):
         stream_files(Corpus.open([str(tmp_path / name)]))
+
+
+def test_columns_of_the_first_rows_without_effect_are_named(tmp_path: Path) -> None:
+    rows = [{"text": "a", "foo": 1}, {"text": "b"}]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    parquet.write_table(pyarrow.table({"text": ["c"], "bar": [1]}), tmp_path / "b.parquet")
+    files = stream_files(Corpus.open([str(tmp_path)]))
+    assert list(first_rows(files, "text").sentences(["x"], "first row")) == [
+        "data: keys without effect in x: 'foo' in 1, 'bar' in 1 of 3 first rows"
+    ]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "train": False}))
+    with pytest.raises(DataError, match="line 1: train is false"):
+        first_rows(stream_files(Corpus.open([str(tmp_path / "a.jsonl")])), "text")
