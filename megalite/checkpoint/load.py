@@ -1,7 +1,6 @@
 """Loading a checkpoint into any layout: every rank looks up its regions by name."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,9 +13,12 @@ from megalite.checkpoint.folder import older_checkpoints
 from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import rows_of, split_flat_range
+from megalite.config.shape_settings import as_settings
+from megalite.config.toml import shown
 from megalite.errors import CheckpointError
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import ParallelMesh, all_or_none
+from megalite.topology.adapter import Lora
 from megalite.topology.parameters import Parameter
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
@@ -121,7 +123,7 @@ def load_parameter(
 
 def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
     """Raise CheckpointError unless the checkpoint is one of this model, naming every setting that differs."""
-    written, wanted = asdict(manifest.model), asdict(shape)
+    written, wanted = vars(manifest.model), vars(shape)
     # Dynamic NTK computes its frequencies from max_position_embeddings.
     dynamic = shape.rope_scaling is not None and shape.rope_scaling.rope_type == "dynamic"
     free = {*_FREE_FIELDS} - ({"max_position_embeddings"} if dynamic else set())
@@ -136,16 +138,25 @@ def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
 
 
 def _difference(name: str, here: Any, there: Any) -> Iterator[str]:
-    """Yield each setting that differs, with both values."""
-    if name == "adapter" and here is not None and there is not None and here.keys() == there.keys():
-        for each in here:
-            if here[each] != there[each]:
-                yield f"adapter.{each}: {here[each]} here, {there[each]} in the checkpoint"
-    elif name == "adapter":
-        kinds = ["none" if each is None else "lora" if "rank" in each else "prefix" for each in (here, there)]
-        yield f"adapter.kind: {kinds[0]} here, {kinds[1]} in the checkpoint"
-    else:
-        yield f"model.{name}: {here} here, {there} in the checkpoint"
+    """Yield each setting that differs, with both values; of an adapter or a scaling of another kind the kind alone."""
+    wanted, written = _settings(name, here), _settings(name, there)
+    kind = next(iter(wanted))
+    for setting in [kind] if wanted[kind] != written[kind] else [*wanted, *(written.keys() - wanted.keys())]:
+        if (value := wanted.get(setting)) != (other := written.get(setting)):
+            sides = ("not set" if side is None else shown(side) for side in (value, other))
+            yield "{}: {} here, {} in the checkpoint".format(setting, *sides)
+
+
+def _settings(name: str, value: Any) -> dict[str, Any]:
+    """Return the settings of [model] or [adapter] that say a field of ModelShape, that of the kind first."""
+    if name == "adapter":
+        kind = "none" if value is None else "lora" if isinstance(value, Lora) else "prefix"
+        settings = {"kind": kind, **({} if value is None else vars(value))}
+        return {f"adapter.{key}": each for key, each in settings.items()}
+    settings = (
+        {"rope_type": "default"} if (name, value) == ("rope_scaling", None) else as_settings({name: value})
+    )
+    return {f"model.{key}": each for key, each in settings.items()}
 
 
 def _exact_weights(manifest: Manifest) -> str:

@@ -71,8 +71,8 @@ def yarn_and_longrope_have_their_numbers(facts: Facts) -> Iterator[Problem]:
             message = f"has {given} numbers, but a head has {pairs} rotated pairs"
             yield Problem(f"model.{setting}", message, f"give {pairs} numbers")
     longest, original = model.max_position_embeddings, model.rope_original_positions
-    given = {"model.rope_factor", "model.rope_attention_factor"} & facts.origins.keys()
-    if longest > original and not given:
+    factors = {"model.rope_factor", "model.rope_attention_factor"}
+    if longest > original and not factors & facts.origins.keys():
         message = (
             f"is required where model.max_position_embeddings {longest} is more than "
             f"model.rope_original_positions {original}"
