@@ -141,7 +141,7 @@ class Rope(Plain):
     def _rope(self, config: Config) -> Mapping[str, Any]:
         """Return rope_scaling where it says something, else rope_parameters: transformers' order.
 
-        Of layers with a base of their own it is laid over that of the other layers.
+        With a base for windows, rope_parameters has tables for each kind of layer, and rope_scaling changes the full.
         """
         rope, scaling = config.get("rope_parameters"), config.get("rope_scaling")
         rope = rope if isinstance(rope, Mapping) else {}

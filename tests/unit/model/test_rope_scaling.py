@@ -117,7 +117,7 @@ def test_a_token_after_a_cache_has_the_angles_of_the_whole_sequence(name: str) -
 _LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "rope_theta": 300}
 _YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16}
 _LONG = {"rope_type": "longrope", "short_factor": [1, 1.1, 1.5], "long_factor": [1.0, 2, 6.0]}
-# What people write beside what we write: older names, whole numbers, factors of 1 and below, keys left out or null.
+# Other forms than ours: older names, whole numbers, factors of 1 and below, keys left out or null.
 WRITTEN: dict[str, dict[str, Any]] = {
     "type": {"type": "linear", "factor": 4},
     "factor 1": {"rope_type": "linear", "factor": 1},
