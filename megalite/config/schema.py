@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, create_model
@@ -236,6 +237,9 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(
         0, ge=0, lt=2**31, description='steps of warm-up, linear unless schedule is "deepspeed"'
     )
+    warmup_ratio: Fraction = Field(
+        0.0, description="warm-up as a fraction of the run's steps, rounded up; instead of warmup_steps"
+    )
     minimum_ratio: float = Field(0.1, ge=0, le=1, description="final learning rate as a fraction of the peak")
     decay_steps: Count | None = Field(
         None, description="step at which the decay ends; default: the last step"
@@ -259,6 +263,12 @@ class OptimizerConfig(Section):
     def momentum_or_default(self) -> float:
         """The momentum, of an optimizer that has one; 0 for others."""
         return DEFAULT_MOMENTUM.get(self.name, 0.0) if self.momentum is None else self.momentum
+
+
+def warmup_of(optimizer: Any, total_steps: int) -> int:
+    """Return the steps of warm-up of a run; `optimizer` has the settings of [optimizer]."""
+    # Rounded before, so that 0.1 of 30 steps is 3 and not 4.
+    return int(optimizer.warmup_steps or ceil(round(optimizer.warmup_ratio * total_steps, 6)))
 
 
 class DeepSpeedSection(Section):

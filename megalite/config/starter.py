@@ -23,6 +23,7 @@ _INSTEAD = {
     "training.micro_batch_size": ("training.micro_batches", "training.global_batch_size"),
     "training.micro_batches": ("training.micro_batch_size", "training.global_batch_size"),
     "data.split": ("data.validation",),
+    "optimizer.warmup_steps": ("optimizer.warmup_ratio",),
 }
 
 

@@ -181,6 +181,7 @@ class Console:
             f"loss {metrics.loss:.4f}",
             *_shown(metrics.figures),
             f"grad norm {metrics.grad_norm:.3f}",
+            f"lr {metrics.learning_rate:.3g}",
             *scale,
             f"{metrics.tokens_per_second:,.0f} tokens/s",
             *shares,

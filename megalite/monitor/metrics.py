@@ -8,6 +8,7 @@ from typing import Any
 
 FIGURES = ("reward_accuracy", "reward_margin")
 """The names that StepMetrics.figures may have."""
+_GROUP_RATE = "learning_rate/"
 _OPTIONAL = ("loss_scale", "skipped_steps", "reserved_bytes")
 
 
@@ -22,7 +23,8 @@ class StepMetrics:
     step_seconds: wall time of this step. data_seconds: the part of it that rank 0 waited for its batch.
     loss_scale: with fp16 only. skipped_steps: skipped since the start of the run; None if no step can be skipped.
     reserved_bytes: with a device only, the maximum over ranks of the bytes reserved by torch's allocator.
-    custom: metrics of callbacks, by name. figures: what the loss of preferences has besides, by name.
+    group_rates: the learning rate of each [[optimizer.groups]] table, by its pattern; their names in files are
+    learning_rate/PATTERN. custom: metrics of callbacks, by name. figures: what the loss of preferences has besides.
     """
 
     step: int
@@ -40,11 +42,12 @@ class StepMetrics:
     reserved_bytes: int | None = None
     custom: Mapping[str, float] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
+    group_rates: Mapping[str, float] = field(default_factory=dict)
 
     def scalars(self) -> dict[str, float]:
         """Return the TensorBoard scalars: tag -> value."""
         shown = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "loss_scale", "skipped_steps")
-        values = {name: getattr(self, name) for name in shown} | dict(self.figures)
+        values = {name: getattr(self, name) for name in shown} | self._rates | dict(self.figures)
         return {f"train/{name}": value for name, value in values.items() if value is not None} | dict(
             self.custom
         )
@@ -52,12 +55,17 @@ class StepMetrics:
     def record(self) -> dict[str, Any]:
         """Return the record for metrics.jsonl, without metrics that this run does not have."""
         own = asdict(self)
-        custom, figures = own.pop("custom"), own.pop("figures")
+        custom, figures, _ = own.pop("custom"), own.pop("figures"), own.pop("group_rates")
         return (
             {key: value for key, value in own.items() if value is not None or key not in _OPTIONAL}
+            | self._rates
             | figures
             | custom
         )
+
+    @property
+    def _rates(self) -> dict[str, float]:
+        return {f"{_GROUP_RATE}{pattern}": rate for pattern, rate in self.group_rates.items()}
 
 
 @dataclass(frozen=True)
@@ -143,5 +151,5 @@ class SaveMetrics:
 def is_own_metric(name: str) -> bool:
     """Whether a key of metrics.jsonl is built in, so that callbacks cannot use it."""
     return name in {*FIGURES, *(each.name for each in fields(StepMetrics))} or name.startswith(
-        ("validation_", "checkpoint_")
+        ("validation_", "checkpoint_", _GROUP_RATE)
     )

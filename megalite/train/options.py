@@ -1,6 +1,6 @@
 """Turns the configuration into options of the model and settings of the optimizer."""
 
-from megalite.config.schema import RunConfig, TrainingConfig
+from megalite.config.schema import RunConfig, TrainingConfig, warmup_of
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.objective import NEXT_TOKEN, Objective, Preference
@@ -68,16 +68,14 @@ def optimizer_settings(config: RunConfig) -> OptimizerSettings:
 def schedule_of(config: RunConfig, total_steps: int) -> LearningRate | DeepSpeedSchedule:
     """Return the learning-rate schedule, which decays until `total_steps` unless optimizer.decay_steps is set."""
     optimizer = config.optimizer
-    end = optimizer.decay_steps or total_steps
+    end, warmup = optimizer.decay_steps or total_steps, warmup_of(optimizer, total_steps)
     if optimizer.schedule == "deepspeed":
         kind, params = config.deepspeed_scheduler
-        return DeepSpeedSchedule(
-            kind, optimizer.learning_rate, optimizer.warmup_steps, end, optimizer.minimum_ratio, params
-        )
+        return DeepSpeedSchedule(kind, optimizer.learning_rate, warmup, end, optimizer.minimum_ratio, params)
     return LearningRate(
         optimizer.learning_rate,
         optimizer.schedule,
-        optimizer.warmup_steps,
+        warmup,
         end,
         optimizer.minimum_ratio,
         optimizer.decay_fraction,

@@ -41,6 +41,7 @@ class RunReporter:
         self._scaled = trainer.config.training.precision == "fp16"
         self._skips = self._scaled or trainer.config.training.nonfinite == "skip"
         self._continues_text = trainer.config.data.kind == "text"
+        self._groups = trainer.config.optimizer.groups
         self._memory_bytes = 0
         self._reserved_bytes: int | None = None
         self._costs: dict[str, Any] = {}  # of a save, for the next step's record
@@ -127,6 +128,9 @@ class RunReporter:
             skipped_steps=report.skipped_steps if self._skips else None,
             custom=custom,
             figures=report.figures,
+            group_rates={
+                each.pattern: report.learning_rate * each.learning_rate_ratio for each in self._groups
+            },
         )
         validated = {} if validation is None else validation.record()
         self._metrics.append({**metrics.record(), **validated, **self._costs})

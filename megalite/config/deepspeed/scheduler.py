@@ -111,6 +111,8 @@ def _read_params(draft: Draft, block: Block, kind: str, params: dict[str, Any]) 
 
 
 def _read_ours(draft: Draft, block: Block, path: str, key: str, value: Any, *, given: bool) -> None:
+    if not given and key == "warmup_steps" and draft.has("optimizer", "warmup_ratio"):
+        return  # the run says its warm-up, which DeepSpeed's default must not contradict
     if not given:
         block.fill(draft, path, "optimizer", key, value)
     elif key == "warmup_steps" and value != AUTO and (problem := problem_of("positive", value)):

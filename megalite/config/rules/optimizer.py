@@ -6,7 +6,7 @@ from dataclasses import replace
 from megalite.config.adapter_section import described_adapter
 from megalite.config.facts import Facts
 from megalite.config.rules.pipeline import split_of
-from megalite.config.schema import DEFAULT_MOMENTUM
+from megalite.config.schema import DEFAULT_MOMENTUM, warmup_of
 from megalite.config.shape_settings import model_shape
 from megalite.errors import Problem
 from megalite.topology.parameter_groups import group_problems, update_rules
@@ -90,22 +90,42 @@ def ema_works_without_zero_3(facts: Facts) -> Iterator[Problem]:
         yield Problem("optimizer.ema_decay", message, "use 0, or deepspeed.zero_optimization.stage 1 or 2")
 
 
+def the_warmup_is_said_once(facts: Facts) -> Iterator[Problem]:
+    steps, ratio = facts.optimizer.warmup_steps, facts.optimizer.warmup_ratio
+    if steps and ratio:
+        source = facts.source("optimizer.warmup_steps")
+        message = f"{ratio} is set together with optimizer.warmup_steps = {steps} {source}"
+        yield Problem("optimizer.warmup_ratio", message, "set only one of them")
+
+
 def the_stable_rate_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
-    optimizer = facts.optimizer
+    optimizer, (warmup, said) = facts.optimizer, _warmup(facts)
     end = optimizer.decay_steps or facts.training.steps
-    if optimizer.schedule != "wsd" or end is None or optimizer.warmup_steps >= end:
+    if optimizer.schedule != "wsd" or end is None or warmup >= end:
         return
     start = round(end * (1 - optimizer.decay_fraction))
-    if optimizer.warmup_steps > start:
+    if warmup > start:
         message = (
             f"{optimizer.decay_fraction} of {end} steps begins the decay after step {start}, "
-            f"before the end of optimizer.warmup_steps = {optimizer.warmup_steps}"
+            f"before the end of {said}"
         )
         yield Problem(
             "optimizer.decay_fraction",
             message,
-            f"use at most {1 - optimizer.warmup_steps / end:.2g}, or optimizer.warmup_steps {start}",
+            f"use at most {1 - warmup / end:.2g}, or optimizer.warmup_steps {start}",
         )
+
+
+def _warmup(facts: Facts) -> tuple[int, str]:
+    """Return the steps of warm-up, 0 for a share of an unknown number of steps, and the setting as a message has it."""
+    optimizer, steps = facts.optimizer, facts.training.steps or 0
+    warmup = warmup_of(optimizer, steps)
+    if optimizer.warmup_steps or not optimizer.warmup_ratio:
+        return warmup, f"optimizer.warmup_steps = {warmup}"
+    return (
+        warmup,
+        f"the warm-up of {warmup} steps (optimizer.warmup_ratio = {optimizer.warmup_ratio} of {steps})",
+    )
 
 
 def the_loss_scale_starts_above_its_minimum(facts: Facts) -> Iterator[Problem]:
@@ -123,9 +143,9 @@ def deepspeeds_schedule_is_there(facts: Facts) -> Iterator[Problem]:
 
 
 def decay_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
-    warmup, end = facts.optimizer.warmup_steps, facts.optimizer.decay_steps
+    (warmup, said), end = _warmup(facts), facts.optimizer.decay_steps
     if end is not None and end <= warmup and facts.optimizer.schedule != "deepspeed":
-        message = f"{end} is not more than optimizer.warmup_steps = {warmup}"
+        message = f"{end} is not more than {said}"
         yield Problem("optimizer.decay_steps", message, f"use {warmup + 1} or more")
 
 
@@ -153,6 +173,7 @@ OPTIMIZER_RULES = (
     values_are_clipped_without_zero,
     the_native_optimizer_is_adamw_under_zero,
     ema_works_without_zero_3,
+    the_warmup_is_said_once,
     the_stable_rate_follows_the_warmup,
     the_loss_scale_starts_above_its_minimum,
     deepspeeds_schedule_is_there,

@@ -468,6 +468,21 @@ def test_the_name_of_a_class_of_deepspeed_is_its_update_with_a_note(tmp_path: Pa
     assert said in loaded.notes
 
 
+def test_a_warm_up_by_share_stands_beside_a_scheduler_that_does_not_say_its_own(tmp_path: Path) -> None:
+    ours = {"optimizer.warmup_ratio": 0.25}
+    for params in ({}, {"warmup_num_steps": "auto"}):
+        optimizer = load(
+            tmp_path, ours, ds_json={"scheduler": {"type": "WarmupLR", "params": params}}
+        ).config.optimizer
+        assert (optimizer.warmup_ratio, optimizer.warmup_steps) == (0.25, 0)
+    block = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}}
+    [problem] = problems(tmp_path, ours, ds_json=block)
+    assert str(problem) == (
+        "optimizer.warmup_ratio: 0.25 is set together with optimizer.warmup_steps = 7 "
+        "(scheduler.params.warmup_num_steps in ds.json); set only one of them"
+    )
+
+
 def test_the_run_file_comes_before_a_default_of_deepspeed(tmp_path: Path) -> None:
     changes = {"optimizer.weight_decay": 0.25, "optimizer.warmup_steps": 3}
     ds_json = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}

@@ -211,4 +211,17 @@ STREAMING_CASES = [
         "data.loader_workers: 2 threads cannot read a stream in order; use 1",
         {"data.loader_workers": 1},
     ),
+    Case(
+        "the_warmup_is_said_once",
+        {"optimizer.warmup_steps": 5, "optimizer.warmup_ratio": 0.1},
+        "optimizer.warmup_ratio: 0.1 is set together with optimizer.warmup_steps = 5 (run.toml); set only one of them",
+        {"optimizer.warmup_steps": 0},
+    ),
+    Case(
+        "the_stable_rate_follows_the_warmup",
+        {"optimizer.schedule": "wsd", "optimizer.warmup_ratio": 0.55, "optimizer.decay_fraction": 0.5},
+        "optimizer.decay_fraction: 0.5 of 10 steps begins the decay after step 5, before the end of the warm-up of "
+        "6 steps (optimizer.warmup_ratio = 0.55 of 10); use at most 0.4, or optimizer.warmup_steps 5",
+        {"optimizer.schedule": "wsd", "optimizer.warmup_ratio": 0.5, "optimizer.decay_fraction": 0.5},
+    ),
 ]

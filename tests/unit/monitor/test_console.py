@@ -70,7 +70,7 @@ def test_one_line_every_few_steps_and_for_the_last() -> None:
     lines = stream.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["4/10", "8/10", "10/10"]
     assert lines[0] == (
-        "step  4/10  loss 0.7500  grad norm 0.500  2,000 tokens/s  64% of sgemm  1.50 GiB  0:03 left"
+        "step  4/10  loss 0.7500  grad norm 0.500  lr 0.001  2,000 tokens/s  64% of sgemm  1.50 GiB  0:03 left"
     )
     assert lines[-1].endswith("0:00 left")
 
@@ -113,7 +113,7 @@ def test_fp16_shows_its_loss_scale_and_what_was_skipped() -> None:
     stream = io.StringIO()
     scaled = replace(metrics(1), loss_scale=2.0**16, skipped_steps=3)
     Console(total_steps=1, stream=stream).step(scaled)
-    assert "grad norm 0.500  loss scale 65,536  3 skipped  2,000 tokens/s" in stream.getvalue()
+    assert "grad norm 0.500  lr 0.001  loss scale 65,536  3 skipped  2,000 tokens/s" in stream.getvalue()
     assert scaled.record().items() >= {"loss_scale": 65536.0, "skipped_steps": 3, "mfu": 0.64}.items()
 
 
@@ -267,7 +267,8 @@ def test_preferences_show_and_record_their_rewards() -> None:
     console.step(step)
     console.validation(validation)
     assert stream.getvalue().splitlines() == [
-        "step  4/10  loss 0.7500  reward accuracy 0.75  reward margin 1.25  grad norm 0.500  2,000 tokens/s  1.50 GiB"
+        "step  4/10  loss 0.7500  reward accuracy 0.75  reward margin 1.25  grad norm 0.500  lr 0.001  2,000 tokens/s"
+        "  1.50 GiB"
         "  0:03 left",
         "validation after step 4: loss 0.5000  reward accuracy 0.75  reward margin 1.25  20 pairs in 1:01",
     ]

@@ -1,6 +1,12 @@
 """Schedules by their values at the turning points."""
 
+from types import SimpleNamespace
+
+import pytest
+
+from megalite.config.schema import OptimizerConfig, warmup_of
 from megalite.train.learning_rate import LearningRate
+from megalite.train.options import schedule_of
 from tests.support.parity import about
 
 
@@ -36,3 +42,23 @@ def test_wsd_stays_at_the_peak_and_falls_as_one_minus_the_root_at_the_end():
 def test_wsd_may_fall_evenly_to_a_share_of_the_peak():
     rate = LearningRate(2.0, "wsd", 0, 100, 0.1, 0.4, "linear")
     assert [rate(step) for step in (60, 80, 100)] == about([2.0, 1.1, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("ratio", "total", "steps"), [(0.1, 30, 3), (0.03, 10, 1), (0.25, 10, 3), (0.0, 9, 0)]
+)
+def test_a_share_of_the_run_is_whole_steps_rounded_up(ratio: float, total: int, steps: int) -> None:
+    assert warmup_of(OptimizerConfig(warmup_ratio=ratio), total) == steps
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_a_warm_up_by_share_is_that_of_its_steps_also_after_a_resume_with_more_steps(schedule: str) -> None:
+    """The rate is a function of the step and the last step: nothing of it is in a checkpoint."""
+
+    def rates(total: int, **warmup: float) -> list[float]:
+        optimizer = OptimizerConfig(schedule=schedule, learning_rate=1.0, **warmup)
+        schedule_of_run = schedule_of(SimpleNamespace(optimizer=optimizer), total)  # type: ignore[arg-type]
+        return [schedule_of_run(step) for step in range(total)]
+
+    assert rates(40, warmup_ratio=0.2) == rates(40, warmup_steps=8)
+    assert rates(60, warmup_ratio=0.2)[40:] == rates(60, warmup_steps=12)[40:]

@@ -10,6 +10,7 @@ from megalite.config.load import load_run
 from megalite.launcher.detect import RankInfo
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.memory import MemoryUse
+from megalite.monitor.metrics import is_own_metric
 from megalite.topology.flops import flops_per_token
 from megalite.train import report as module
 from megalite.train.precision import DTYPES
@@ -137,3 +138,24 @@ def test_a_peak_that_is_named_is_a_devices_or_a_nodes(
     on_gpu.setattr(module, "gemm_flops_per_second", lambda _: pytest.fail("measured, though it is named"))
     made = reporter(tmp_path, device, "--monitor.peak_tflops", "148")
     assert share(tmp_path, made) == about(1 / (places * 148e12))
+
+
+def test_each_group_of_parameters_has_its_rate_in_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves: dict[str, float] = {}
+    writer = SimpleNamespace(add=lambda _, scalars: curves.update(scalars), close=lambda: None)
+    monkeypatch.setattr(module, "TensorBoardFile", lambda *_, **__: writer)
+    groups = (
+        '[{pattern = "*norm*", learning_rate_ratio = 0.5}, {pattern = "lm_head*", learning_rate_ratio = 0.0}]'
+    )
+    peak = ("--monitor.peak_tflops", "1.0", "--monitor.tensorboard", "true")
+    found = reporter(
+        tmp_path, "cpu", *peak, "--optimizer.groups", groups, "--model.tie_word_embeddings", "false"
+    )
+    found.step(step(1), None, {})
+    [record] = read_metrics(tmp_path / "metrics.jsonl")
+    rates = {"learning_rate": 0.1, "learning_rate/*norm*": 0.05, "learning_rate/lm_head*": 0.0}
+    assert {name: record[name] for name in record if name.startswith("learning_rate")} == rates
+    assert {name.removeprefix("train/"): curves[name] for name in curves if "learning_rate" in name} == rates
+    assert is_own_metric("learning_rate/mine") and is_own_metric("learning_rate")
