@@ -7,6 +7,7 @@ from typing import Any
 
 from megalite.config.describe import section_models, type_names
 from megalite.config.draft import Draft, did_you_mean
+from megalite.config.foreign_flags import DEEPSPEED, megatron_problems, with_deepspeeds_flags
 from megalite.config.toml import format_value, parse_value, shown
 from megalite.errors import ConfigError, Problem
 
@@ -21,14 +22,19 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (a command's own arguments, its `--section.key value` flags), both in their given order.
 
     A setting that is named without its section is among the flags, where it is a problem beside the others.
+    Raises ConfigError with every flag of Megatron-LM.
     """
     own: list[str] = []
     overrides: list[str] = []
-    rest = list(arguments)
+    rest = with_deepspeeds_flags(arguments)
+    if any(problems := list(megatron_problems(rest))) and not all(
+        _with_section(each.key) for each in problems
+    ):
+        raise ConfigError(problems, COMMAND_LINE)
     while rest:
         argument = rest.pop(0)
         setting = _FLAG.fullmatch(argument) or _with_section(argument)
-        (overrides if setting else own).append(argument)
+        (overrides if setting or argument == DEEPSPEED else own).append(argument)
         if setting and "=" not in argument and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
     return own, overrides
@@ -103,11 +109,16 @@ def _flags_of(name: str, value: Any) -> Iterator[str]:
 
 
 def _pairs(draft: Draft, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
-    rest = list(overrides)
+    words = with_deepspeeds_flags(overrides)
+    rest = list(words)
     while rest:
         argument = rest.pop(0)
         flag = _FLAG.fullmatch(argument)
-        if flag is None and (meant := _with_section(argument)):
+        if argument == DEEPSPEED:
+            if "deepspeed" not in draft.values and not any(word.startswith("--deepspeed.") for word in words):
+                remedy = "add --deepspeed_config ds.json, or a section [deepspeed] to RUN.toml"
+                draft.problem(argument, "asks for DeepSpeed, but nothing configures it", remedy)
+        elif flag is None and (meant := _with_section(argument)):
             draft.problem(argument, "has no section", f"did you mean {meant}?")
             if "=" not in argument and rest and not rest[0].startswith("--"):
                 rest.pop(0)
