@@ -11,13 +11,15 @@ from megalite.cli.evaluate_options import MEBIBYTES, SAMPLES, SECONDS, TOKENS, e
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.data.corpus import Corpus
 from megalite.data.token_file import prepared_prefix
+from megalite.data.tokenizer import load_tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.evaluate.documents import TextSource
-from megalite.evaluate.questions import ChoiceQuestion
+from megalite.evaluate.questions import ChoiceQuestion, CodeProblem
 from megalite.evaluate.report import table, write_json
 from megalite.evaluate.sandbox import Limits
 from megalite.evaluate.task_file import TaskFile, questions
 from megalite.generation.memory import cache_problems
+from megalite.generation.prompts import Chat, chat_template
 from megalite.generation.request import Sampling
 from megalite.generation.source import ModelSource, find_source
 from megalite.monitor.work import working
@@ -60,11 +62,27 @@ def run(arguments: Sequence[str]) -> int:
     if found:
         raise ConfigError(found, "the request")
     items = _require_files(options)
+    if source is not None and options.kind in ("multiple_choice", "exact_match"):
+        _require_chat(options, source)
     # torch is imported below this line, so that --help and a wrong request are answered at once.
     preload = ["megalite.generation.text", "megalite.evaluate.perplexity", "megalite.evaluate.task"]
     return on_local_ranks(
         layout, _evaluate, _Request(source, layout, options, items), name="evaluate", preload=preload
     )
+
+
+def _require_chat(options: argparse.Namespace, source: ModelSource) -> None:
+    """Raise DataError for --chat without a template, and note a model of conversations that is asked without it."""
+    template = chat_template(source, options.chat_template)
+    if options.chat:
+        tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
+        Chat(tokenizer, source.tokenizer, template)
+    elif source.chat_template is not None:
+        _note(f"note: {source.folder} was trained on conversations; --chat asks in their form")
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _too_large(options: argparse.Namespace, source: ModelSource) -> Iterator[Problem]:
@@ -84,9 +102,13 @@ def _require_files(options: argparse.Namespace) -> int | None:
             Corpus.open(options.data, pattern=options.pattern or "*", key="--data")
         return None
     file, examples = _task_files(options)
-    asked = questions(file)
+    asked = questions(file, _note)
     if examples is not None:
-        questions(examples)
+        questions(examples, _note)
+    if options.samples_file is not None:
+        from megalite.evaluate.code import read_samples
+
+        read_samples(options.samples_file, [each for each in asked if isinstance(each, CodeProblem)], _note)
     if options.kind == "code":
         return len(asked) * (options.samples or SAMPLES)
     return sum(len(question.choices) if isinstance(question, ChoiceQuestion) else 1 for question in asked)
@@ -152,7 +174,18 @@ def _task_evaluation(options: argparse.Namespace) -> "TaskEvaluation":
         options.samples_file,
     )
     few_shot, tokens = options.few_shot or 0, options.tokens or TOKENS
-    return TaskEvaluation(file, examples, few_shot, seed, tokens, options.batch_size, code)
+    return TaskEvaluation(
+        file,
+        examples,
+        few_shot,
+        seed,
+        tokens,
+        options.batch_size,
+        code,
+        options.chat,
+        options.chat_template,
+        options.few_shot_turns,
+    )
 
 
 def _task_files(options: argparse.Namespace) -> tuple[TaskFile, TaskFile | None]:

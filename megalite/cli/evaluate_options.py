@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.arguments import Parser, add_chat_template, whole_number
 from megalite.errors import Problem
 from megalite.evaluate.forms import FORMS, KINDS
 from megalite.generation.layout import layout_problems
@@ -17,7 +17,10 @@ from megalite.topology.shape import ModelShape
 SUBJECTS = {
     **dict.fromkeys(("window", "stride", "join", "text_column", "pattern"), ("data",)),
     **dict.fromkeys(("kind", "form", "field", "limit"), KINDS),
-    **dict.fromkeys(("few_shot", "few_shot_file"), ("multiple_choice", "exact_match")),
+    **dict.fromkeys(
+        ("few_shot", "few_shot_file", "chat", "chat_template", "few_shot_turns"),
+        ("multiple_choice", "exact_match"),
+    ),
     "tokens": ("exact_match", "code"),
     "seed": KINDS,
     **dict.fromkeys(
@@ -69,6 +72,15 @@ def _of_subject(options: argparse.Namespace) -> Iterator[Problem]:
     if bool(options.few_shot) != bool(options.few_shot_file):
         given = "--few-shot" if options.few_shot else "--few-shot-file"
         yield Problem(given, "needs --few-shot N and --few-shot-file FILE", "give both, or none")
+    for option, needed in (
+        ("chat_template", "chat"),
+        ("few_shot_turns", "chat"),
+        ("few_shot_turns", "few_shot"),
+    ):
+        if getattr(options, option) and not getattr(options, needed):
+            yield Problem(
+                flag(option), f"has no effect without {flag(needed)}", f"add {flag(needed)}, or leave it out"
+            )
     if options.model is None and options.samples_file is None:
         yield Problem("MODEL", "is missing", "name a run folder, a checkpoint or a Hugging Face folder")
 
@@ -197,6 +209,9 @@ def _add_task(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=whole_number(1), metavar="N", help="only the first N questions")
     add("--few-shot", type=whole_number(1), metavar="N", help="solved examples before each question")
     add("--few-shot-file", type=Path, metavar="FILE", help="where the examples are drawn from")
+    add("--chat", action="store_true", help="ask in the chat template, as lm_eval's --apply_chat_template")
+    add_chat_template(parser)
+    add("--few-shot-turns", action="store_true", help="with --chat: each example is a message and its answer")
     add("--seed", type=int, metavar="N", help="random seed of examples and samples (0)")
     add("--tokens", type=whole_number(1), metavar="N", help=f"most new tokens of an answer ({TOKENS})")
 

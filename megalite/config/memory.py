@@ -20,7 +20,7 @@ from megalite.topology.parameters import (
 
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 # More than any accelerator of today has: a rank that needs more fits on none.
-_MOST_OF_A_CARD = 2**39
+_MOST_OF_A_CARD = 320 * 2**30
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Generates the answers to open questions and the bodies of functions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megalite.data.tokenizer import Tokenizer
@@ -34,11 +34,13 @@ def answers(
     tokens: int,
     encoder: TextEncoder | None = None,
     *,
+    stop_ids: Collection[int] = (),
     batch_size: int = 16,
     advance: Advance = ignore,
 ) -> list[str]:
     """Return the generated texts in order, of at most `tokens` new tokens, on every rank.
 
+    stop_ids: tokens that end a text, beside the end of a document.
     Each data-parallel rank generates every n-th, `batch_size` of them at a time; a text does not depend on the others.
     Collective over the world. A prompt that leaves no room for the new tokens loses its beginning. Raises ConfigError
     if the model's positions are fewer than the new tokens.
@@ -60,7 +62,8 @@ def answers(
         for index in indices
     }
     if texts:
-        _generate(loaded, texts, tokens, batch_size, advance)
+        ends = frozenset({loaded.tokenizer.end_of_document_id, *stop_ids})
+        _generate(loaded, texts, tokens, ends, batch_size, advance)
     own = [(index, text.value) for index, text in texts.items()]
     found = dict(each for part in mesh.gather_objects(own) or [] for each in part)
     ordered: list[str] = mesh.broadcast_object([found[index] for index in sorted(found)])
@@ -85,10 +88,14 @@ class _Text:
 
 
 def _generate(
-    loaded: LoadedModel, texts: Mapping[int, _Text], tokens: int, batch_size: int, advance: Advance
+    loaded: LoadedModel,
+    texts: Mapping[int, _Text],
+    tokens: int,
+    stop_ids: frozenset[int],
+    batch_size: int,
+    advance: Advance,
 ) -> None:
     """Complete the texts; every rank of a copy of the model has the same ones, and takes part."""
-    stop_ids = frozenset({loaded.tokenizer.end_of_document_id})
     longest = max(len(text.prompt) for text in texts.values()) + tokens
     engine = TokenEngine(loaded.replica, Room(min(batch_size, len(texts)), longest))
     for index, text in texts.items():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megalite.errors import DataError
-from megalite.evaluate.encoding import TextEncoder, pair_window
+from megalite.evaluate.encoding import pair_window
 from megalite.evaluate.few_shot import FewShot
 from megalite.evaluate.questions import ChoiceQuestion
 from megalite.evaluate.scoring import Advance, ignore, scores
@@ -39,10 +39,10 @@ def multiple_choice(
     Raises DataError for a choice without tokens.
     """
     longest, windows, truncated = loaded.config.longest_sequence, [], 0
-    encoder = TextEncoder(loaded.tokenizer)
+    encoder = few_shot.encoder(loaded.tokenizer)
     for number, question in enumerate(questions):
         prompt = few_shot.prompt(question, number)
-        pairs = [encoder.pair(prompt, f" {choice}") for choice in question.choices]
+        pairs = [encoder.pair(prompt, f"{few_shot.delimiter}{choice}") for choice in question.choices]
         if not all(continuation for _, continuation in pairs):
             raise DataError(f"question {number + 1}: a choice has no tokens; write its text")
         truncated += any(len(context) + len(choice) > longest + 1 for context, choice in pairs)

@@ -1,7 +1,8 @@
 """pass@k of programs that complete given functions, by running their tests."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from megalite.evaluate.rows import Row
 from megalite.evaluate.sandbox import Limits, Outcome, run_program
 from megalite.evaluate.scoring import Advance, ignore
 from megalite.evaluate.statistics import Rate, pass_at_k
-from megalite.evaluate.task_file import task_rows
+from megalite.evaluate.task_file import task_rows, tell_unread
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import Sampling
 
@@ -53,18 +54,24 @@ def generated(
     return [texts[start : start + samples] for start in range(0, len(texts), samples)]
 
 
-def read_samples(path: Path, problems: Sequence[CodeProblem]) -> list[list[str]]:
+def read_samples(
+    path: Path, problems: Sequence[CodeProblem], note: Callable[[str], None] = lambda _: None
+) -> list[list[str]]:
     """Return the completions that a .jsonl file holds of each problem: rows of task_id and completion.
 
-    Raises DataError, with the line, for a row of no problem, and for a problem without a completion.
+    Raises DataError, with the line, for a row of no problem, and for a problem without a completion. note: called
+    with a line about columns that are not read.
     """
     found: dict[str, list[str]] = {problem.name: [] for problem in problems}
+    unread: Counter[str] = Counter()
     for values, where in task_rows(path, "--samples-file"):
         row = Row(values, where, {})
         name = row.text("task_id")
         if name not in found:
             raise row.wrong("task_id", f"{name!r} is no problem of the task", "remove the row")
         found[name].append(row.text("completion"))
+        unread.update(row.unread)
+    tell_unread(path, unread, note)
     missing = [name for name, completions in found.items() if not completions]
     if missing:
         raise DataError(

@@ -43,7 +43,15 @@ def exact_match(
     batch_size: answers that are generated at a time, by each copy of the model.
     """
     wanted = [Wanted(few_shot.prompt(question, number), _STOPS) for number, question in enumerate(questions)]
-    texts = answers(loaded, wanted, tokens, batch_size=batch_size, advance=advance)
+    texts = answers(
+        loaded,
+        wanted,
+        tokens,
+        few_shot.encoder(loaded.tokenizer),
+        stop_ids=few_shot.stop_ids,
+        batch_size=batch_size,
+        advance=advance,
+    )
     last = [float(matches(text, question.final)) for text, question in zip(texts, questions, strict=True)]
     strict = [
         float(matches(text, question.final, strict=True))

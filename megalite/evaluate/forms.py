@@ -15,11 +15,16 @@ MARK = "####"
 
 @dataclass(frozen=True)
 class Form:
-    """A form of file. fields: the columns that every row has, by which a file is recognised."""
+    """A form of file.
+
+    fields: the columns that every row has, by which a file is recognised. idle: those of published files that no
+    question needs.
+    """
 
     kind: Kind
     fields: tuple[str, ...]
     question: Callable[[Row], ChoiceQuestion | OpenQuestion | CodeProblem]
+    idle: tuple[str, ...] = ()
 
 
 def _hellaswag(row: Row) -> ChoiceQuestion:
@@ -42,12 +47,16 @@ def _arc(row: Row) -> ChoiceQuestion:
     if isinstance(question, Mapping):
         inside: Mapping[str, Any] = question
         question, choices = inside.get("stem"), inside.get("choices")
+        _require_known(row, "question", inside, ("stem", "choices"))
     if not isinstance(question, str):
         raise row.wrong("question", "holds no text", "fix the row")
     if isinstance(choices, list) and all(isinstance(each, Mapping) for each in choices):
+        for each in choices:
+            _require_known(row, "choices", each, ("text", "label"))
         choices = {key: [each.get(key) for each in choices] for key in ("text", "label")}
     if not isinstance(choices, Mapping) or not {"text", "label"} <= choices.keys():
         raise row.wrong("choices", "holds no texts with labels", 'write {"text": [...], "label": [...]}')
+    _require_known(row, "choices", choices, ("text", "label"))
     inner = Row(choices, f"{row.where}: choices", {})
     texts, labels = inner.texts("text"), inner.texts("label")
     if len(texts) != len(labels):
@@ -55,6 +64,13 @@ def _arc(row: Row) -> ChoiceQuestion:
             "choices", f"has {len(texts)} texts and {len(labels)} labels", "write one label a text"
         )
     return ChoiceQuestion(_asked(question), texts, row.label("answerKey", labels))
+
+
+def _require_known(row: Row, column: str, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raise DataError for a key of a table within a column that has no meaning here."""
+    if unknown := sorted(table.keys() - set(known)):
+        message = f"has the key {unknown[0]!r}, which megalite does not read"
+        raise row.wrong(column, message, f"remove it; {' and '.join(known)} are read")
 
 
 def _mmlu(row: Row) -> ChoiceQuestion:
@@ -108,12 +124,15 @@ def _asked(question: str) -> str:
 # In the order in which a file is recognised.
 FORMS: Mapping[str, Form] = {
     "hellaswag": Form(
-        "multiple_choice", ("ctx_a", "ctx_b", "activity_label", "endings", "label"), _hellaswag
+        "multiple_choice",
+        ("ctx_a", "ctx_b", "activity_label", "endings", "label"),
+        _hellaswag,
+        idle=("ind", "ctx", "source_id", "split", "split_type"),
     ),
-    "arc": Form("multiple_choice", ("question", "answerKey"), _arc),
-    "mmlu": Form("multiple_choice", ("question", "choices", "answer"), _mmlu),
+    "arc": Form("multiple_choice", ("question", "answerKey"), _arc, idle=("id",)),
+    "mmlu": Form("multiple_choice", ("question", "choices", "answer"), _mmlu, idle=("subject",)),
     "choices": Form("multiple_choice", ("context", "choices", "answer"), _plain_choices),
     "gsm8k": Form("exact_match", ("question", "answer"), _gsm8k),
     "plain": Form("exact_match", ("question", "answer"), _plain_answer),
-    "humaneval": Form("code", ("prompt", "test", "entry_point"), _humaneval),
+    "humaneval": Form("code", ("prompt", "test", "entry_point"), _humaneval, idle=("canonical_solution",)),
 }

@@ -5,6 +5,7 @@ python -m megalite.evaluate.harness run --model megalite --model_args path=runs/
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from megalite.errors import ConfigError, MegaliteError, Problem
@@ -25,6 +26,8 @@ from megalite.evaluate.encoding import TextEncoder, pair_window
 from megalite.evaluate.scoring import scores
 from megalite.evaluate.windows import Window, rolling_windows
 from megalite.generation.loaded import LoadedModel, load
+from megalite.generation.prompts import Chat
+from megalite.generation.prompts import chat_template as named_template
 from megalite.generation.request import Sampling
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -86,6 +89,38 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
         self.encoder = TextEncoder(loaded.tokenizer, add_bos_token)
         self._device = loaded.replica.mesh.device
 
+    def apply_chat_template(
+        self, chat_history: Sequence[Mapping[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text of a conversation in the model's chat template; without the beginning of an answer, the
+        last message is one that goes on."""
+        text = self._chat.prompt_text(list(chat_history), prompt=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)]
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Return the template's text, for lm_eval's record, and use it from now on; "" if none is asked for."""
+        if not chat_template:
+            return ""
+        if isinstance(chat_template, str):
+            self._chat = self._chat_of(chat_template)
+        return self._chat.template.text
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer and its content, by which lm_eval keeps requests that it has built."""
+        return f"{self.loaded.tokenizer.file.parent.name}__{self.loaded.tokenizer.sha256[:16]}"
+
+    @cached_property
+    def _chat(self) -> Chat:
+        return self._chat_of(None)
+
+    def _chat_of(self, name: str | None) -> Chat:
+        source = self.loaded.source
+        return Chat(self.loaded.tokenizer, source.tokenizer, named_template(source, name))
+
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether greedy decoding gives it."""
         windows = [
@@ -122,9 +157,16 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
             wanted = Wanted(context, _stops(settings), self._sampling(settings, number), continues=False)
             by_tokens[tokens].append((number, wanted))
         texts = [""] * len(requests)
+        # Asked in the chat template, an answer ends as in training; lm_eval asks for the template before.
+        ends = self._chat.stop_ids if "_chat" in vars(self) else ()
         for tokens, group in by_tokens.items():
             found = answers(
-                self.loaded, [wanted for _, wanted in group], tokens, self.encoder, batch_size=self.batch_size
+                self.loaded,
+                [wanted for _, wanted in group],
+                tokens,
+                self.encoder,
+                stop_ids=ends,
+                batch_size=self.batch_size,
             )
             for (number, _), text in zip(group, found, strict=True):
                 texts[number] = text

@@ -1,7 +1,7 @@
 """The columns of one row of a task file, checked as they are read. No torch."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.data.source_stream import json_type
@@ -12,11 +12,21 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class Row:
-    """One row. where: file and line, for messages. columns: field of a form -> the row's column, where they differ."""
+    """One row.
+
+    where: file and line, for messages. columns: field of a form -> the row's column, where they differ. read: the
+    columns that have been read.
+    """
 
     values: Mapping[str, Any]
     where: str
     columns: Mapping[str, str]
+    read: set[str] = field(default_factory=set, compare=False)
+
+    @property
+    def unread(self) -> list[str]:
+        """The columns that nothing has read."""
+        return [column for column in self.values if column not in self.read]
 
     def has(self, field: str) -> bool:
         return self._column(field) in self.values
@@ -29,6 +39,7 @@ class Row:
                 f"{self.where}: no column {column!r} (columns: {sorted(self.values)}); fix the row, or name the column "
                 f"with --field {field}=COLUMN"
             )
+        self.read.add(column)
         return self.values[column]
 
     def text(self, field: str) -> str:

@@ -15,6 +15,7 @@ from megalite.evaluate.sandbox import DEFAULT_LIMITS, Limits, network_is_cut
 from megalite.evaluate.scoring import Advance, ignore
 from megalite.evaluate.task_file import TaskFile, questions
 from megalite.generation.loaded import LoadedModel
+from megalite.generation.prompts import Chat, chat_template
 from megalite.generation.request import GREEDY, Sampling
 
 
@@ -38,6 +39,7 @@ class TaskEvaluation:
 
     examples: the file of few-shot examples, of which `few_shot` stand before each question, drawn by `seed`. tokens:
     the most new tokens of an answer. batch_size: sequences of a forward pass, and answers generated at a time.
+    chat: ask in a chat template, chat_template: its name, None: that of training. few_shot_turns: see FewShot.turns.
     """
 
     file: TaskFile
@@ -47,6 +49,9 @@ class TaskEvaluation:
     tokens: int = 256
     batch_size: int = 8
     code: CodeEvaluation = ONE_GREEDY_SAMPLE
+    chat: bool = False
+    chat_template: str | None = None
+    few_shot_turns: bool = False
 
 
 def evaluate_task(
@@ -61,7 +66,11 @@ def evaluate_task(
     if request.file.kind == "code":
         return _code(loaded, cast(list[CodeProblem], found), request, advance)
     assert loaded is not None
-    few_shot = FewShot(_examples(request), request.few_shot, request.seed)
+    chat = None
+    if request.chat:
+        template = chat_template(loaded.source, request.chat_template)
+        chat = Chat(loaded.tokenizer, loaded.source.tokenizer, template)
+    few_shot = FewShot(_examples(request), request.few_shot, request.seed, chat, request.few_shot_turns)
     if request.file.kind == "multiple_choice":
         choices = cast(list[ChoiceQuestion], found)
         return _named(multiple_choice(loaded, choices, few_shot, request.batch_size, advance))

@@ -1,6 +1,7 @@
 """Reads the questions of a local task file. No torch."""
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,14 @@ class TaskFile:
     flag: str = "--task"
 
 
-def questions(file: TaskFile) -> list[ChoiceQuestion | OpenQuestion | CodeProblem]:
-    """Return the questions in order. Raises DataError with file, line, column and remedy."""
+def questions(
+    file: TaskFile, note: Callable[[str], None] = lambda _: None
+) -> list[ChoiceQuestion | OpenQuestion | CodeProblem]:
+    """Return the questions in order. Raises DataError with file, line, column and remedy.
+
+    note: called with a line about the columns that no question reads.
+    """
+    unread: Counter[str] = Counter()
     found: list[ChoiceQuestion | OpenQuestion | CodeProblem] = []
     form: Form | None = None
     for values, where in task_rows(file.path, file.flag):
@@ -39,11 +46,20 @@ def questions(file: TaskFile) -> list[ChoiceQuestion | OpenQuestion | CodeProble
         if form is None:
             form = FORMS[file.form] if file.form is not None else _recognised(row, file.kind)
         found.append(form.question(row))
+        unread.update(name for name in row.unread if name not in form.idle)
         if file.limit is not None and len(found) >= file.limit:
             break
     if not found:
         raise DataError(f"{file.flag}: {file.path} has no questions; name a file with one question a line")
+    tell_unread(file.path, unread, note)
     return found
+
+
+def tell_unread(path: Path, unread: Mapping[str, int], note: Callable[[str], None]) -> None:
+    """Name the columns that were not read, each with the number of its rows."""
+    if unread:
+        columns = ", ".join(f"{name!r} ({count:,})" for name, count in unread.items())
+        note(f"note: {path}: columns without effect, and the rows that have them: {columns}")
 
 
 def task_rows(path: Path, flag: str) -> Iterator[tuple[dict[str, Any], str]]:

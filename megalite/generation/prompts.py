@@ -48,6 +48,10 @@ class Chat:
         )
         self.stop_ids = frozenset({tokenizer.end_of_document_id, *self._end_of_turn()})
 
+    @property
+    def template(self) -> ChatTemplate:
+        return self._template
+
     def prompt_ids(
         self,
         messages: Any,
@@ -61,8 +65,20 @@ class Chat:
         messages: a list of objects with role and content. where: its place, for errors. tools: those that the template
         shows. begun: the text that the answer begins with. Raises DataError.
         """
+        text = self.prompt_text(messages, where, tools=tools) + begun
+        return self._tokenizer.encode(text)
+
+    def prompt_text(
+        self,
+        messages: Any,
+        where: str = "the conversation",
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        prompt: bool = True,
+    ) -> str:
+        """As prompt_ids, the text; prompt: with the beginning of an answer."""
         checked = [read.message for read in message_list(messages, "messages", where, TEMPLATE_KEYS)]
-        return self._tokenizer.encode(self._render(checked, where, tools=tools, prompt=True) + begun)
+        return self._render(checked, where, tools=tools, prompt=prompt)
 
     @cached_property
     def tool_form(self) -> ToolForm | None:

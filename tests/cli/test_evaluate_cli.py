@@ -128,6 +128,16 @@ WRONG = [
         "--stride: 9 tokens are more than the window of 8",
     ),
     (["--data", "TEXT", "--few-shot", "2"], "--few-shot: has no effect with --data; leave it out"),
+    (["--data", "TEXT", "--chat"], "--chat: has no effect with --data; leave it out"),
+    (
+        ["--task", "TASK", "--kind", "exact_match", "--few-shot-turns"],
+        "--few-shot-turns: has no effect without --chat; add --chat, or leave it out",
+    ),
+    (
+        ["--task", "TASK", "--kind", "exact_match", "--chat-template", "chatml"],
+        "--chat-template: has no effect without --chat",
+    ),
+    (["--task", "TASK", "--kind", "exact_match", "--chat"], "has no chat template"),
     (["--data", "TEXT", "--kind", "code"], "--kind: has no effect with --data"),
     ([], "--data: a text or a task is evaluated, one of them; give --data or --task"),
     (["--data", "TEXT", "--task", "TASK"], "give --data or --task"),

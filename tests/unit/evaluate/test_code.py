@@ -134,3 +134,10 @@ def test_the_solutions_of_humaneval_pass(shared_data: Path) -> None:
         rows = [json.loads(line) for line in islice(lines, 20)]
     found = pass_rates(problems, [[row["canonical_solution"]] for row in rows], (1,), Limits())
     assert found.pass_at[1].mean == 1.0
+
+
+def test_columns_of_samples_that_are_not_read_are_named(tmp_path: Path) -> None:
+    path, notes = tmp_path / "samples.jsonl", list[str]()
+    path.write_text('{"task_id": "T/0", "completion": "x", "passed": true}\n')
+    assert read_samples(path, [CodeProblem("T/0", "def f():", "", "f")], notes.append) == [["x"]]
+    assert notes == [f"note: {path}: columns without effect, and the rows that have them: 'passed' (1)"]

@@ -133,3 +133,40 @@ def test_examples_are_drawn_by_seed_and_question_and_never_the_question_itself()
         assert asked == f"Q{number}" and len(set(examples)) == 2
         assert set(examples) <= {f"{each.context} {each.answer}" for each in pool if each.context != asked}
     assert FewShot().prompt(pool[0], 0) == "Q0"
+
+
+@pytest.mark.parametrize(("kind", "row"), [(kind, row) for kind, row, _ in FORMS])
+def test_a_column_that_no_question_reads_is_named_with_its_rows(
+    tmp_path: Path, kind: Any, row: dict[str, Any]
+) -> None:
+    notes: list[str] = []
+    path = written(tmp_path, row, row | {"weight": 0}, row | {"weight": 1, "until": "."})
+    questions(TaskFile(path, kind), notes.append)
+    assert notes == [
+        f"note: {path}: columns without effect, and the rows that have them: 'weight' (2), 'until' (1)"
+    ]
+
+
+def test_the_other_columns_of_published_files_are_known(tmp_path: Path) -> None:
+    notes: list[str] = []
+    published = HELLASWAG | dict.fromkeys(("ind", "ctx", "source_id", "split", "split_type"), "x")
+    for kind, row in (
+        ("multiple_choice", published),
+        ("multiple_choice", ARC | {"id": "1"}),
+        ("code", HUMANEVAL | {"canonical_solution": "x"}),
+    ):
+        questions(TaskFile(written(tmp_path, row), kind), notes.append)  # type: ignore[arg-type]
+    assert notes == []
+
+
+PLANTED: list[dict[str, Any]] = [
+    ARC | {"choices": ARC["choices"] | {"weight": [1, 0, 0]}},
+    PUBLISHED_ARC | {"question": PUBLISHED_ARC["question"] | {"weight": 0}},
+    PUBLISHED_ARC | {"question": {"stem": "Why?", "choices": [{"text": "a", "label": "A", "weight": 0}] * 2}},
+]
+
+
+@pytest.mark.parametrize("row", PLANTED)
+def test_an_unknown_key_of_a_table_within_a_row_is_refused(tmp_path: Path, row: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"line 1: column '\w+' has the key 'weight', .* remove it; "):
+        questions(TaskFile(written(tmp_path, row), "multiple_choice"))
