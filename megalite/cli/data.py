@@ -54,6 +54,7 @@ def _prepare(options: argparse.Namespace) -> int:
     from megalite.data.prepared import source_notes
     from megalite.data.split import Split
     from megalite.data.tokenizer import load_tokenizer
+    from megalite.data.turn_end import turn_end_notes
     from megalite.launcher.process import available_cores
     from megalite.monitor.preparation import PreparationConsole, counted, megabytes
 
@@ -82,6 +83,12 @@ def _prepare(options: argparse.Namespace) -> int:
     workers = available_cores() if options.workers is None else options.workers
     console = PreparationConsole(sys.stderr)
     corpus = preparation.corpus
+    if preparation.chat is not None:
+        template = preparation.chat.template
+        for note in turn_end_notes(
+            template, tokenizer, may_add_tokens=True, flags=True, workers=min(1, workers)
+        ):
+            console.note(note)
     console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
     prepared = prepare_outputs(preparation, workers=workers, progress=console.progress)
     seconds = console.end(counted(sum(facts.documents for facts in prepared), _document(prepared[0])))

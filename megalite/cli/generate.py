@@ -51,11 +51,11 @@ def _job(options: argparse.Namespace, source: ModelSource) -> Job:
     from megalite.data.tokenizer import load_tokenizer
     from megalite.generation.prompts import Chat, chat_template, prompt_ids
     from megalite.generation.request_file import read_requests
+    from megalite.generation.stops import stops_of
 
     tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
-    ends = frozenset({tokenizer.end_of_document_id})
-    stop = tuple(options.stop)
-    first = Request((), options.tokens, _sampling(options), ends, stop, options.logprobs)
+    stops, stop = stops_of(source, tokenizer), tuple(options.stop)
+    first = Request((), options.tokens, _sampling(options), stops.ids, stop, options.logprobs)
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
     job = Job("prompt", source, layout, options.dtype, first, max_requests=options.max_requests)
     template = None if options.prompt is not None else chat_template(source, options.chat_template)
@@ -67,7 +67,8 @@ def _job(options: argparse.Namespace, source: ModelSource) -> Job:
         if options.output is not None and not options.output.parent.is_dir():
             raise DataError(f"the folder of --output {options.output} does not exist; create it")
         return replace(job, task="batch", file=requests, output=options.output)
-    request = replace(first, prompt_ids=tuple(prompt_ids(tokenizer, options.prompt)))
+    texts = stops.texts if options.beams == 1 else ()
+    request = replace(first, prompt_ids=tuple(prompt_ids(tokenizer, options.prompt)), stop=(*stop, *texts))
     if options.beams > 1:
         beams = BeamSettings.of(options.beams, options.length_penalty)
         job = replace(job, task="beams", beams=beams)

@@ -38,6 +38,8 @@ def _converse(job: Job, loaded: "LoadedModel", engine: "BatchEngine") -> None:
     from megalite.generation.prompts import Chat
 
     rules = Chat(loaded.tokenizer, job.source.tokenizer, job.template)
+    ends = job.request.stop_ids | rules.stops.ids
+    texts = tuple(dict.fromkeys((*job.request.stop, *rules.stops.texts)))
     history = ChatHistory(rules.prompt_ids, engine.max_tokens, job.request.max_tokens)
     if _is_terminal(job):
         tell(f"{CLEAR} forgets the conversation, Ctrl-D ends it")
@@ -48,7 +50,7 @@ def _converse(job: Job, loaded: "LoadedModel", engine: "BatchEngine") -> None:
             continue
         try:
             ids, room, dropped = history.ask(line)
-            engine.submit(replace(job.request, prompt_ids=ids, stop_ids=rules.stop_ids, max_tokens=room))
+            engine.submit(replace(job.request, prompt_ids=ids, stop_ids=ends, stop=texts, max_tokens=room))
         except MegaliteError as error:
             tell(f"error: {error}")
             continue

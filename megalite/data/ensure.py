@@ -28,6 +28,7 @@ from megalite.data.stream_lane import require_documents
 from megalite.data.token_file import TokenFile, bin_path, idx_path, prepared_prefix
 from megalite.data.token_ids import largest_id, require_ids
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.turn_end import turn_end_notes
 from megalite.errors import DataError
 from megalite.monitor.preparation import PreparationConsole, counted, megabytes
 
@@ -267,10 +268,13 @@ def _prepared(
         return done
     if any(map(prepared_facts, preparation.outputs)):
         _refuse_change(config, run_folder, changed, preparation.outputs[0])
-    corpus = preparation.corpus
+    corpus, chat = preparation.corpus, preparation.chat
+    if chat is not None:
+        may_add = config.tokenizer.path is not None and config.adapter.kind == "none"
+        for note in turn_end_notes(chat.template, preparation.tokenizer, may_add_tokens=may_add):
+            console.note(note)
     console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
     facts = prepare_outputs(preparation, workers=max(1, config.data.workers), progress=console.progress)
-    chat = preparation.chat
     what, each_row = ("document", 1) if chat is None else (chat.unit, chat.documents)
     documents, tokens = sum(each.documents for each in facts), sum(each.tokens for each in facts)
     console.end(f"data: {counted(documents // each_row, what)}, {tokens:,} tokens")

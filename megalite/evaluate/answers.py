@@ -1,6 +1,6 @@
 """Generates the answers to open questions and the bodies of functions."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megalite.data.tokenizer import Tokenizer
@@ -10,6 +10,7 @@ from megalite.evaluate.scoring import Advance, ignore
 from megalite.generation.detokenise import Detokeniser, StopScan
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import GREEDY, Request, Sampling, check_request
+from megalite.generation.stops import NO_STOPS, Stops
 from megalite.generation.token_engine import TokenEngine
 from megalite.model.kv_cache import Room
 
@@ -34,13 +35,13 @@ def answers(
     tokens: int,
     encoder: TextEncoder | None = None,
     *,
-    stop_ids: Collection[int] = (),
+    stops: Stops = NO_STOPS,
     batch_size: int = 16,
     advance: Advance = ignore,
 ) -> list[str]:
     """Return the generated texts in order, of at most `tokens` new tokens, on every rank.
 
-    stop_ids: tokens that end a text, beside the end of a document.
+    stops: what ends a text beside what ends every text of the model.
     Each data-parallel rank generates every n-th, `batch_size` of them at a time; a text does not depend on the others.
     Collective over the world. A prompt that leaves no room for the new tokens loses its beginning. Raises ConfigError
     if the model's positions are fewer than the new tokens.
@@ -57,13 +58,15 @@ def answers(
     indices = range(mesh.batch.rank, len(wanted), mesh.batch.size)
     texts = {
         index: _Text(
-            loaded.tokenizer, wanted[index], (encoder.ids(wanted[index].prompt) or [encoder.start_id])[-room:]
+            loaded.tokenizer,
+            wanted[index],
+            (encoder.ids(wanted[index].prompt) or [encoder.start_id])[-room:],
+            (*loaded.stops.texts, *stops.texts),
         )
         for index in indices
     }
     if texts:
-        ends = frozenset({loaded.tokenizer.end_of_document_id, *stop_ids})
-        _generate(loaded, texts, tokens, ends, batch_size, advance)
+        _generate(loaded, texts, tokens, loaded.stops.ids | stops.ids, batch_size, advance)
     own = [(index, text.value) for index, text in texts.items()]
     found = dict(each for part in mesh.gather_objects(own) or [] for each in part)
     ordered: list[str] = mesh.broadcast_object([found[index] for index in sorted(found)])
@@ -73,15 +76,18 @@ def answers(
 class _Text:
     """One text while it is generated, behind `prompt`."""
 
-    def __init__(self, tokenizer: Tokenizer, wanted: Wanted, prompt: Sequence[int]):
+    def __init__(
+        self, tokenizer: Tokenizer, wanted: Wanted, prompt: Sequence[int], stops: Sequence[str] = ()
+    ):
+        """stops: strings that end the text beside those that are asked for."""
         self.wanted, self.prompt = wanted, tuple(prompt)
         self.value = ""
         self._new = Detokeniser(tokenizer, self.prompt if wanted.continues else ())
-        self._scan = StopScan([stop for stop in wanted.stops if stop])
+        self._scan = StopScan([stop for stop in (*wanted.stops, *stops) if stop])
 
-    def push(self, token: int, *, last: bool) -> bool:
-        """Append a token, the last one or not; return whether a stop string has ended the text."""
-        new = self._new.push(token) + (self._new.finish() if last else "")
+    def push(self, token: int | None, *, last: bool) -> bool:
+        """Append a token, the last one or not; return whether a stop string has ended the text. None: an end token."""
+        new = ("" if token is None else self._new.push(token)) + (self._new.finish() if last else "")
         text, stopped = self._scan.push(new)
         self.value += text + (self._scan.finish() if last and not stopped else "")
         return stopped
@@ -106,7 +112,8 @@ def _generate(
         for sampled in engine.step():
             ended = sampled.finish is not None
             # All ranks have the same tokens, so all cancel here.
-            stopped = texts[sampled.number].push(sampled.token, last=ended)
+            token = None if sampled.token in stop_ids else sampled.token
+            stopped = texts[sampled.number].push(token, last=ended)
             if stopped and not ended:
                 engine.cancel(sampled.number)
             if stopped or ended:

@@ -48,7 +48,7 @@ def exact_match(
         wanted,
         tokens,
         few_shot.encoder(loaded.tokenizer),
-        stop_ids=few_shot.stop_ids,
+        stops=few_shot.stops,
         batch_size=batch_size,
         advance=advance,
     )

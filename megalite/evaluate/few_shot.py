@@ -8,6 +8,7 @@ from megalite.data.tokenizer import Tokenizer
 from megalite.evaluate.encoding import TextEncoder
 from megalite.evaluate.questions import ChoiceQuestion, OpenQuestion, Question
 from megalite.generation.prompts import Chat
+from megalite.generation.stops import NO_STOPS, Stops
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class FewShot:
         return " " if self.chat is None else ""
 
     @property
-    def stop_ids(self) -> frozenset[int]:
-        """The tokens that end an answer beside the end of a document."""
-        return frozenset() if self.chat is None else self.chat.stop_ids
+    def stops(self) -> Stops:
+        """What ends an answer in the form of the chat template."""
+        return NO_STOPS if self.chat is None else self.chat.stops
 
     def _asked(self, turns: Sequence[tuple[str, str]]) -> str:
         assert self.chat is not None

@@ -29,6 +29,7 @@ from megalite.generation.loaded import LoadedModel, load
 from megalite.generation.prompts import Chat
 from megalite.generation.prompts import chat_template as named_template
 from megalite.generation.request import Sampling
+from megalite.generation.stops import NO_STOPS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -158,14 +159,14 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
             by_tokens[tokens].append((number, wanted))
         texts = [""] * len(requests)
         # Asked in the chat template, an answer ends as in training; lm_eval asks for the template before.
-        ends = self._chat.stop_ids if "_chat" in vars(self) else ()
+        stops = self._chat.stops if "_chat" in vars(self) else NO_STOPS
         for tokens, group in by_tokens.items():
             found = answers(
                 self.loaded,
                 [wanted for _, wanted in group],
                 tokens,
                 self.encoder,
-                stop_ids=ends,
+                stops=stops,
                 batch_size=self.batch_size,
             )
             for (number, _), text in zip(group, found, strict=True):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from megalite.convert.peft.load import load_adapters, load_beside, load_merged
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.generation.engine import build_model, load_model
 from megalite.generation.source import ModelSource, find_source
+from megalite.generation.stops import Stops, stops_of
 from megalite.model.adapters import Adapters
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
@@ -42,6 +44,11 @@ class LoadedModel:
     def config(self) -> ModelShape:
         """The sizes and the family of the model."""
         return self.replica.shape
+
+    @cached_property
+    def stops(self) -> Stops:
+        """The tokens and texts that end a text of the model."""
+        return stops_of(self.source, self.tokenizer)
 
     @torch.inference_mode()
     def logits(self, input_ids: Tensor) -> Tensor:

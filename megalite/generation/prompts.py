@@ -9,12 +9,11 @@ from megalite.data.chat_template import ChatTemplate, has_chat_template, load_ch
 from megalite.data.conversation import Conversation
 from megalite.data.messages import TEMPLATE_KEYS, message_list
 from megalite.data.tokenizer import Tokenizer
-from megalite.errors import DataError
 from megalite.generation.source import ModelSource
+from megalite.generation.stops import chat_stops
 from megalite.generation.tool_calls import ToolForm, learn_tool_form
 
 TEMPLATE_FLAG = "--chat-template"
-_ANSWER = "answer"
 
 
 def chat_template(source: ModelSource, name: str | None) -> ChatTemplate | None:
@@ -46,7 +45,7 @@ class Chat:
         self._template = template or load_chat_template(
             _home(folder), None, tokenizer.end_of_document, setting=TEMPLATE_FLAG
         )
-        self.stop_ids = frozenset({tokenizer.end_of_document_id, *self._end_of_turn()})
+        self.stops = chat_stops(self._template, tokenizer)
 
     @property
     def template(self) -> ChatTemplate:
@@ -110,17 +109,6 @@ class Chat:
         return self._template.render(
             Conversation(tuple(messages), where, tuple(tools) or None), prompt=prompt
         )
-
-    def _end_of_turn(self) -> list[int]:
-        """Return the special token that the template writes behind an answer, if there is one."""
-        turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
-        try:
-            text = self._render(turns, "a conversation of two messages", prompt=False)
-        except DataError:  # the template asks for other messages
-            return []
-        following = self._tokenizer.encode(text[text.rfind(_ANSWER) + len(_ANSWER) :])[:1]
-        special = self._tokenizer.backend.get_added_tokens_decoder()
-        return [each for each in following if each in special and special[each].special]
 
 
 def _home(tokenizer: Path) -> Path:

@@ -14,6 +14,7 @@ from megalite.generation.json_schema import JSON_OBJECT, JsonGrammars, schema_te
 from megalite.generation.prompts import Chat, prompt_ids
 from megalite.generation.request import Request, Sampling, check_request, sampling_problems
 from megalite.generation.source import ModelSource
+from megalite.generation.stops import Stops, stops_of
 
 _NUMBER = (int, float)
 # Field -> the types of its values. The others are those of Sampling.
@@ -102,6 +103,7 @@ class _Reader:
         self._defaults, self._source, self._tokenizer = defaults, source, tokenizer
         self._template = template
         self._chat: Chat | None = None
+        self._stops: Stops | None = None
         self._grammars = JsonGrammars(tokenizer)
 
     def problems(self, row: Mapping[str, Any]) -> Iterator[Problem]:
@@ -147,22 +149,25 @@ class _Reader:
 
     def request(self, row: Mapping[str, Any]) -> Request:
         """Return the request of a line without problems. Raises ConfigError, DataError."""
-        stop_ids = {self._tokenizer.end_of_document_id}
+        stops = stops_of(self._source, self._tokenizer) if self._stops is None else self._stops
+        self._stops, chat = stops, Stops()
         if "prompt" in row:
             ids = prompt_ids(self._tokenizer, row["prompt"])
         else:
             self._chat = self._chat or Chat(self._tokenizer, self._source.tokenizer, self._template)
             ids = self._chat.prompt_ids(row["messages"], "the line")
-            stop_ids |= self._chat.stop_ids
-        stop = row.get("stop", self._defaults.stop)
+            chat = self._chat.stops
+        stop, schema = row.get("stop", self._defaults.stop), self._schema(row)
+        # A string may cut the JSON of a schema.
+        texts = () if schema is not None else dict.fromkeys((*stops.texts, *chat.texts))
         request = Request(
             tuple(ids),
             row.get("max_tokens", self._defaults.max_tokens),
             self._sampling(row),
-            frozenset(stop_ids),
-            (stop,) if isinstance(stop, str) else tuple(stop),
+            stops.ids | chat.ids,
+            (*((stop,) if isinstance(stop, str) else stop), *texts),
             row.get("logprobs", self._defaults.logprobs),
-            self._schema(row),
+            schema,
             adapter=row.get("adapter"),
         )
         source = self._source

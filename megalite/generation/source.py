@@ -19,12 +19,11 @@ from megalite.config.huggingface import shape_of_folder
 from megalite.config.peft import ADAPTER_CONFIG, adapter_of_folder
 from megalite.config.quantisation import holds_int8
 from megalite.convert.huggingface.files import is_folder_of_weights, local_folder
+from megalite.convert.huggingface.origin import CONFIG, end_ids, find_origin
 from megalite.convert.peft.base import base_of_adapter, folder_of_base
 from megalite.convert.peft.named import AdaptedModel, NamedAdapter, find_adapter
 from megalite.errors import CheckpointError
 from megalite.topology.shape import ModelShape
-
-_DESCRIPTION = "config.json"
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,8 @@ class ModelSource:
     adapter: a checkpoint's, or PEFT's if `is_huggingface`. shape: of the model, with its adapter. tokenizer: a Hugging
     Face folder or a tokenizer.json. end_of_document: the token that ended documents in training; None: the tokenizer's
     own. chat_template: the template of training, by name or file; None: the tokenizer's own. int8: whether `folder` has
-    int8 linears. adapters: those that requests may name.
+    int8 linears. adapters: those that requests may name. end_ids: eos_token_id of the weights' files. of_conversations:
+    whether a checkpoint was trained on them.
     """
 
     folder: Path
@@ -47,6 +47,8 @@ class ModelSource:
     chat_template: str | None = None
     int8: bool = False
     adapters: Mapping[str, NamedAdapter] = field(default_factory=dict, hash=False)
+    end_ids: frozenset[int] = frozenset()
+    of_conversations: bool = False
 
 
 def find_source(
@@ -86,7 +88,8 @@ def _found(path: Path | str, step: int | None, tokenizer: Path | None, base: Pat
         plain = shape_of_folder(str(beside))
         shape = replace(plain, adapter=adapter_of_folder(here, plain.family))
         own = next((each for each in (here, beside) if (each / "tokenizer.json").is_file()), None)
-        return ModelSource(here, True, shape, _required(tokenizer or own, here), base=beside)
+        ends = end_ids(here / CONFIG) or end_ids(beside / CONFIG)
+        return ModelSource(here, True, shape, _required(tokenizer or own, here), base=beside, end_ids=ends)
     if name is not None or _is_huggingface(here):
         if step is not None:
             raise CheckpointError(
@@ -96,7 +99,8 @@ def _found(path: Path | str, step: int | None, tokenizer: Path | None, base: Pat
         _require_description(folder)
         own = folder if (folder / "tokenizer.json").is_file() else None
         shape = shape_of_folder(str(folder), int8=True)
-        return ModelSource(folder, True, shape, _required(tokenizer or own, folder), int8=holds_int8(folder))
+        found, ends = _required(tokenizer or own, folder), end_ids(folder / CONFIG)
+        return ModelSource(folder, True, shape, found, int8=holds_int8(folder), end_ids=ends)
     if step is None and _is_unknown(here):
         raise CheckpointError(
             f"{path} is no model: a checkpoint or run folder has {MANIFEST}, a Hugging Face folder config.json and"
@@ -109,7 +113,18 @@ def _found(path: Path | str, step: int | None, tokenizer: Path | None, base: Pat
     settings = manifest.config.get("tokenizer") or {}
     frozen = None if manifest.model.adapter is None else folder_of_base(manifest.base, base)
     end, template = settings.get("end_of_document"), settings.get("chat_template")
-    return ModelSource(checkpoint, False, manifest.model, found, end, frozen, template)
+    ends, trained_on = end_ids(find_origin(checkpoint)), (manifest.config.get("data") or {}).get("kind")
+    return ModelSource(
+        checkpoint,
+        False,
+        manifest.model,
+        found,
+        end,
+        frozen,
+        template,
+        end_ids=ends,
+        of_conversations=trained_on in ("instruct", "preference"),
+    )
 
 
 def _is_huggingface(folder: Path) -> bool:
@@ -125,11 +140,9 @@ def _is_unknown(path: Path) -> bool:
 
 def _require_description(folder: Path) -> None:
     """Raise CheckpointError if a Hugging Face folder has no config.json, or one that is no JSON object."""
-    file = folder / _DESCRIPTION
+    file = folder / CONFIG
     if not file.is_file():
-        raise CheckpointError(
-            f"{folder} has weights but no {_DESCRIPTION}; copy the model's {_DESCRIPTION} there"
-        )
+        raise CheckpointError(f"{folder} has weights but no {CONFIG}; copy the model's {CONFIG} there")
     try:
         whole = isinstance(json.loads(file.read_bytes()), dict)
     except (OSError, ValueError, RecursionError) as error:

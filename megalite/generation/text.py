@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 
-from megalite.data.tokenizer import Tokenizer
 from megalite.errors import ConfigError
 from megalite.generation.batch_engine import BatchEngine, Event
 from megalite.generation.beam_search import beam_search
@@ -34,9 +33,10 @@ def generate(
 ) -> str:
     """Return the prompt and its continuation, the text that `megalite generate` prints.
 
-    tokens: the maximum number of new tokens; an end-of-document token ends the text before. temperature: 0 takes the
-    most likely token. top_k: sample from the k most likely tokens. top_p: sample from the fewest tokens with that
-    total probability. min_p: sample from the tokens that are at least min_p times as likely as the most likely one.
+    tokens: the maximum number of new tokens; the end of a document or of an answer ends the text before.
+    temperature: 0 takes the most likely token. top_k: sample from the k most likely tokens. top_p: sample from the
+    fewest tokens with that total probability. min_p: sample from the tokens that are at least min_p times as likely as
+    the most likely one.
     Penalties: see `megalite.generation.request.Sampling`. stop: strings that end the text before them. seed: equal
     seeds give equal texts. beams: 2 or more search for the most likely text among that many at a time; not with
     temperature, penalties or stop. length_penalty: see `megalite.generation.beams.BeamSettings`. adapter: the name
@@ -66,27 +66,18 @@ def generate(
     )
     if found := [*problems, *beam_problems(beams, length_penalty, sampling, stop=stop)]:
         raise ConfigError(found, "the request")
-    request = text_request(loaded.tokenizer, prompt, tokens, sampling, stop=tuple(stop), adapter=adapter)
+    stops = loaded.stops
+    request = Request(
+        tuple(prompt_ids(loaded.tokenizer, prompt)),
+        tokens,
+        sampling,
+        stops.ids,
+        (*stop, *(stops.texts if beams == 1 else ())),
+        adapter=adapter,
+    )
     if beams > 1:
         return prompt + searched(loaded, request, BeamSettings.of(beams, length_penalty))[0]
     return prompt + "".join(event.text for event in stream(loaded, request))
-
-
-def text_request(
-    tokenizer: Tokenizer,
-    prompt: str,
-    tokens: int,
-    sampling: Sampling,
-    *,
-    stop: tuple[str, ...] = (),
-    logprobs: int | None = None,
-    adapter: str | None = None,
-) -> Request:
-    """Return the request that continues a text, until the token that ended documents in training."""
-    ends = frozenset({tokenizer.end_of_document_id})
-    return Request(
-        tuple(prompt_ids(tokenizer, prompt)), tokens, sampling, ends, stop, logprobs, adapter=adapter
-    )
 
 
 def stream(loaded: LoadedModel, request: Request) -> Iterator[Event]:

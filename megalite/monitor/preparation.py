@@ -39,6 +39,10 @@ class PreparationConsole:
         self._title = title
         self._say(title)
 
+    def note(self, text: str) -> None:
+        """Say something before the work begins."""
+        self._say(text)
+
     def waiting(self) -> None:
         """Show that the work of `begin` goes on."""
         if self._due():

@@ -10,6 +10,7 @@ from megalite.errors import ConfigError, DataError
 from megalite.generation.json_schema import JSON_OBJECT, JsonGrammars, schema_text
 from megalite.generation.prompts import Chat, prompt_ids
 from megalite.generation.request import GREEDY, Request, Sampling
+from megalite.generation.stops import NO_STOPS, Stops
 from megalite.serve.errors import ApiError
 from megalite.serve.schemas import (
     BatchRequest,
@@ -32,7 +33,7 @@ class ServedModel:
 
     name: in requests. chat: the form of conversations; None: no chat. longest_sequence: tokens of prompt and answer.
     created: seconds since 1970. grammars: of the engine, which compile schemas here, before the engine has a request.
-    adapters: the names of those beside the model; a request names one as its model.
+    adapters: the names of those beside the model; a request names one as its model. stops: what ends its texts.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ServedModel:
     created: int
     grammars: JsonGrammars
     adapters: tuple[str, ...] = ()
+    stops: Stops = NO_STOPS
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -73,7 +75,7 @@ class Prompts:
             found += self._choices(ids, limit_here, body, body.n, body.logprobs)
         if body.echo and (limit == 0 or body.logprobs is not None):
             return [replace(request, scores_prompt=True) for request in found]
-        return self._formed(found, body.response_format)
+        return self._formed(found, body.response_format, body.stop)
 
     def chat(self, body: ChatRequest) -> tuple[list[Request], ToolUse | None]:
         """Return the `n` sequences of /v1/chat/completions, and how calls of tools are read from their answers."""
@@ -101,11 +103,11 @@ class Prompts:
         setting = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
         limit = self._limit(ids, wanted, "messages", setting)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        found = list(self._choices(ids, limit, body, body.n, logprobs, chat.stop_ids))
+        found = list(self._choices(ids, limit, body, body.n, logprobs, chat.stops))
         if tools is None:
-            return self._formed(found, body.response_format), None
+            return self._formed(found, body.response_format, body.stop), None
         if tools.forced:
-            return self._constrained(found, call_schema(body, tools.form), "tools"), tools
+            return self._constrained(found, call_schema(body, tools.form), "tools", body.stop), tools
         return [replace(each, shown_ids=chat.tool_form_ids) for each in found], tools
 
     def embeddings(self, body: EmbeddingRequest) -> list[Request]:
@@ -174,14 +176,15 @@ class Prompts:
         body: SamplingFields,
         count: int,
         logprobs: int | None,
-        stop_ids: frozenset[int] | None = None,
+        chat: Stops = NO_STOPS,
     ) -> Iterator[Request]:
-        """Yield `count` sequences of a prompt, with seeds in a row. stop_ids: None: the end of a document."""
+        """Yield `count` sequences of a prompt, with seeds in a row. chat: what ends an answer."""
         seed = secrets.randbelow(_SEEDS) if body.seed is None else body.seed
-        if stop_ids is None:
-            stop_ids = frozenset({self._model.tokenizer.end_of_document_id})
+        stops = self._model.stops
+        stop_ids = frozenset({self._model.tokenizer.end_of_document_id}) | stops.ids | chat.ids
+        stop = tuple(dict.fromkeys((*body.stop, *stops.texts, *chat.texts)))
         if body.ignore_eos:
-            stop_ids = frozenset()
+            stop_ids, stop = frozenset(), body.stop
         for index in range(count):
             sampling = Sampling(
                 temperature=body.temperature,
@@ -193,23 +196,28 @@ class Prompts:
                 presence_penalty=body.presence_penalty,
                 frequency_penalty=body.frequency_penalty,
             )
-            yield Request(tuple(ids), max_tokens, sampling, stop_ids, body.stop, logprobs)
+            yield Request(tuple(ids), max_tokens, sampling, stop_ids, stop, logprobs)
 
-    def _formed(self, requests: list[Request], wanted: ResponseFormat) -> list[Request]:
-        """Return the requests in the form of `response_format`."""
+    def _formed(
+        self, requests: list[Request], wanted: ResponseFormat, stop: tuple[str, ...]
+    ) -> list[Request]:
+        """Return the requests in the form of `response_format`. stop: of the body."""
         if wanted.type == "text":
             return requests
         schema = None if wanted.json_schema is None else wanted.json_schema.definition
-        return self._constrained(requests, schema, "response_format")
+        return self._constrained(requests, schema, "response_format", stop)
 
     def _constrained(
-        self, requests: list[Request], schema: Mapping[str, Any] | None, field: str
+        self, requests: list[Request], schema: Mapping[str, Any] | None, field: str, stop: tuple[str, ...]
     ) -> list[Request]:
-        """Return requests for JSON of a schema; None: any object. field: of the body that asks for it, for errors."""
+        """Return requests for JSON of a schema; None: any object.
+
+        field: of the body that asks for it, for errors. stop: of the body; the template's texts could cut the JSON.
+        """
         try:
             text = JSON_OBJECT if schema is None else schema_text(schema)
             self._model.grammars.check(text)
         except ConfigError as error:
             message = "; ".join(f"{each.message}; {each.remedy}" for each in error.problems)
             raise ApiError(400, f"{field}: {message}", param=field, code="invalid_value") from error
-        return [replace(each, json_schema=text) for each in requests]
+        return [replace(each, json_schema=text, stop=stop) for each in requests]

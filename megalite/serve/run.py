@@ -45,7 +45,14 @@ def serve(plan: ServePlan, mesh: ParallelMesh, on_ready: Callable[[int], None]) 
     chat = None if template is None else Chat(loaded.tokenizer, plan.source.tokenizer, template)
     created, adapters = int(time.time()), tuple(plan.source.adapters)
     model = ServedModel(
-        plan.name, loaded.tokenizer, chat, engine.max_tokens, created, engine.grammars, adapters
+        plan.name,
+        loaded.tokenizer,
+        chat,
+        engine.max_tokens,
+        created,
+        engine.grammars,
+        adapters,
+        loaded.stops,
     )
     # The number of cores is a setting of each thread.
     threads = torch.get_num_threads()

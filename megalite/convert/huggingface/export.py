@@ -1,7 +1,7 @@
 """Export a checkpoint as a Hugging Face folder: checked against transformers, published atomically."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ from megalite.convert.peft.base import folder_of_base
 from megalite.convert.peft.merged import MergedCheckpoints
 from megalite.data.chat_template import load_chat_template
 from megalite.data.tokenizer import Tokenizer, copy_others, copy_tokenizer, load_tokenizer, save_tokenizer
+from megalite.data.turn_end import turn_end
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
 from megalite.families.tensors import FamilyTensor
@@ -72,13 +73,15 @@ def export(
         with _whole_weights(checkpoints, weights, base) as reader:
             manifest = reader.manifest
             files = _write_weights(reader, partial, dtype, shard_size_bytes)
-            token_ids = write_tokenizer(manifest, tokenizer_folder, partial) if tokenizer_folder else {}
+            token_ids, turn_ends = (
+                write_tokenizer(manifest, tokenizer_folder, partial) if tokenizer_folder else ({}, ())
+            )
             origin = Origin(find_origin(reader.checkpoint))
             ours = hf_config(manifest.model, dtype_name(dtype), {})
             settings = manifest.config.get("model") or {}
             for name, content in (
                 (CONFIG, origin.config_with(ours, token_ids, settings)),
-                (GENERATION, origin.generation_with(token_ids)),
+                (GENERATION, origin.generation_with(token_ids, turn_ends)),
             ):
                 write_durably(partial / name, json.dumps(content, indent=2) + "\n")
             comparisons = compare_with_transformers(reader, partial, dtype)
@@ -198,8 +201,8 @@ def _weight_map(files: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
         yield from ((name, file) for name in names)
 
 
-def write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str, int]:
-    """Copy the tokenizer; return the ids of its special tokens under config.json's keys."""
+def write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> tuple[dict[str, int], Collection[int]]:
+    """Copy the tokenizer; return the ids of its special tokens under config.json's keys, and those that end answers."""
     config = _tokenizer_config(source)
     trained_with = (manifest.config.get("tokenizer") or {}).get("end_of_document")
     end = trained_with or config.get("eos_token")
@@ -220,7 +223,15 @@ def write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> dict[str,
     if template is not None:
         text = load_chat_template(source, template).for_export
         (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
-    return _token_ids(tokenizer, config)
+    return _token_ids(tokenizer, config), _turn_ends(manifest, tokenizer)
+
+
+def _turn_ends(manifest: Manifest, tokenizer: Tokenizer) -> Collection[int]:
+    """Return the ids with which the chat template ended answers in training; none of a run on text."""
+    if (manifest.config.get("data") or {}).get("kind") not in ("instruct", "preference"):
+        return ()
+    name = (manifest.config.get("tokenizer") or {}).get("chat_template")
+    return turn_end(load_chat_template(tokenizer.file.parent, name, tokenizer.end_of_document), tokenizer).ids
 
 
 def _tokenizer_config(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,13 @@ def find_origin(checkpoint: Path) -> Path | None:
     """Return the config.json that a checkpoint's run keeps, or None."""
     config = checkpoint.resolve().parent.parent / FOLDER / CONFIG
     return config if config.is_file() else None
+
+
+def end_ids(config: Path | None) -> frozenset[int]:
+    """Return the ids that end a text: eos_token_id of generation_config.json beside a config.json, else of that one."""
+    files = [] if config is None else [config.parent / GENERATION, config]
+    found = (frozenset(_ends(_object(file, "fetch it again"))) for file in files if file.is_file())
+    return frozenset(end for end in next(filter(None, found), ()) if type(end) is int and end >= 0)
 
 
 class Origin:
@@ -65,9 +72,19 @@ class Origin:
             **family.write_dropout(model_settings),
         }
 
-    def generation_with(self, token_ids: Mapping[str, int]) -> dict[str, Any]:
-        """Return generation_config.json; without an origin greedy generation."""
-        return {**(self.generation or {"do_sample": False}), **self._token_ids(self.generation, token_ids)}
+    def generation_with(
+        self, token_ids: Mapping[str, int], turn_ends: Collection[int] = ()
+    ) -> dict[str, Any]:
+        """Return generation_config.json; without an origin greedy generation. turn_ends: ids that end answers too."""
+        written = {**(self.generation or {"do_sample": False}), **self._token_ids(self.generation, token_ids)}
+        ends = (
+            [*_ends(written)]
+            or [*_ends(self.config)]
+            or [token_ids[key] for key in token_ids if "eos" in key]
+        )
+        if more := sorted(set(turn_ends).difference(ends)):
+            written["eos_token_id"] = [*ends, *more]
+        return written
 
     def _token_ids(self, file: Mapping[str, Any], token_ids: Mapping[str, int]) -> dict[str, Any]:
         """Return the ids to write in place of a file's: those that it lacks, or all if the tokenizer is another one.
@@ -88,13 +105,11 @@ def _ends(file: Mapping[str, Any]) -> Iterator[Any]:
     yield from ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
-def _object(path: Path) -> dict[str, Any]:
+def _object(path: Path, remedy: str = "remove its folder to export without it") -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}); remove its folder to export without it"
-        ) from error
+        raise CheckpointError(f"{path} cannot be read ({error}); {remedy}") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no JSON object; remove its folder to export without it")
+        raise CheckpointError(f"{path} holds no JSON object; {remedy}")
     return content

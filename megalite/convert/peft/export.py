@@ -20,6 +20,7 @@ from megalite.convert.average import AveragedWeights
 from megalite.convert.exported_folder import exported_folder
 from megalite.convert.huggingface.export import CARD, rounded, write_tokenizer
 from megalite.convert.huggingface.model_card import adapter_card, is_our_card
+from megalite.convert.huggingface.origin import GENERATION, Origin, find_origin
 from megalite.convert.peft.base import write_base
 from megalite.convert.peft.read import PROMPT
 from megalite.errors import CheckpointError
@@ -66,7 +67,10 @@ def export_adapter(
         if manifest.base is not None:
             write_base(manifest.base, partial)
         if tokenizer_folder is not None:
-            write_tokenizer(manifest, tokenizer_folder, partial)
+            token_ids, turn_ends = write_tokenizer(manifest, tokenizer_folder, partial)
+            if turn_ends:
+                generation = Origin(find_origin(checkpoint)).generation_with(token_ids, turn_ends)
+                write_durably(partial / GENERATION, json.dumps(generation, indent=2) + "\n")
         trained = sum(prod(size) for size in trained_tensors(shape).values())
         write_durably(partial / CARD, adapter_card(manifest, dtype_name(dtype), trained))
     return AdapterExport(destination, trained)

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from megalite import Trainer, load_config
 from megalite.cli import convert
 from megalite.convert.huggingface.export import export
-from megalite.convert.huggingface.origin import Origin
+from megalite.convert.huggingface.origin import Origin, end_ids
 from megalite.errors import CheckpointError
 from megalite.families.registry import hf_config
 from tests.support.jobs import training_here
@@ -223,3 +223,29 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
         else:
             Trainer(load_config(None, **settings(tmp_path, {"weights": str(tmp_path)}))).train()
     assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "turn_ends", "expected"),
+    [
+        ({"eos_token_id": [1, 2]}, {"eos_token_id": 1}, [7], [1, 2, 7]),
+        ({"eos_token_id": 1}, {"eos_token_id": 1}, [7], [1, 7]),
+        ({}, {"eos_token_id": [1, 2]}, [7], [1, 2, 7]),
+        (None, {}, [7], [1, 7]),
+        ({"eos_token_id": [1, 7]}, {"eos_token_id": 1}, [7], [1, 7]),
+        ({"eos_token_id": 5}, {"eos_token_id": 5}, [7], [1, 7]),
+        (None, {}, [1], 1),
+        (None, {}, [], 1),
+    ],
+)
+def test_ids_that_ended_answers_join_the_others(
+    tmp_path: Path, generation: Any, config: Any, turn_ends: list[int], expected: Any
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    written = Origin(tmp_path / "config.json").generation_with({"eos_token_id": 1}, turn_ends)
+    assert written["eos_token_id"] == expected
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    ends = end_ids(tmp_path / "config.json")
+    assert ends == frozenset(expected if isinstance(expected, list) else [expected])
