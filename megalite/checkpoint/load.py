@@ -1,6 +1,6 @@
 """Loading a checkpoint into any layout: every rank looks up its regions by name."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -11,7 +11,7 @@ from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.failures import explain
 from megalite.checkpoint.folder import older_checkpoints
 from megalite.checkpoint.manifest import WEIGHT, Manifest
-from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.reader import CheckpointReader, TensorTarget
 from megalite.checkpoint.regions import rows_of, split_flat_range
 from megalite.config.shape_settings import as_settings
 from megalite.config.toml import shown
@@ -28,6 +28,8 @@ from megalite.topology.state import EMA, MASTER, OptimizerState, StateShard
 _FREE_FIELDS = ("max_position_embeddings", "initializer_range")
 # They start as the weights where a checkpoint has none, and are left out where the optimizer keeps none.
 _COPIES = frozenset({MASTER, EMA})
+# Beyond these a disk is the limit.
+_MOST_THREADS = 8
 
 
 def load_checkpoint(
@@ -39,9 +41,9 @@ def load_checkpoint(
 ) -> Manifest:
     """Fill this rank's stage, and its optimizer's state unless None, from a checkpoint of any layout.
 
-    Collective over the world. Returns the manifest, whose `trainer_state` says where the run stood. One
-    tensor is in memory at a time beside the model. Raises CheckpointError, on every rank alike, when the
-    checkpoint does not fit or is damaged; then the stage may be filled in part.
+    Collective over the world. Returns the manifest, whose `trainer_state` says where the run stood. Beside the model
+    there is in memory, for each thread, one tensor of which the checkpoint has other regions. Raises CheckpointError,
+    on every rank alike, when the checkpoint does not fit or is damaged; then the stage may be filled in part.
     """
     mesh = replica.mesh
     wanted = None if optimizer is None else _keys_of_all_ranks(optimizer, mesh, checkpoint)
@@ -57,12 +59,15 @@ def load_checkpoint(
             partitions = None if optimizer is None else optimizer.weights()
             if partitions is None:
                 tensors = replica.tensors
-                for parameter in replica.trained:
-                    load_parameter(reader, parameter, tensors[parameter.name], mesh, state_key)
-            for shard in partitions or ():
-                _load_shard(reader, shard, state_key, mesh)
+                partitions = [
+                    StateShard(each, WEIGHT, 0, tensors[each.name].detach().view(-1))
+                    for each in replica.trained
+                ]
+            shards = [(shard, state_key) for shard in partitions]
             if optimizer is not None:
-                _load_optimizer(reader, list(optimizer.shards()), mesh)
+                shards += _optimizer_shards(reader.manifest, optimizer)
+            targets = (each for shard, key in shards for each in _targets(shard, key, mesh))
+            reader.fill_all(targets, _threads())
             return reader.manifest
 
     manifest = all_or_none(mesh, load, explain(mesh, "load", checkpoint))
@@ -85,7 +90,7 @@ def _is_intact(checkpoint: Path) -> bool:
     try:
         with CheckpointReader(checkpoint) as reader:
             check_coverage(reader.manifest, checkpoint)
-            reader.read_all()
+            reader.read_all(_threads())
     except CheckpointError:
         return False
     return True
@@ -191,16 +196,26 @@ def _check_optimizer(manifest: Manifest, wanted: frozenset[str], checkpoint: Pat
         )
 
 
-def _load_optimizer(reader: CheckpointReader, shards: Sequence[StateShard], mesh: ParallelMesh) -> None:
-    held = reader.manifest.optimizer_state_keys
-    for shard in shards:
-        state_key = _exact_weights(reader.manifest) if shard.key in _COPIES - held else shard.key
-        _load_shard(reader, shard, state_key, mesh)
+def _optimizer_shards(manifest: Manifest, optimizer: OptimizerState) -> Iterator[tuple[StateShard, str]]:
+    """Yield each flat range of the optimizer's state, and the state key to fill it from."""
+    for shard in optimizer.shards():
+        missing = shard.key in _COPIES - manifest.optimizer_state_keys
+        yield shard, _exact_weights(manifest) if missing else shard.key
 
 
-def _load_shard(reader: CheckpointReader, shard: StateShard, state_key: str, mesh: ParallelMesh) -> None:
-    """Fill a flat range of one parameter from the reader's tensor of state key `state_key`."""
+def _targets(shard: StateShard, state_key: str, mesh: ParallelMesh) -> Iterator[TensorTarget]:
+    """Yield the parts of a flat range of one parameter: all of its elements, each once."""
     regions = shard.parameter.spec.slices(mesh.tp.rank, mesh.tp.size)
-    for each in split_flat_range(regions, shard.start, shard.values.numel()):
-        values = reader.read(state_key, each.part.name, each.region, (each.start, each.stop))
-        shard.values[each.offset : each.offset + each.numel].copy_(values)
+    size = shard.values.numel()
+    filled = 0
+    for each in split_flat_range(regions, shard.start, size):
+        values = shard.values[each.offset : each.offset + each.numel]
+        filled += each.numel
+        yield TensorTarget(values, state_key, each.part.name, each.region, each.start)
+    if filled != size:
+        raise AssertionError(f"{shard.key} of {shard.parameter.name}: {filled} of {size} elements are loaded")
+
+
+def _threads() -> int:
+    """Return the number of threads that read: those of torch, which ranks of one machine divide among themselves."""
+    return min(torch.get_num_threads(), _MOST_THREADS)

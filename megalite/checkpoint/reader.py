@@ -1,12 +1,14 @@
 """Read any region of any tensor of a checkpoint, checked against its manifest and hashes."""
 
 import hashlib
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,9 +25,25 @@ from megalite.topology.sharding import TensorSlice
 
 BLOCK_ELEMENTS = 4 << 20
 """Elements per block where a tensor is read in blocks of rows."""
-# A piece of this size is hashed in a thread while the next one is read.
-_HASHED_ELEMENTS = 1 << 18
+# A piece of this size is hashed, and converted if necessary, while the processor's cache still holds it.
+_PIECE_ELEMENTS = 1 << 17
 _REMEDY = "use another checkpoint"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class TensorTarget:
+    """A tensor to fill with the elements `start` to `start + values.numel()` of a flattened region of a tensor.
+
+    values: one-dimensional and contiguous, of any dtype and on any device.
+    """
+
+    values: Tensor
+    state_key: str
+    name: str
+    region: TensorSlice
+    start: int = 0
 
 
 class CheckpointReader:
@@ -42,9 +60,7 @@ class CheckpointReader:
             raise CheckpointError(f"{checkpoint} has no {weights}; it has {', '.join(self.manifest.tensors)}")
         check_sizes(self.manifest, checkpoint)
         self._files: dict[str, RegionReader] = {}
-        # One thread, because a hash needs the bytes in order.
-        self._hashing = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hashing")
-        self._hashed: Future[None] | None = None
+        self._opening = Lock()
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -52,7 +68,6 @@ class CheckpointReader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._hashing.shutdown()
         for opened in self._files.values():
             opened.close()
         self._files.clear()
@@ -63,12 +78,27 @@ class CheckpointReader:
         """Return `region` of a tensor, in its shape; with `flat_range`, that range of the flattened region."""
         entry = self._entry(state_key, name)
         start, stop = flat_range or (0, region.numel)
-        exact = [shard for shard in entry.shards if shard.region == region]
-        if exact:
-            values = self._flat_ranges(name, entry, exact, start, stop)
-        else:
-            values = self._assemble(name, entry, region).view(-1)[start:stop]
+        self._require_files(name, _sources(entry, region, start, stop))
+        values = torch.empty(stop - start, dtype=DTYPES[entry.dtype])
+        self.fill(TensorTarget(values, state_key, name, region, start))
         return values if flat_range else values.view(region.shape)
+
+    @torch.no_grad()
+    def fill(self, target: TensorTarget) -> None:
+        """Fill a tensor in place, with no copy in memory where the checkpoint has its region as it is."""
+        name, region, start, values = target.name, target.region, target.start, target.values
+        entry = self._entry(target.state_key, name)
+        shards = _sources(entry, region, start, start + values.numel())
+        self._require_files(name, shards)
+        if all(shard.region == region for shard in shards):
+            self._fill_range(name, entry, shards, start, values)
+        else:
+            assembled = self._assemble(name, entry, region, shards)
+            values.copy_(assembled.view(-1)[start : start + values.numel()])
+
+    def fill_all(self, targets: Iterable[TensorTarget], threads: int) -> None:
+        """Fill many tensors in several threads."""
+        self._in_threads(self.fill, list(targets), threads)
 
     def blocks(self, state_key: str, name: str) -> Iterator[Tensor]:
         """Yield a whole tensor in blocks of consecutive rows; each byte is read and hashed once."""
@@ -87,43 +117,55 @@ class CheckpointReader:
                     values[index_in(overlap, block)] = held
             yield values
 
-    def read_all(self) -> None:
+    def read_all(self, threads: int = 1) -> None:
         """Read every shard once, to check the hashes: files of the right size may still hold altered bytes."""
-        for entries in self.manifest.tensors.values():
-            for name, entry in entries.items():
-                for shard in entry.shards:
-                    self._shard(name, entry, shard)
+
+        def check(shard_of: tuple[str, TensorEntry, Shard]) -> None:
+            name, entry, shard = shard_of
+            self._fill_checked(name, entry, shard, 0, torch.empty(0, dtype=DTYPES[entry.dtype]))
+
+        tables = self.manifest.tensors.values()
+        shards = [
+            (name, entry, shard)
+            for table in tables
+            for name, entry in table.items()
+            for shard in entry.shards
+        ]
+        self._in_threads(check, shards, threads)
+
+    def _in_threads(self, action: Callable[[T], None], items: Iterable[T], threads: int) -> None:
+        """Call `action` with each item; raises the error of the first item that has one."""
+        with ThreadPoolExecutor(threads, thread_name_prefix="reading") as pool:
+            running = [pool.submit(action, item) for item in items]
+            try:
+                for future in running:
+                    future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def _entry(self, state_key: str, name: str) -> TensorEntry:
         return self.manifest.tensors[self.weights if state_key == WEIGHT else state_key][name]
 
-    def _flat_ranges(
-        self, name: str, entry: TensorEntry, shards: Iterable[Shard], start: int, stop: int
-    ) -> Tensor:
-        """Return elements start to stop of a flattened region from the shards of that region."""
-        held = [shard for shard in shards if max(start, shard.flat_range[0]) < min(stop, shard.flat_range[1])]
-        self._require_files(name, held)
-        values = torch.empty(stop - start, dtype=DTYPES[entry.dtype])
-        for shard, low, target in _overlapping(held, start, values):
-            if not self.verify_hashes:
+    def _fill_range(
+        self, name: str, entry: TensorEntry, shards: Iterable[Shard], start: int, values: Tensor
+    ) -> None:
+        """Fill `values` with the elements from `start` on of a flattened region, from the shards of that region."""
+        for shard, low, target in _overlapping(shards, start, values):
+            if self.verify_hashes:
+                self._fill_checked(name, entry, shard, low, target)
+            else:
                 self._fill(name, entry, shard, low, target)
-            elif target.numel() == _numel(shard):
-                self._fill(name, entry, shard, 0, target, hashlib.sha256())
-            else:  # the hash covers the whole shard
-                target.copy_(self._shard(name, entry, shard)[low : low + target.numel()])
-        return values
 
-    def _assemble(self, name: str, entry: TensorEntry, region: TensorSlice) -> Tensor:
-        """Return `region`, assembled from all stored regions that overlap it."""
-        groups = {
-            source: shards for source, shards in entry.by_slice().items() if intersection(source, region)
-        }
-        self._require_files(name, [shard for shards in groups.values() for shard in shards])
+    def _assemble(
+        self, name: str, entry: TensorEntry, region: TensorSlice, needed: Sequence[Shard]
+    ) -> Tensor:
+        """Return `region`, assembled from the stored regions of the needed shards, which overlap it."""
         values = torch.empty(region.shape, dtype=DTYPES[entry.dtype])
-        for source, shards in groups.items():
+        for source, shards in replace(entry, shards=tuple(needed)).by_slice().items():
             overlap = intersection(source, region)
             assert overlap is not None
-            held = self._flat_ranges(name, entry, shards, 0, source.numel).view(source.shape)
+            held = torch.empty(source.shape, dtype=values.dtype)
+            self._fill_range(name, entry, shards, 0, held.view(-1))
             values[index_in(overlap, region)] = held[index_in(overlap, source)]
         return values
 
@@ -132,11 +174,22 @@ class CheckpointReader:
         for shard in shards:
             self._place(name, shard)
 
-    def _shard(self, name: str, entry: TensorEntry, shard: Shard) -> Tensor:
+    def _fill_checked(self, name: str, entry: TensorEntry, shard: Shard, low: int, values: Tensor) -> None:
+        """Fill `values` with a shard's elements from index `low` on; read the others too, since its hash covers all."""
         self._place(name, shard)
-        values = torch.empty(_numel(shard), dtype=DTYPES[entry.dtype])
-        self._fill(name, entry, shard, 0, values, hashlib.sha256())
-        return values
+        digest, stop = hashlib.sha256(), low + values.numel()
+        for first in range(0, low, _PIECE_ELEMENTS):
+            self._skip(name, entry, shard, (first, min(first + _PIECE_ELEMENTS, low)), digest)
+        self._fill(name, entry, shard, low, values, digest)
+        for first in range(stop, _numel(shard), _PIECE_ELEMENTS):
+            self._skip(name, entry, shard, (first, min(first + _PIECE_ELEMENTS, _numel(shard))), digest)
+
+    def _skip(
+        self, name: str, entry: TensorEntry, shard: Shard, elements: tuple[int, int], digest: Any
+    ) -> None:
+        """Hash elements of a shard that nothing is filled with."""
+        start, stop = elements
+        self._fill(name, entry, shard, start, torch.empty(stop - start, dtype=DTYPES[entry.dtype]), digest)
 
     def _fill(
         self, name: str, entry: TensorEntry, shard: Shard, low: int, values: Tensor, digest: Any = None
@@ -147,23 +200,26 @@ class CheckpointReader:
         unless hashes are not verified.
         """
         path, place = self.checkpoint / shard.file, self._place(name, shard)
-        if TYPES.get(place.dtype) != DTYPES[entry.dtype] or prod(place.shape) != _numel(shard):
+        dtype, last = DTYPES[entry.dtype], low + values.numel() == _numel(shard)
+        if TYPES.get(place.dtype) != dtype or prod(place.shape) != _numel(shard):
             raise CheckpointError(
                 f"{path}: {name} has {prod(place.shape)} elements of {place.dtype}, but the manifest says"
                 f" {_numel(shard)} of {entry.dtype}; {_REMEDY}"
             )
+        in_place = values.dtype == dtype and values.device.type == "cpu" and values.is_contiguous()
+        buffer = None if in_place else torch.empty(min(_PIECE_ELEMENTS, values.numel()), dtype=dtype)
         try:
-            for first in range(0, values.numel(), _HASHED_ELEMENTS):
-                piece = values[first : first + _HASHED_ELEMENTS]
+            for first in range(0, values.numel(), _PIECE_ELEMENTS):
+                target = values[first : first + _PIECE_ELEMENTS]
+                piece = target if buffer is None else buffer[: target.numel()]
                 self._files[shard.file].fill(piece, shard.key, low + first)
                 if digest is not None and self.verify_hashes:
-                    self._hashed = self._hashing.submit(digest.update, tensor_bytes(piece))
+                    digest.update(tensor_bytes(piece))
+                if buffer is not None:
+                    target.copy_(piece)
         except OSError as error:
             raise CheckpointError(f"{path}: {name} cannot be read ({error}); {_REMEDY}") from error
-        whole = digest is not None and self.verify_hashes and low + values.numel() == _numel(shard)
-        if whole and self._hashed is not None:
-            self._hashed.result()
-        if whole and digest.hexdigest() != shard.sha256:
+        if digest is not None and self.verify_hashes and last and digest.hexdigest() != shard.sha256:
             raise CheckpointError(
                 f"{path}: the bytes of {name} are not those that were written ({shard.key}, bytes {place.start} to"
                 f" {place.stop} of the file: sha256 differs); {_REMEDY}"
@@ -173,8 +229,9 @@ class CheckpointReader:
         """Return the header entry of a shard, opening its file if necessary. Raises CheckpointError."""
         path = own_file(self.checkpoint, shard.file)
         try:
-            if shard.file not in self._files:
-                self._files[shard.file] = _opened(path, self.manifest.files[shard.file])
+            with self._opening:
+                if shard.file not in self._files:
+                    self._files[shard.file] = _opened(path, self.manifest.files[shard.file])
             if shard.key not in self._files[shard.file].header:
                 raise ValueError(f"it has no {shard.key}")
         except (OSError, ValueError) as error:
@@ -191,7 +248,9 @@ def _opened(path: Path, expected_bytes: int) -> RegionReader:
         raise ValueError(f"{cut}; {error}" if found_bytes != expected_bytes else str(error)) from error
     if found_bytes != expected_bytes:
         raise ValueError(cut)
-    return RegionReader(path, header)
+    reader = RegionReader(path, header)
+    reader.open()
+    return reader
 
 
 def _overlapping(shards: Iterable[Shard], start: int, values: Tensor) -> Iterator[tuple[Shard, int, Tensor]]:
@@ -204,6 +263,14 @@ def _overlapping(shards: Iterable[Shard], start: int, values: Tensor) -> Iterato
         low, high = max(start, first), min(start + values.numel(), stop)
         if low < high:
             yield shard, low - first, values[low - start : high - start]
+
+
+def _sources(entry: TensorEntry, region: TensorSlice, start: int, stop: int) -> list[Shard]:
+    """Return the shards of exactly this region that overlap its range start:stop; without any, all that overlap it."""
+    exact = [shard for shard in entry.shards if shard.region == region]
+    if exact:
+        return [shard for shard in exact if max(start, shard.flat_range[0]) < min(stop, shard.flat_range[1])]
+    return [shard for shard in entry.shards if intersection(shard.region, region)]
 
 
 def _numel(shard: Shard) -> int:

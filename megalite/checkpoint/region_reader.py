@@ -32,6 +32,10 @@ class RegionReader:
         self.path, self.header = path, header
         self._file: FileIO | None = None
 
+    def open(self) -> None:
+        """Open the file, before several threads read it. Raises OSError."""
+        _ = self._handle
+
     def close(self) -> None:
         if self._file is not None:
             self._file.close()

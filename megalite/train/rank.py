@@ -172,6 +172,7 @@ def _train(
             shape,
             training_loader(config, inputs.data, load, mesh, tokenizer),
             weights=_initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None,
+            resumed=resumed_from is not None,
             kernels=kernels,
         )
         trainer.fingerprints = dict(inputs.data.fingerprints)

@@ -66,10 +66,12 @@ class TrainStep:
         loader: TrainingLoader,
         *,
         weights: Path | None = None,
+        resumed: bool = False,
         kernels: KernelChoice | None = None,
     ):
         """
         weights: a Hugging Face folder to start from instead of random values; beside an adapter always given.
+        resumed: `resume` follows, which fills all weights that are trained: nothing is drawn.
         kernels: which operators the model uses; None chooses them by what this machine has tested before.
         """
         self.config, self.loader, self.weights = config, loader, weights
@@ -88,9 +90,9 @@ class TrainStep:
             self.options,
             optimizer_settings(config),
             Schedule(config.parallel.schedule, config.batch.micro_batches),
-            seed=config.run.seed if weights is None else None,
+            seed=None if weights is not None or resumed else config.run.seed,
             deepspeed=config.deepspeed_json() if config.zero_stage else None,
-            prepare=_nothing if weights is None else partial(_start_from, weights, config),
+            prepare=_nothing if weights is None else partial(_start_from, weights, config, base_only=resumed),
             objective=self.objective,
         )
         self.base = None if shape.adapter is None else _base(config, mesh)
@@ -336,9 +338,11 @@ def _nothing(_: Replica) -> None:
     pass
 
 
-def _start_from(weights: Path, config: RunConfig, replica: Replica) -> None:
-    """Fill a replica from a Hugging Face folder, and its adapter as it starts. Collective."""
+def _start_from(weights: Path, config: RunConfig, replica: Replica, *, base_only: bool) -> None:
+    """Fill a replica from a Hugging Face folder, and unless base_only its adapter as it starts. Collective."""
     load_huggingface(weights, replica, more_rows=bool(config.tokenizer.add_tokens))
+    if base_only:
+        return
     if config.adapter.path is not None:
         load_adapter(Path(config.adapter.path).expanduser(), replica)
     elif replica.shape.adapter is not None:

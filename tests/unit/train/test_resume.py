@@ -25,14 +25,14 @@ BATCH = {"training.micro_batch_size": 2, "training.micro_batches": 2}
 BEFORE = 3
 
 
-def trainer_of(**changes: Any) -> TrainStep:
-    """`changes`: section__key."""
+def trainer_of(*, resumed: bool = False, **changes: Any) -> TrainStep:
+    """`changes`: section__key. resumed: as of TrainStep."""
     given = {key.replace("__", "."): value for key, value in changes.items()}
     settings = {**COMMON, **BATCH, "model.num_hidden_layers": 1, **given}
     config = config_of({key: value for key, value in settings.items() if value is not None})
     assert config.model.vocab_size != "auto"
     shape, mesh = config.model.shape(config.model.vocab_size), ParallelMesh.single()
-    return TrainStep(config, mesh, shape, cast(StepLoader, _Loader(config, mesh, shape)))
+    return TrainStep(config, mesh, shape, cast(StepLoader, _Loader(config, mesh, shape)), resumed=resumed)
 
 
 class _Loader(TinyLoader):
@@ -95,6 +95,30 @@ def test_a_larger_batch_goes_on_behind_the_samples_that_were_seen(written: Path)
     assert asked == [12, 22, 32]  # the last one for a step that is not made
     assert (trainer.state.step, trainer.state.samples) == (5, 32)
     assert trainer.state.tokens == 32 * 12
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_resumed_run_draws_nothing_and_fills_every_element(
+    written: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+) -> None:
+    monkeypatch.setattr("megalite.model.stages.normal_slice", None)
+    with pytest.raises(TypeError):
+        trainer_of()
+    trainer = trainer_of(resumed=True, data__loader_workers=0, training__precision=precision)
+    states = list(trainer.optimizer.state.shards())
+    for tensor in [*trainer.stage.parameters(), *(state.values for state in states)]:
+        tensor.detach().fill_(torch.nan)
+    trainer.resume(written)
+    assert {state.key for state in states} >= {
+        "exp_avg",
+        "exp_avg_sq",
+        *(["master"] if precision == "bf16" else []),
+    }
+    for name, tensor in trainer.stage.named_parameters():
+        if precision == "fp32" and name.endswith("embed_tokens.weight"):
+            assert torch.equal(tensor, stored(written, "weight", name).to(tensor.dtype))
+        assert not tensor.isnan().any()
+    assert not any(state.values.isnan().any() for state in states)
 
 
 def test_a_rank_says_which_part_of_a_step_it_is_in(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
