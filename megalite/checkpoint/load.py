@@ -54,8 +54,7 @@ def load_checkpoint(
             check_coverage(reader.manifest, checkpoint)
             if wanted is not None:
                 _check_optimizer(reader.manifest, wanted, checkpoint)
-            # A run that resumes takes the fp32 masters if there are any; other readers take the model's weights.
-            state_key = WEIGHT if optimizer is None else _exact_weights(reader.manifest)
+            state_key = reader.manifest.exact_weights
             partitions = None if optimizer is None else optimizer.weights()
             if partitions is None:
                 tensors = replica.tensors
@@ -164,11 +163,6 @@ def _settings(name: str, value: Any) -> dict[str, Any]:
     return {f"model.{key}": each for key, each in settings.items()}
 
 
-def _exact_weights(manifest: Manifest) -> str:
-    """The state key under which the weights have all their digits."""
-    return MASTER if MASTER in manifest.optimizer_state_keys else WEIGHT
-
-
 def _keys_of_all_ranks(optimizer: OptimizerState, mesh: ParallelMesh, checkpoint: Path) -> frozenset[str]:
     """The state keys that the optimizer keeps on any rank; a rank with an empty partition has none. Collective."""
     explained = explain(mesh, "load", checkpoint)
@@ -200,7 +194,7 @@ def _optimizer_shards(manifest: Manifest, optimizer: OptimizerState) -> Iterator
     """Yield each flat range of the optimizer's state, and the state key to fill it from."""
     for shard in optimizer.shards():
         missing = shard.key in _COPIES - manifest.optimizer_state_keys
-        yield shard, _exact_weights(manifest) if missing else shard.key
+        yield shard, manifest.exact_weights if missing else shard.key
 
 
 def _targets(shard: StateShard, state_key: str, mesh: ParallelMesh) -> Iterator[TensorTarget]:

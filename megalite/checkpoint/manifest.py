@@ -11,6 +11,7 @@ from typing import Any
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
+from megalite.topology.state import MASTER
 from megalite.topology.state import WEIGHT as WEIGHT
 
 MANIFEST = "manifest.json"
@@ -112,6 +113,11 @@ class Manifest:
     @property
     def step(self) -> int:
         return self.trainer_state["step"]
+
+    @property
+    def exact_weights(self) -> str:
+        """The state key of the unrounded weights: the fp32 masters of a bf16 or fp16 run, otherwise the weights."""
+        return MASTER if MASTER in self.tensors else WEIGHT
 
     @property
     def optimizer_state_keys(self) -> frozenset[str]:

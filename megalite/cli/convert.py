@@ -63,7 +63,7 @@ def _export(options: argparse.Namespace) -> int:
     with working(f"exporting to {options.output}"):
         result = export_quantised(options, write) if options.quantise else write(options.output)
     source = str(newest) if len(checkpoints) == 1 else f"the average of {', '.join(map(str, checkpoints))}"
-    print(f"{options.output}: from {source}, {len(result.files)} weight file(s) of {options.dtype}")
+    print(f"{options.output}: from {source}, {len(result.files)} weight file(s) of {result.stored}")
     if tokenizer is None:
         print("no tokenizer was found for this checkpoint, so the export has none; name one with --tokenizer")
     before = ", before quantisation" if options.quantise else ""
@@ -165,7 +165,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "--weights",
         choices=(WEIGHT, MASTER, EMA),
         help="state to write: the weights, the fp32 master weights of a bf16 or fp16 run, or the moving average"
-        " (default: weight; for an average of checkpoints, master where it exists)",
+        " (default: master where it exists, otherwise weight)",
     )
     export.add_argument(
         "--dtype",

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.coverage import check_coverage
-from megalite.checkpoint.manifest import WEIGHT, Manifest
+from megalite.checkpoint.manifest import ITEM_BYTES, WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.tensor_file import dtype_name
 from megalite.errors import CheckpointError
 from megalite.topology.sharding import TensorSlice
-from megalite.topology.state import MASTER
 
 # Fields that may differ: they affect initial weights only.
 _FREE_FIELDS = ("initializer_range",)
@@ -28,7 +28,7 @@ class AveragedWeights:
     """
 
     def __init__(self, checkpoints: Sequence[Path], weights: str | None = None):
-        """weights: the state key to read; None: "weight" for one checkpoint, "master" for several where it exists.
+        """weights: the state key to read; None: "master" where it exists, otherwise "weight".
 
         Raises CheckpointError if that state is missing or incomplete, if models differ, or if a checkpoint is named
         twice.
@@ -37,10 +37,7 @@ class AveragedWeights:
         if twice:
             raise CheckpointError(f"{twice[0]} is named twice; an average takes each checkpoint once")
         with ExitStack() as stack:
-            self._readers = [
-                stack.enter_context(_reader(each, weights, averaged=len(checkpoints) > 1))
-                for each in checkpoints
-            ]
+            self._readers = [stack.enter_context(_reader(each, weights)) for each in checkpoints]
             self._readers.sort(key=lambda reader: reader.manifest.step)
             self._require_one_model()
             self._stack = stack.pop_all()
@@ -67,10 +64,19 @@ class AveragedWeights:
     def steps(self) -> tuple[int, ...]:
         return tuple(reader.manifest.step for reader in self._readers)
 
-    @property
-    def weight_keys(self) -> tuple[str, ...]:
-        """The state keys read as the weights, without duplicates; usually one."""
-        return tuple(dict.fromkeys(reader.weights for reader in self._readers))
+    def described(self, dtype: torch.dtype) -> str:
+        """Return the type of an export's weights, and what they were: "float32, widened from bfloat16"."""
+        keys = dict.fromkeys(reader.weights for reader in self._readers)
+        entries = (
+            each for reader in self._readers for each in reader.manifest.tensors[reader.weights].values()
+        )
+        narrower = {each.dtype for each in entries if ITEM_BYTES[each.dtype] < dtype.itemsize}
+        words = [dtype_name(dtype)]
+        if [*keys] != [WEIGHT]:
+            words.append(f"from the checkpoint's {' and '.join(keys)}")
+        if narrower:
+            words.append(f"widened from {' and '.join(sorted(narrower))}")
+        return ", ".join(words)
 
     def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
         """Return a region of a tensor."""
@@ -108,9 +114,8 @@ class AveragedWeights:
                 )
 
 
-def _reader(checkpoint: Path, weights: str | None, *, averaged: bool) -> CheckpointReader:
+def _reader(checkpoint: Path, weights: str | None) -> CheckpointReader:
     reader = CheckpointReader(checkpoint, weights=weights or WEIGHT)
-    if weights is None and averaged and MASTER in reader.manifest.tensors:
-        reader.weights = MASTER
+    reader.weights = weights or reader.manifest.exact_weights
     check_coverage(reader.manifest, checkpoint)
     return reader

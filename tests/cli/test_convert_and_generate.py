@@ -169,11 +169,19 @@ def test_masters_and_the_moving_average_can_be_exported(
         output = tmp_path / kind
         assert convert.run(["export", str(tmp_path), str(output), "--weights", kind]) == 0
         exported[kind] = load_file(output / "model.safetensors")
+    assert any(not torch.equal(exported["weight"][name], each) for name, each in exported["master"].items())
     for name, master in exported["master"].items():
         assert torch.equal(exported["weight"][name], master.bfloat16().float()), name
         # The average is half-way between the master after the only step and before it.
         assert_close(exported["ema"][name], master + 0.5e-3, rtol=ZERO_RTOL, what=name)
     assert "float32, from the checkpoint's ema" in (tmp_path / "ema" / "README.md").read_text()
+    assert "float32, widened from bfloat16" in (tmp_path / "weight" / "README.md").read_text()
+    for dtype, expected in (("float32", exported["master"]), ("bfloat16", exported["weight"])):
+        assert convert.run(["export", str(tmp_path), str(tmp_path / dtype), "--dtype", dtype]) == 0
+        assert f"weight file(s) of {dtype}, from the checkpoint's master" in capsys.readouterr().out
+        assert f"{dtype}, from the checkpoint's master" in (tmp_path / dtype / "README.md").read_text()
+        written = load_file(tmp_path / dtype / "model.safetensors")
+        assert all(torch.equal(written[name].float(), values) for name, values in expected.items())
     with pytest.raises(CheckpointError, match="step-000020 has no ema; it has weight"):
         convert.run(["export", str(run_folder), str(tmp_path / "none"), "--weights", "ema"])
 

@@ -38,11 +38,12 @@ SHARD_SIZE_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class Export:
-    """A published export: its folder, its weight files, and its comparisons with transformers."""
+    """A published export: its folder, its weight files, their type and origin, its comparisons with transformers."""
 
     folder: Path
     files: tuple[str, ...]
     comparisons: tuple[Comparison, ...]
+    stored: str
 
 
 def export(
@@ -58,8 +59,8 @@ def export(
     """Write a checkpoint of any layout, or the average of several, as a folder that transformers loads; one process.
 
     An adapter is merged into its base. base: the folder of the base's weights, where they have moved.
-    weights: the state key to write, "weight", "master" (fp32) or "ema"; None: "weight" for one checkpoint, "master" for
-    several where it exists.
+    weights: the state key to write, "weight", "master" (fp32) or "ema"; None: "master" where it exists, otherwise
+    "weight".
     In memory are some rows of a tensor while files are written (of a family that holds matrices transposed or
     interleaved, three of them), and while they are compared one decoder layer in float32 with one more of its matrices.
     The folder appears only after transformers' modules, loaded from its files, agreed with our forward; an earlier
@@ -85,12 +86,10 @@ def export(
             ):
                 write_durably(partial / name, json.dumps(content, indent=2) + "\n")
             comparisons = compare_with_transformers(reader, partial, dtype)
-            stored = dtype_name(dtype)
-            if reader.weight_keys != (WEIGHT,):
-                stored += f", from the checkpoint's {' and '.join(reader.weight_keys)}"
+            stored = reader.described(dtype)
             card = model_card(manifest, stored, comparisons, averaged=reader.steps)
         write_durably(partial / CARD, card)
-    return Export(destination, tuple(files), tuple(comparisons))
+    return Export(destination, tuple(files), tuple(comparisons), stored)
 
 
 @contextmanager

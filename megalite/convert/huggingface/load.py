@@ -103,6 +103,11 @@ class HuggingFaceReader:
         for opened in self._files:
             opened.close()
 
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The types of the files' tensors."""
+        return {TYPES[opened.header[name].dtype] for name, opened in self._where.items()}
+
     def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
         """Return a region of one canonical tensor in the file's dtype; raises CheckpointError.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from megalite.checkpoint.durable import write_durably
 from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.regions import full_slice
-from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor_file
+from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
 from megalite.config.peft import ADAPTER_CONFIG, ADAPTER_FILE
 from megalite.config.peft_names import fused_with_others, peft_names
 from megalite.convert.average import AveragedWeights
@@ -47,9 +47,8 @@ def export_adapter(
 ) -> AdapterExport:
     """Write the trained tensors of an adapter's checkpoint as PEFT's files; one process.
 
-    weights: the state key to write, "weight", "master" (fp32) or "ema"; None: "weight". Raises CheckpointError, leaving
-    nothing behind, if the checkpoint is damaged or has no adapter, if PEFT cannot say it, or if `destination` has other
-    content; DataError for the tokenizer.
+    weights: as of `export`. Raises CheckpointError, leaving nothing behind, if the checkpoint is damaged or has no
+    adapter, if PEFT cannot say it, or if `destination` has other content; DataError for the tokenizer.
     """
     with (
         exported_folder(destination, "an adapter", lambda folder: is_our_card(folder / CARD)) as partial,
@@ -72,7 +71,7 @@ def export_adapter(
                 generation = Origin(find_origin(checkpoint)).generation_with(token_ids, turn_ends)
                 write_durably(partial / GENERATION, json.dumps(generation, indent=2) + "\n")
         trained = sum(prod(size) for size in trained_tensors(shape).values())
-        write_durably(partial / CARD, adapter_card(manifest, dtype_name(dtype), trained))
+        write_durably(partial / CARD, adapter_card(manifest, reader.described(dtype), trained))
     return AdapterExport(destination, trained)
 
 

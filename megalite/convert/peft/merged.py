@@ -13,6 +13,7 @@ from megalite.checkpoint.load import WeightReader
 from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import BLOCK_ELEMENTS
 from megalite.checkpoint.regions import full_slice, rows_of
+from megalite.checkpoint.tensor_file import dtype_name
 from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface.load import HuggingFaceReader
 from megalite.topology.adapter import Lora
@@ -76,5 +77,11 @@ class MergedCheckpoints(MergedWeights):
 
     def __init__(self, adapter: AveragedWeights, base: Path):
         super().__init__(adapter, adapter.manifest.model, base)
-        self.checkpoint, self.steps, self.weight_keys = adapter.checkpoint, adapter.steps, adapter.weight_keys
+        self.checkpoint, self.steps, self._checkpoints = adapter.checkpoint, adapter.steps, adapter
         self.manifest: Manifest = replace(adapter.manifest, model=adapter.manifest.model.base)
+
+    def described(self, dtype: torch.dtype) -> str:
+        """As of AveragedWeights, with the type of the base's weights where that is narrower."""
+        narrower = sorted(dtype_name(each) for each in self._base.dtypes if each.itemsize < dtype.itemsize)
+        of_base = f"; the base's weights were {' and '.join(narrower)}" if narrower else ""
+        return self._checkpoints.described(dtype) + of_base

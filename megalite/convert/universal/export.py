@@ -31,7 +31,6 @@ from megalite.convert.universal.folder import (
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors, hf_config
 from megalite.topology.parameters import canonical_tensors
-from megalite.topology.state import MASTER
 
 _CARD = "README.md"
 _MARK = "<!-- DeepSpeed universal checkpoint, written by megalite -->"
@@ -88,7 +87,7 @@ def _fp32_weights_key(checkpoint: Path) -> str:
             f"{checkpoint} has {', '.join(sorted(held)) or 'no optimizer state'}, but a universal checkpoint needs"
             f" AdamW's {' and '.join(MOMENTS)}; for the weights alone use megalite convert export"
         )
-    return MASTER if MASTER in held else WEIGHT
+    return reader.manifest.exact_weights
 
 
 def _write_tensors(reader: CheckpointReader, zero: Path) -> None:
