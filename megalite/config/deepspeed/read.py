@@ -21,6 +21,8 @@ _BATCH = {
 }
 _HYSTERESIS = 2
 """DeepSpeed's default of fp16.hysteresis; its other defaults of the loss scale are those of [training]."""
+_GRADIENT_CLIPPING = 1.0
+"""DeepSpeed's default of gradient_clipping."""
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
@@ -42,7 +44,7 @@ def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
     scheduler = read_scheduler(draft, block, block.values.get("scheduler"))
     peak = sets_the_peak(block.values.get("scheduler")) if scheduler else None
     read_optimizer(draft, block, block.values.get("optimizer"), peak)
-    _note_what_is_left_out(draft, block)
+    _fill_what_is_left_out(draft, block)
     if "zero_optimization" in block.values and isinstance(block.values["zero_optimization"], Mapping):
         stage = block.values["zero_optimization"].get("stage", 0)
         handed["zero_optimization"] = {"stage": stage, **handed.get("zero_optimization", {})}
@@ -132,8 +134,8 @@ def _read_accumulation(draft: Draft, block: Block) -> None:
         draft.problem(block.key(path), message, f'use "fp32", or set training.precision to {shown(wanted)}')
 
 
-def _note_what_is_left_out(draft: Draft, block: Block) -> None:
-    """Note where DeepSpeed, given an optimizer, would train otherwise without the keys that the file leaves out."""
+def _fill_what_is_left_out(draft: Draft, block: Block) -> None:
+    """Beside an optimizer of the file clip as DeepSpeed does by default, and note a schedule that it would not have."""
     optimizer = block.values.get("optimizer")
     if not isinstance(optimizer, dict) or "type" not in optimizer:
         return
@@ -142,8 +144,5 @@ def _note_what_is_left_out(draft: Draft, block: Block) -> None:
         draft.notes.append(
             f"{key} is not set: DeepSpeed keeps the learning rate, megalite uses optimizer.schedule"
         )
-    if "gradient_clipping" not in block.values and not draft.has("optimizer", "gradient_clipping"):
-        key = block.key("gradient_clipping")
-        draft.notes.append(
-            f"{key} is not set: DeepSpeed does not clip, megalite uses optimizer.gradient_clipping"
-        )
+    if "gradient_clipping" not in block.values:
+        block.fill(draft, "gradient_clipping", "optimizer", "gradient_clipping", _GRADIENT_CLIPPING)

@@ -62,16 +62,19 @@ def given(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def theirs(shape: ModelShape, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [S, head_dim / 2] of transformers, whose angles are float32."""
-    config = LlamaConfig(
+def config_of(shape: ModelShape) -> LlamaConfig:
+    return LlamaConfig(
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_attention_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.max_position_embeddings,
         rope_parameters=given(shape),
     )
-    cosines, sines = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(length)[None])
+
+
+def theirs(shape: ModelShape, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [S, head_dim / 2] of transformers, whose angles are float32."""
+    cosines, sines = LlamaRotaryEmbedding(config_of(shape))(torch.zeros(1), torch.arange(length)[None])
     return cosines[0, :, :PAIRS], sines[0, :, :PAIRS]
 
 
@@ -109,7 +112,7 @@ def test_angles_of_a_part_of_each_head_equal_those_of_transformers(name: str, le
 def test_a_token_after_a_cache_has_the_angles_of_the_whole_sequence(name: str) -> None:
     rotations = LayerRotations(shape_with(SCALINGS[name]), torch.float64)
     whole = rotations(torch.arange(100)[None]).full
-    alone = rotations(torch.tensor([[99]]), [(1, 100)]).full
+    alone = rotations(torch.tensor([[99]]), torch.tensor([[100]])).full
     assert torch.equal(alone.cosines[0, 0], whole.cosines[0, 99])
     assert not torch.equal(alone.cosines, rotations(torch.tensor([[99 % ORIGINAL]])).full.cosines)
 
@@ -196,3 +199,22 @@ def test_a_scaling_without_a_number_that_it_needs_is_refused(
     with pytest.raises(ConfigError) as refused:
         shape_of_folder(str(written(tmp_path, rope_scaling=rope)))
     assert f"without {missing}; add {missing}" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["longrope", "dynamic"])
+def test_each_sequence_has_the_angles_of_its_own_length_while_transformers_takes_the_longest(
+    name: str,
+) -> None:
+    shape = shape_with(SCALINGS[name])
+    short, long = ORIGINAL // 2, 2 * ORIGINAL
+    positions = torch.cat((torch.arange(short), torch.arange(long)))[None]
+    lengths = torch.tensor([short] * short + [long] * long)[None]
+    packed = LayerRotations(shape)(positions, lengths).full
+    alone = [LayerRotations(shape)(torch.arange(length)[None]).full for length in (short, long)]
+    for ours, *expected in zip(packed, *alone, strict=True):
+        assert_close(ours, torch.cat(expected, dim=1), rtol=FLOAT32_RTOL)
+    config = config_of(shape)
+    theirs = [
+        LlamaRotaryEmbedding(config)(torch.zeros(1), each)[0][0] for each in (positions, positions[:, short:])
+    ]
+    assert torch.equal(theirs[0][:short], theirs[1][:short]), "the angles of the longest sequence"

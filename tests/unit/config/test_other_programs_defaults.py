@@ -1,0 +1,68 @@
+"""What megalite says of another program's default is what that program, as it is installed, does."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from megalite.config import peft
+from megalite.config.deepspeed import read
+from megalite.config.deepspeed.optimizer import DEFAULTS, TORCH_ADAMW_DECAY
+from megalite.parallel.gradients import clip_factor
+from tests.support.parity import assert_close
+from tests.unit.config.runs import load
+
+OPTIMIZER = {"optimizer": {"type": "AdamW"}}
+
+
+def test_deepspeed_clips_and_keeps_the_rate_by_default(tmp_path: Path) -> None:
+    deepspeed = pytest.importorskip("deepspeed.runtime.config")
+    assert deepspeed.get_gradient_clipping({}) == read._GRADIENT_CLIPPING
+    assert deepspeed.get_scheduler_name({}) is None
+    loaded = load(tmp_path, ds_json=OPTIMIZER)
+    assert loaded.config.optimizer.gradient_clipping == read._GRADIENT_CLIPPING
+    assert loaded.origin("optimizer.gradient_clipping") == "DeepSpeed's default of gradient_clipping"
+    assert not [note for note in loaded.notes if "clip" in note]
+    [note] = [note for note in loaded.notes if "scheduler is not set" in note]
+    assert "DeepSpeed keeps the learning rate" in note
+    assert (
+        load(
+            tmp_path, {"optimizer.gradient_clipping": 0.0}, ds_json=OPTIMIZER
+        ).config.optimizer.gradient_clipping
+        == 0
+    )
+
+
+def test_the_hysteresis_and_the_bucket_are_deepspeeds() -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    assert DeepSpeedFP16Config().hysteresis == read._HYSTERESIS
+    # train/optimizer/zero_defaults.py says so.
+    assert DeepSpeedZeroConfig().reduce_bucket_size == 5e8
+
+
+def test_the_defaults_of_torchs_optimizers() -> None:
+    of_sgd, of_adamw = (inspect.signature(each).parameters for each in (torch.optim.SGD, torch.optim.AdamW))
+    assert DEFAULTS["sgd"] == {name: of_sgd[name].default for name in DEFAULTS["sgd"]}
+    assert of_adamw["weight_decay"].default == TORCH_ADAMW_DECAY
+
+
+def test_clipping_has_the_epsilon_of_torch() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    weight.grad = torch.tensor([3e-6, 4e-6], dtype=torch.float64)
+    torch.nn.utils.clip_grad_norm_([weight], 1e-6)
+    assert_close(weight.grad, torch.tensor([3e-6, 4e-6], dtype=torch.float64) * clip_factor(5e-6, 1e-6))
+
+
+def test_the_defaults_of_lora_are_pefts() -> None:
+    theirs = LoraConfig()
+    assert {name: getattr(theirs, name) for name in peft._DEFAULTS} == peft._DEFAULTS
+
+
+def test_an_older_form_has_the_stage_of_accelerate() -> None:
+    source = inspect.getsource(pytest.importorskip("accelerate.utils.dataclasses").DeepSpeedPlugin)
+    assert 'get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)' in source
