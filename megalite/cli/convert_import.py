@@ -1,16 +1,18 @@
 """megalite convert import: write a Hugging Face, Megatron-LM or DeepSpeed universal checkpoint as a megalite one."""
 
 import argparse
+import json
 from pathlib import Path
 
 from megalite.checkpoint.folder import find_latest, require_whole
 from megalite.checkpoint.manifest import MANIFEST
 from megalite.config.hub import HubName
-from megalite.config.huggingface import shape_of_folder
+from megalite.config.huggingface import notes_of, shape_of_folder
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.megatron.folder import is_megatron_folder
 from megalite.convert.universal.folder import LATEST_UNIVERSAL, ZERO, find_config, find_universal
 from megalite.errors import CheckpointError
+from megalite.families.registry import FAMILIES
 from megalite.monitor.work import working
 from megalite.topology.parameters import parameter_count
 
@@ -76,9 +78,14 @@ def run_import(options: argparse.Namespace) -> int:
     shape = shape_of_folder(str(options.hf_config or options.folder))
     from megalite.convert.huggingface.load import import_checkpoint
 
+    folder = local_folder(options.folder)
     with working(f"importing {options.folder}"):
-        checkpoint = import_checkpoint(local_folder(options.folder), shape, options.output)
+        checkpoint = import_checkpoint(folder, shape, options.output)
     print(f"{checkpoint}: {parameter_count(shape):,} parameters of a {shape.family} from {options.folder}")
+    description = options.hf_config or folder
+    description = description / "config.json" if description.is_dir() else description
+    for note in notes_of(FAMILIES[shape.family], json.loads(description.read_text(encoding="utf-8"))):
+        print(f"  {description} {note}")
     return 0
 
 

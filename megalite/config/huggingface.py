@@ -66,7 +66,7 @@ def apply_hf_config(draft: Draft, *, int8: bool = False) -> None:
         draft.problem(named_by, f"{path} has a {KEY}", f"{remedy}{_FOR_INFERENCE * is_int8(quantised)}")
     for text, remedy in family.refused(found):
         draft.problem(named_by, f"{path} {text}", remedy)
-    draft.notes += [f"{path} {text}" for text in _notes(family, found)]
+    draft.notes += [f"{path} {text}" for text in notes_of(family, found)]
     shape = as_settings(family.read_config(found))
     if named_by != _KEY and draft.is_open("tokenizer", "path") and not draft.has("tokenizer", "vocab_size"):
         draft.set("tokenizer", "path", str(path.parent), named_by)
@@ -75,8 +75,8 @@ def apply_hf_config(draft: Draft, *, int8: bool = False) -> None:
     _take_dropout(draft, family.read_dropout(found), str(path), named_by)
 
 
-def _notes(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what config.json has that this run does not do; transformers' own model does neither."""
+def notes_of(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what config.json has that a run does not do: what transformers' own model does not either, and padding."""
     known = family.config_keys | family.dropouts.keys() | INERT | {_CODE, KEY}
     unknown = sorted(key for key in found.keys() - known if found[key] is not None)
     if unknown := [*unknown, *family.ignored(found)]:
@@ -86,6 +86,16 @@ def _notes(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"names code of its own ({listed(classes)}), which is not run: the model is transformers'"
             f" {family.model_type}"
+        )
+    padding, ends = found.get("pad_token_id"), found.get("eos_token_id")
+    if (
+        family.has_padding_row
+        and padding is not None
+        and padding in (ends if isinstance(ends, list) else [ends])
+    ):
+        yield (
+            f"has pad_token_id = {shown(padding)}, an end of text too: transformers gives that row of the embedding no"
+            " gradient, megalite trains it"
         )
 
 

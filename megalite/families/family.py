@@ -49,6 +49,7 @@ class Family:
     dropouts: keys of dropout probabilities -> the settings of [model] that they are in a run.
     absent: what transformers takes for a key that config.json lacks.
     always_tied: transformers ties the head to the embedding whatever config.json says.
+    has_padding_row: transformers' embedding gives the row of pad_token_id no gradient.
     names: how the tensors are called and stored.
     presets: published models, by name, as settings of [model]; `sizes` makes them.
     """
@@ -64,6 +65,7 @@ class Family:
     dropouts: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: ATTENTION_DROPOUT)
     absent: Mapping[str, Any] = field(default_factory=dict)
     always_tied: bool = False
+    has_padding_row: bool = True
     names: TensorNames = field(default_factory=TensorNames)
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 

@@ -74,6 +74,7 @@ FAMILY = Family(
         "tie_word_embeddings": True,
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1),
     },
+    has_padding_row=False,
     names=TensorNames(
         modules={
             "model.embed_tokens": "transformer.wte",

@@ -81,6 +81,7 @@ FAMILY = Family(
         "rotary_pct": 0.25,
         "attention_bias": True,
     },
+    has_padding_row=False,
     names=TensorNames(
         modules={
             "model.embed_tokens": "gpt_neox.embed_in",

@@ -1,6 +1,7 @@
 """megalite convert and megalite generate, as a user calls them."""
 
 import errno
+import json
 import os
 import shutil
 import subprocess
@@ -222,6 +223,18 @@ def test_an_import_on_a_full_disk_advises_what_it_has_and_leaves_nothing(
     ) as told:
         convert.run(["import", str(hugging_face), str(tmp_path / "new" / "run")])
     assert "keep_last" not in str(told.value) and list(tmp_path.iterdir()) == []
+
+
+def test_an_import_says_what_a_run_does_otherwise(
+    hugging_face: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    description = json.loads((hugging_face / "config.json").read_text())
+    description |= {"eos_token_id": 0, "pad_token_id": 0, "unheard_of": 1}
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    run = ["import", str(hugging_face), str(tmp_path / "run"), "--hf-config", str(tmp_path / "config.json")]
+    assert convert.run(run) == 0
+    said = capsys.readouterr().out
+    assert "has pad_token_id = 0, an end of text too" in said and "nor this run: unheard_of" in said
 
 
 def test_what_was_in_the_run_folder_stays_there(

@@ -93,6 +93,18 @@ def test_keys_without_effect_are_named_and_others_are_not(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.parametrize("ends", [3, [7, 3]])
+def test_an_end_of_text_that_transformers_does_not_train_as_padding_is_noted(
+    tmp_path: Path, ends: Any
+) -> None:
+    config = hf_config(FAMILY_SHAPES["qwen2"], "float32", {})
+    [note] = loaded(tmp_path, config | {"eos_token_id": ends, "pad_token_id": 3}).notes
+    assert "has pad_token_id = 3, an end of text too: transformers gives that row of the embedding no" in note
+    assert not loaded(tmp_path, config | {"eos_token_id": ends, "pad_token_id": 4}).notes
+    gpt2 = hf_config(FAMILY_SHAPES["gpt2"], "float32", {})
+    assert not loaded(tmp_path, gpt2 | {"eos_token_id": ends, "pad_token_id": 3}).notes
+
+
 @pytest.mark.parametrize("family", ["starcoder2", "phi", "gpt_neox"])
 def test_a_head_size_that_the_family_does_not_have_is_refused(tmp_path: Path, family: str) -> None:
     config = hf_config(FAMILY_SHAPES[family], "float32", {})

@@ -74,9 +74,11 @@ def test_every_tensor_lands_exactly_once(shape):
 def test_names_and_shapes_are_those_of_transformers(shape, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, "float32", {"pad_token_id": 3})))
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    padding_row = 3 if FAMILIES[shape.family].has_padding_row else None
+    assert model.get_input_embeddings().padding_idx == padding_row
     names = names_in_files(model)
     theirs = {names[name]: tuple(tensor.shape) for name, tensor in model.named_parameters()}
     assert {tensor.name: tensor.shape for tensor in family_tensors(shape)} == theirs
