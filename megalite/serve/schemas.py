@@ -148,16 +148,18 @@ class TextPart(_Body):
 
 
 class CalledFunction(_Body):
-    """The function of a call. arguments: the text of a JSON object."""
+    """The function of a call. arguments: the text of a JSON object; parsed_arguments: a client's own reading of it."""
 
     name: str
     arguments: str
+    parsed_arguments: Any = None
 
 
 class ToolCall(_Body):
-    """A call of a tool in an assistant's message."""
+    """A call of a tool in an assistant's message. index: its place in a stream, which clients keep."""
 
     id: str
+    index: int | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -165,8 +167,8 @@ class ToolCall(_Body):
 class Message(_Body):
     """A message of a conversation.
 
-    name: for the template, and most templates have no use for it. Clients send back the answers of a server, in which
-    the fields of the second part have a value that says nothing.
+    name: for the template, and most templates have no use for it. parsed: a client's own reading of the content.
+    Clients send back the answers of a server, in which the fields of the second part have a value that says nothing.
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -174,6 +176,7 @@ class Message(_Body):
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] | None = None
     tool_call_id: str | None = None
+    parsed: Any = None
 
     type: Literal["text", "message"] | None = None
     refusal: None = None

@@ -10,10 +10,20 @@ from tests.support.serving import MODEL, Live, served
 from tests.support.tool_templates import HERMES
 
 # Objects whose keys a client chooses.
-FREE = {"metadata", "prediction", "schema", "parameters", "cache_control", "logit_bias"}
+FREE = {
+    "metadata",
+    "prediction",
+    "schema",
+    "parameters",
+    "cache_control",
+    "logit_bias",
+    "parsed",
+    "parsed_arguments",
+}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FUNCTION = {"name": "f", "description": "x", "parameters": SCHEMA, "strict": True}
-CALL = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"name": "f", "arguments": "{}", "parsed_arguments": {"x": 1}}
+CALL = {"id": "123456789", "type": "function", "function": CALLED, "index": 0}
 # Fields that change nothing, each with a value that a client may send.
 NOTHING: dict[str, Any] = {
     "metadata": {"any": "thing"},
@@ -49,7 +59,7 @@ MESSAGES = [
         "annotations": [],
     },
     {"role": "tool", "content": "1", "tool_call_id": "123456789", "name": "f"},
-    {"role": "assistant", "content": "1", "tool_calls": []},
+    {"role": "assistant", "content": "1", "tool_calls": [], "parsed": {"x": 1}},
     {"role": "user", "content": "And now?"},
 ]
 NEUTRAL = {
@@ -157,5 +167,5 @@ def test_fields_without_effect_change_nothing(tmp_path: Path) -> None:
 def test_the_docs_name_each_field_without_effect() -> None:
     docs = (Path(__file__).parents[3] / "docs" / "serving.md").read_text()
     [line] = [line for line in docs.split("\n\n") if "have no effect" in line]
-    for name in [*NO_EFFECT, "name", "include_obfuscation", "cache_control"]:
+    for name in [*NO_EFFECT, "name", "include_obfuscation", "cache_control", "parsed", "parsed_arguments"]:
         assert f"`{name}`" in line, name
