@@ -23,7 +23,7 @@ INTERFACE=${INTERFACE:-}                    # network between the nodes, as in e
 # torchrun's default, set here to avoid its warning: megalite divides the cores among the ranks itself.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 if [[ -n $INTERFACE ]]; then
-    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME=$INTERFACE
+    export GLOO_SOCKET_IFNAME=$INTERFACE NCCL_SOCKET_IFNAME="=$INTERFACE"    # to NCCL a bare eth1 is eth10 too
 fi
 options=(--nnodes "$NODES" --nproc-per-node "$RANKS" --max-restarts "$RESTARTS" --shutdown-timeout "$GRACE")
 if ((NODES == 1)); then
