@@ -121,7 +121,7 @@ def test_data_auto_takes_the_slots_and_says_which_stay_idle(folder, capsys):
 def test_the_backend_of_this_machine_is_the_train_command(folder, capsys):
     lines = printed(capsys, "run.toml", "--export", "A=b c")
     assert lines[0].endswith("on this machine, with --backend local")
-    assert lines[-1] == f"A='b c' {sys.executable} -m megalite train run.toml"
+    assert lines[-1] == f"A='b c' {shlex.quote(sys.executable)} -m megalite train run.toml"
 
 
 def test_the_arguments_of_the_backend_stand_behind_two_dashes(folder, capsys):
@@ -172,6 +172,7 @@ def test_the_hosts_are_asked_over_the_ssh_that_the_backend_uses(
         (folder / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", append)
+    monkeypatch.setattr("sys.executable", "/opt/python")  # a path with a space is refused for deepspeed
     assert main(["launch", "run.toml", "--hostfile", "hosts", "--backend", backend, "--", *more]) == 2
     assert "n1 did not pass the preflight" in capsys.readouterr().err
     asked = (folder / "asked").read_text().splitlines()

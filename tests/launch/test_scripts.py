@@ -6,6 +6,7 @@ tests/launch/real/ runs them on several hosts with the real programs.
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -419,7 +420,7 @@ def test_the_jobset_makes_one_pod_a_node_that_restarts_when_it_stopped(jobset):
 
 def pod(folder: Path, jobset: dict, **environ: str) -> subprocess.Popen[str]:
     """Start the script of the second pod, with 2 of 4 ranks."""
-    stand_in(folder, "python3", f'exec {sys.executable} "$@"')
+    stand_in(folder, "python3", f'exec {shlex.quote(sys.executable)} "$@"')
     container = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]
     variables = {each["name"]: each["value"] for each in container["env"]} | {"RANKS": "2", "NODES": "2"}
     variables |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": "1"} | environ

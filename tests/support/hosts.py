@@ -6,7 +6,9 @@ that made them, however it ends: the kernel kills the hosts, and the keeper of t
 By hand: `python -m tests.support.hosts_by_hand up 2`, and in another terminal `... shell n0`.
 """
 
+import atexit
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -20,6 +22,20 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+
+
+def plain_python() -> str:
+    """Return this interpreter, by a link without a space where it has one in its path: deepspeed does not quote it."""
+    if re.fullmatch(r"[\w./+-]+", sys.executable):
+        return sys.executable
+    folder = tempfile.mkdtemp(prefix="megalite-python-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    link = Path(folder, "environment")
+    link.symlink_to(Path(sys.executable).parents[1])
+    return str(link / "bin" / Path(sys.executable).name)
+
+
+PYTHON = plain_python()
 PROGRAMS = ("ip", "unshare", "nsenter", "setpriv", "ssh", "ssh-keygen", "/usr/sbin/sshd", "pdsh")
 NETWORK = "10.77.0"
 FIRST_HOST = 10  # n0 is 10.77.0.10
@@ -359,7 +375,7 @@ class Hosts(Sequence[Host]):
 
 def environment() -> dict[str, str]:
     """Return the variables that a command on a host begins with."""
-    path = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    path = f"{Path(PYTHON).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
     values = {"PATH": path, "HOME": "/run/home", "USER": "root", "LANG": "C.UTF-8", "TMPDIR": "/run/tmp"}
     # Where the tested working tree is not the installed one.
     if "PYTHONPATH" in os.environ:

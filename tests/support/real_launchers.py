@@ -2,14 +2,12 @@
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tests.support.hosts import Host, Hosts, wait_until
+from tests.support.hosts import PYTHON, Host, Hosts, wait_until
 
-PYTHON = sys.executable
 # Open MPI refuses to run as root without these.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 TORCHRUN = (
@@ -54,8 +52,8 @@ class Started:
         self._until(lambda: text in self.output or self._ended(), timeout, f"no {text!r}")
         assert text in self.output, f"ended without {text!r}:\n{self.output}"
 
-    def gone(self, timeout: float, containing: str = "megalite") -> None:
-        """Wait until no process with this text in its command is left on the hosts."""
+    def gone(self, timeout: float, containing: str = "") -> None:
+        """Wait until no process with this text in its command is left on the hosts, of those that are not their own."""
         self._until(
             lambda: not self.hosts.processes(containing),
             timeout,
@@ -95,7 +93,7 @@ def ranks(hosts: Hosts) -> dict[int, int]:
     """Return rank -> process id, as seen from outside, of the ranks that run on the hosts."""
     found = {}
     for pid, command in hosts.processes("-m megalite").items():
-        if not re.match(r"\S*python\S* (-u )?-m megalite (--local_rank=\d+ )?train", command):
+        if not re.match(rf"{re.escape(PYTHON)} (-u )?-m megalite (--local_rank=\d+ )?train", command):
             continue
         try:
             words = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")

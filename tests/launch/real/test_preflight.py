@@ -1,12 +1,11 @@
 """The preflight over ssh and srun: what a host lacks is said before a rank starts, and nothing is left there."""
 
 import subprocess
-import sys
 
 import pytest
 
 from tests.support import hosts as namespaces
-from tests.support.hosts import ROOT, Hosts
+from tests.support.hosts import PYTHON, ROOT, Hosts
 
 pytestmark = pytest.mark.extended
 
@@ -15,7 +14,7 @@ ENVIRONMENT = {"PYTHONPATH": str(ROOT)}
 
 def doctor(hosts: Hosts, *arguments: str, **place) -> subprocess.CompletedProcess:
     command = [
-        sys.executable,
+        PYTHON,
         "-m",
         "megalite",
         "doctor",
@@ -97,7 +96,7 @@ def test_an_interface_that_one_host_lacks(hosts):
 
 def test_an_allocation_is_asked_over_srun(slurm, tmp_path):
     (tmp_path / "job.sh").write_text(
-        f"#!/bin/sh\n{sys.executable} -m megalite doctor {run_file(tmp_path, '1e-3')} > {tmp_path}/said 2>&1\n"
+        f"#!/bin/sh\n{PYTHON} -m megalite doctor {run_file(tmp_path, '1e-3')} > {tmp_path}/said 2>&1\n"
     )
     job = slurm.submit("--nodes=2", "--ntasks-per-node=2", tmp_path / "job.sh", env=ENVIRONMENT, cwd=ROOT)
     ended = slurm.wait(job, timeout=60)

@@ -4,7 +4,6 @@ A stub stands for `python -m megalite train` where training itself is not the su
 some seconds, and stops with exit code 75 when it is told to.
 """
 
-import sys
 import time
 from itertools import groupby
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.support.hosts import ROOT, Hosts, wait_until
 from tests.support.jobs import Job, curve
+from tests.support.real_launchers import PYTHON
 from tests.support.slurm_cluster import SlurmCluster, missing
 
 pytestmark = pytest.mark.extended
@@ -39,7 +39,7 @@ sys.exit(code if code != 1 or rank == "3" else 0)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     stub = tmp_path / "python"
-    stub.write_text(f"#!{sys.executable} -S\n{STUB}")
+    stub.write_text(f"#!{PYTHON} -S\n{STUB}")
     stub.chmod(0o755)
     return tmp_path
 
@@ -146,7 +146,7 @@ def test_a_pre_empted_training_ends_with_the_same_numbers(slurm, tmp_path):
     # The signal comes two seconds or more after the first step, and before the last.
     length = ("--training.steps", "100", "--checkpoint.every", "1000")
     job.run(reference, *length)
-    env = {"PYTHON": sys.executable, "RUN": str(job.run_file)}
+    env = {"PYTHON": PYTHON, "RUN": str(job.run_file)}
     arguments = ["--run.folder", str(interrupted), *length]
     number = slurm.submit(*TWO_BY_TWO, "--output=log", BATCH, *arguments, env=env, cwd=tmp_path)
     metrics = interrupted / "metrics.jsonl"
