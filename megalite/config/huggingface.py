@@ -1,7 +1,9 @@
 """A Hugging Face config.json as the model's shape."""
 
 import json
+import logging
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from megalite.families.inert import INERT
 from megalite.families.registry import FAMILIES
 from megalite.topology.shape import ModelShape
 
+logger = logging.getLogger(__name__)
+
 _KEY = "model.hf_config"
 _CODE = "auto_map"
 _FOR_INFERENCE = ": int8 weights only generate, evaluate and serve"
@@ -27,10 +31,10 @@ _ELSEWHERE = {
 }
 
 
-def apply_hf_config(draft: Draft, *, int8: bool = False) -> None:
+def apply_hf_config(draft: Draft, *, int8: bool = False, trains: bool = True) -> None:
     """Put the shape of model.hf_config behind the keys that [model] has; the path itself goes.
 
-    int8: take a folder of int8 weights too, to generate from; nothing else reads one.
+    int8: take a folder of int8 weights too, to generate from; nothing else reads one. trains: take dropout too.
     """
     given = draft.take_out("model", "hf_config")
     named_by = _KEY
@@ -72,7 +76,8 @@ def apply_hf_config(draft: Draft, *, int8: bool = False) -> None:
         draft.set("tokenizer", "path", str(path.parent), named_by)
     draft.set_behind("model", {"family": family.model_type, **shape}, str(path), named_by=named_by)
     draft.set_behind("checkpoint", {"export_like": str(path)}, str(path), named_by=named_by)
-    _take_dropout(draft, family.read_dropout(found), str(path), named_by)
+    if trains:
+        _take_dropout(draft, family.read_dropout(found), str(path), named_by)
 
 
 def notes_of(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
@@ -118,13 +123,21 @@ def _here(draft: Draft, given: str, named_by: str) -> Path:
     return folder
 
 
+@cache
+def _warn_once(note: str) -> None:
+    """Log a note; a process that reads a folder several times logs it once."""
+    logger.warning("note: %s", note)
+
+
 def shape_of_folder(folder: str, *, int8: bool = False) -> ModelShape:
     """The shape that the config.json of a Hugging Face folder, here or of the Hub, gives.
 
     int8: as for `apply_hf_config`. Raises ConfigError when it is not built.
     """
     draft = Draft(folder, {"model": {"hf_config": folder}})
-    apply_hf_config(draft, int8=int8)
+    apply_hf_config(draft, int8=int8, trains=False)
+    for note in draft.notes:
+        _warn_once(note)
     try:
         model = ModelConfig(**draft.section("model")) if not draft.problems else None
     except ValidationError as error:

@@ -1,6 +1,7 @@
 """PEFT's adapter_config.json as settings of [adapter]."""
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ from megalite.config.adapter_section import AdapterConfig, described_adapter
 from megalite.config.draft import Draft
 from megalite.config.peft_names import canonical_word
 from megalite.config.toml import shown
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, listed
 from megalite.families.registry import FAMILIES
 from megalite.topology.adapter import Adapter
+
+logger = logging.getLogger(__name__)
 
 ADAPTER_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 _KEY = "adapter.path"
@@ -22,11 +25,23 @@ _REFUSED = (
     *("rank_pattern", "alpha_pattern", "loftq_config", "layers_to_transform", "layers_pattern"),
     *("layer_replication", "exclude_modules", "target_parameters", "trainable_token_indices"),
     *("alora_invocation_tokens", "lora_bias", "fan_in_fan_out", "use_qalora", "use_bdlora"),
+    *("arrow_config", "kasa_config", "monteclora_config", "ensure_weight_tying"),
 )
+# Keys that say where an adapter comes from and how its training began: its weights are in the file.
+_INERT = (
+    *("peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("inference_mode", "init_lora_weights", "eva_config", "corda_config", "lora_ga_config", "velora_config"),
+    *("megatron_config", "megatron_core", "qalora_group_size", "runtime_config", "target_modules"),
+    *("modules_to_save", "num_virtual_tokens", "token_dim", "num_transformer_submodules"),
+    *("num_attention_heads", "num_layers", "init_weights", "encoder_hidden_size", "prefix_projection"),
+)
+_CHANGES_THE_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
+"""The beginnings of values of init_lora_weights with which PEFT changes the weights of the base as it loads."""
 _WORDS = {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "bias": "bias"} | {
     "use_rslora": "rslora",
     "use_dora": "dora",
 }
+_EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
 # PEFT's own.
 _DEFAULTS = {
     "r": 8,
@@ -57,6 +72,9 @@ def apply_peft(draft: Draft) -> None:
         draft.problem(_KEY, f"{path} {problem}", "use another adapter, or merge it into its model with PEFT")
         draft.incomplete.add("adapter")
         return
+    known = {*_INERT, *_REFUSED, *_DEFAULTS}
+    if unknown := sorted(key for key in found.keys() - known if found[key] not in _EMPTY):
+        draft.notes.append(f"{path} has keys that PEFT does not have, nor this run: {listed(unknown)}")
     if found["peft_type"] == "PREFIX_TUNING":
         # PEFT saves the keys and values that a projection has computed.
         prefix = {"kind": "prefix", "tokens": found.get("num_virtual_tokens")}
@@ -87,6 +105,8 @@ def adapter_of_folder(folder: Path, family: str) -> Adapter:
         for each in error.errors(include_url=False):
             draft.problem(f"{ADAPTER_CONFIG}: {each['loc'][0]}", str(each["msg"]).lower())
         adapter = None
+    for note in draft.notes:
+        logger.warning("note: %s", note)
     found = None if adapter is None else described_adapter(adapter)
     if found is None:
         raise ConfigError(draft.problems, draft.source)
@@ -102,5 +122,8 @@ def _refusal(found: Mapping[str, Any]) -> str | None:
         names = found.get(key) or ([] if key == "modules_to_save" else None)
         if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
             return f"has {key} {shown(found.get(key))}, which is not a list of names"
+    init = found.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
+        return f"has init_lora_weights = {shown(init)}, with which PEFT changes the weights of the base too"
     set_keys = (key for key in _REFUSED if found.get(key))
     return next((f"has {key} = {shown(found[key])}, which is not supported" for key in set_keys), None)

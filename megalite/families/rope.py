@@ -27,6 +27,7 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "longrope": ("short_factor", "long_factor"),
 }
 _PARTIAL = "partial_rotary_factor"
+_LAYER_KINDS = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True)
@@ -122,17 +123,17 @@ class Rope(Plain):
 
     def ignored(self, config: Config) -> Iterator[str]:
         """Yield the keys of rope_parameters and rope_scaling that neither transformers nor this class reads."""
-        for place in ("rope_parameters", "rope_scaling"):
-            table = config.get(place)
-            tables = {place: table} if isinstance(table, Mapping) else {}
-            for name in (
-                ("full_attention", "sliding_attention") if place == "rope_parameters" and tables else ()
-            ):
-                if isinstance(inner := tables[place].get(name), Mapping):
-                    tables |= {place: {}, f"{place}.{name}": inner}
-            for path, keys in tables.items():
-                used = ("rope_type", "type", "rope_theta", _PARTIAL, *SCALINGS.get(self.rope_type(keys), ()))
-                yield from (f"{path}.{key}" for key in keys if key not in used and keys[key] is not None)
+        tables = {name: config.get(name) for name in ("rope_parameters", "rope_scaling")}
+        whole = tables["rope_parameters"]
+        if isinstance(whole, Mapping) and whole.keys() & set(_LAYER_KINDS):
+            del tables["rope_parameters"]
+            parts = {name: whole.get(name) for name in _LAYER_KINDS}
+            tables |= {f"rope_parameters.{name}": table for name, table in parts.items()}
+            yield from (f"rope_parameters.{key}" for key in whole if key not in _LAYER_KINDS)
+        for path, table in tables.items():
+            keys = table if isinstance(table, Mapping) else {}
+            used = ("rope_type", "type", "rope_theta", _PARTIAL, *SCALINGS.get(self.rope_type(keys), ()))
+            yield from (f"{path}.{key}" for key in keys if key not in used and keys[key] is not None)
 
     def rope_type(self, rope: Mapping[str, Any]) -> Any:
         """Return how rope_parameters or rope_scaling scale, by the name that RopeScaling has for it."""

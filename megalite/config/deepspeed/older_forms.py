@@ -5,6 +5,7 @@ from typing import Any
 
 from megalite.config.deepspeed.json_file import AUTO, Block
 from megalite.config.draft import Draft
+from megalite.config.toml import shown
 
 _OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 _COMMENTS = ("comment", "comments")
@@ -34,6 +35,8 @@ def _zero(draft: Draft, block: Block, zero: dict[str, Any]) -> dict[str, Any]:
                 zero[name] = {"device": "cpu"}
                 key = block.key(f"zero_optimization.{older}")
                 draft.notes.append(f'{key} is an older form of {name}: {{"device": "cpu"}}')
+        elif asked not in (None, AUTO):
+            draft.problem(block.key(f"zero_optimization.{older}"), f"{shown(asked)} should be true or false")
     if zero.get("stage") == AUTO:
         zero["stage"] = _default_stage(draft)
         key = block.key("zero_optimization.stage")
