@@ -17,7 +17,7 @@ _ANSWER = "answer"
 _TURNS = ({"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER})
 # Templates take a system message or refuse it; some ask for one.
 _PROBES = (_TURNS, ({"role": "system", "content": "system"}, *_TURNS))
-# What templates write around turns: <|im_end|>, </s>, [INST].
+# The marks that templates write around turns: <|im_end|>, </s>, [INST].
 _MARK = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{2,40}\]")
 
 

@@ -1,4 +1,4 @@
-"""What ends the text of a model: the end of a document, the ids its files name, and the end of a turn. No torch."""
+"""The ends of a model's text: the end of a document, the ids that its files name, the end of a turn. No torch."""
 
 from dataclasses import dataclass
 

@@ -16,6 +16,7 @@ from megalite.config.schema import RunConfig
 from megalite.config.write import write_resolved
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.files import local_folder
+from megalite.convert.huggingface.new_rows import NewRows, new_rows
 from megalite.convert.peft.export import export_adapter
 from megalite.data.loader import StepLoader
 from megalite.data.stream_loader import StreamLoader
@@ -165,13 +166,15 @@ def _train(
     shape = config.shape(0 if tokenizer is None else tokenizer.vocab_size)
     kernels, tested = agreed_kernels(config, shape, mesh, leads_node=info.local_rank == 0)
     load = loader_maker(config, mesh, tokenizer)
+    weights = _initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None
     with working(_building(config, resumed_from), shown=mesh.rank == 0, stream=sys.stdout):
         trainer = TrainStep(
             config,
             mesh,
             shape,
             training_loader(config, inputs.data, load, mesh, tokenizer),
-            weights=_initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None,
+            weights=weights,
+            new_rows=_new_rows(config, tokenizer, weights),
             resumed=resumed_from is not None,
             kernels=kernels,
         )
@@ -260,6 +263,14 @@ def _tokenizer(config: RunConfig, inputs: RunInputs) -> Tokenizer | None:
     if inputs.data.tokenizer is None:
         return None
     return load_tokenizer(inputs.data.tokenizer, end_of_document=config.tokenizer.end_of_document)
+
+
+def _new_rows(config: RunConfig, tokenizer: Tokenizer | None, weights: Path | None) -> NewRows | None:
+    """Return the rows of the weights for tokens that the run adds to their tokenizer."""
+    if tokenizer is None or weights is None:
+        return None
+    own = [] if config.tokenizer.path is None else [Path(config.tokenizer.path).expanduser()]
+    return new_rows(tokenizer, config.tokenizer.add_tokens, [weights, *own])
 
 
 def _initial_weights(inputs: RunInputs, mesh: ParallelMesh) -> Path | None:

@@ -19,6 +19,7 @@ from megalite.checkpoint.manifest import Base
 from megalite.checkpoint.save import draft_checkpoint
 from megalite.config.schema import RunConfig
 from megalite.convert.huggingface.load import load_huggingface
+from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.peft.base import base_of, require_base
 from megalite.convert.peft.read import load_adapter
 from megalite.data.prefetch import Prefetch
@@ -66,11 +67,13 @@ class TrainStep:
         loader: TrainingLoader,
         *,
         weights: Path | None = None,
+        new_rows: NewRows | None = None,
         resumed: bool = False,
         kernels: KernelChoice | None = None,
     ):
         """
         weights: a Hugging Face folder to start from instead of random values; beside an adapter always given.
+        new_rows: rows of the vocabulary for tokens that the weights do not know.
         resumed: `resume` follows, which fills all weights that are trained: nothing is drawn.
         kernels: which operators the model uses; None chooses them by what this machine has tested before.
         """
@@ -92,7 +95,9 @@ class TrainStep:
             Schedule(config.parallel.schedule, config.batch.micro_batches),
             seed=None if weights is not None or resumed else config.run.seed,
             deepspeed=config.deepspeed_json() if config.zero_stage else None,
-            prepare=_nothing if weights is None else partial(_start_from, weights, config, base_only=resumed),
+            prepare=_nothing
+            if weights is None
+            else partial(_start_from, weights, config, new_rows, base_only=resumed),
             objective=self.objective,
         )
         self.base = None if shape.adapter is None else _base(config, mesh)
@@ -338,9 +343,11 @@ def _nothing(_: Replica) -> None:
     pass
 
 
-def _start_from(weights: Path, config: RunConfig, replica: Replica, *, base_only: bool) -> None:
+def _start_from(
+    weights: Path, config: RunConfig, new_rows: NewRows | None, replica: Replica, *, base_only: bool
+) -> None:
     """Fill a replica from a Hugging Face folder, and unless base_only its adapter as it starts. Collective."""
-    load_huggingface(weights, replica, more_rows=bool(config.tokenizer.add_tokens))
+    load_huggingface(weights, replica, new_rows=new_rows)
     if base_only:
         return
     if config.adapter.path is not None:

@@ -16,6 +16,7 @@ from megalite.checkpoint.reader import BLOCK_ELEMENTS
 from megalite.checkpoint.region_reader import TYPES, RegionReader
 from megalite.convert.finite import require_finite
 from megalite.convert.huggingface.files import headers
+from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.huggingface.origin import CONFIG, keep_origin
 from megalite.convert.huggingface.packed import is_packed, scale_of, unpacked
 from megalite.convert.huggingface.packed_header import SCALE, weights_of
@@ -31,6 +32,7 @@ from megalite.topology.parameters import EMBEDDING, HEAD, HEAD_BIAS, canonical_t
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 
+_VOCABULARY = (EMBEDDING, HEAD, HEAD_BIAS)
 # Buffers that older exports hold beside the weights: masks and frequencies, which follow from the configuration.
 BUFFERS = (
     *(".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias"),
@@ -38,13 +40,12 @@ BUFFERS = (
 )
 
 
-def load_huggingface(folder: Path, replica: Replica, *, more_rows: bool = False) -> None:
+def load_huggingface(folder: Path, replica: Replica, *, new_rows: NewRows | None = None) -> None:
     """Fill this rank's stage, without its adapter, from a folder that transformers could load.
 
     Collective over the world.
 
-    more_rows: the replica's vocabulary may be larger; its new rows become the mean of the others (Hewitt, "Initializing
-        New Word Embeddings for Pretrained Language Models", 2021).
+    new_rows: rows of the vocabulary that are the mean of others; the replica may have more rows than the files.
     Raises CheckpointError, on every rank alike, when the files are missing or damaged, or do not hold exactly the
     tensors of the replica's shape; the message names the tensors.
     """
@@ -53,7 +54,7 @@ def load_huggingface(folder: Path, replica: Replica, *, more_rows: bool = False)
         tensors = replica.tensors
         modules = replica.stage.named_modules()
         int8 = {f"{name}.weight": each for name, each in modules if isinstance(each, Int8Linear)}
-        with HuggingFaceReader(folder, replica.shape.base, more_rows=more_rows, int8=bool(int8)) as reader:
+        with HuggingFaceReader(folder, replica.shape.base, new_rows=new_rows, int8=bool(int8)) as reader:
             fill = partial(load_parameter, reader, mesh=replica.mesh, most_elements=BLOCK_ELEMENTS)
             for parameter in replica.parameters:
                 if parameter.adapter:
@@ -70,11 +71,13 @@ def load_huggingface(folder: Path, replica: Replica, *, more_rows: bool = False)
 class HuggingFaceReader:
     """Reads regions of canonical tensors from a folder's safetensors files: of each the bytes it has, and no others."""
 
-    def __init__(self, folder: Path, shape: ModelShape, *, more_rows: bool = False, int8: bool = False):
-        """more_rows: as for `load_huggingface`. int8: matrices of layers are int8, with scales."""
+    def __init__(
+        self, folder: Path, shape: ModelShape, *, new_rows: NewRows | None = None, int8: bool = False
+    ):
+        """new_rows: as for `load_huggingface`. int8: matrices of layers are int8, with scales."""
         self._int8 = int8
         self._means: dict[str, Tensor] = {}
-        self._more_rows = more_rows
+        self._new_rows = new_rows
         self._folder, self._shapes = folder, canonical_tensors(shape)
         self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
         found = headers(folder).items()
@@ -88,6 +91,8 @@ class HuggingFaceReader:
         bare = not any(name.startswith(names.optional_prefix) for name in self._where)
         self._prefix, self._head = names.optional_prefix if bare else "", names.of(HEAD)
         self._check(shape)
+        vocabulary = [self._tensors[part] for part in _VOCABULARY if part in self._tensors]
+        self._of_vocabulary = {self._head, *map(self._stored, vocabulary)}
         self._head_too = shape.tie_word_embeddings and self._head in self._where
 
     def __enter__(self) -> "HuggingFaceReader":
@@ -132,10 +137,12 @@ class HuggingFaceReader:
 
     def _region(self, name: str, region: TensorSlice, *, transposed: bool = False) -> Tensor:
         """That of a tensor of the files; `transposed`: they hold it so, and the region is that of what we hold."""
+        if self._new_rows is not None and name in self._of_vocabulary and not transposed:
+            return self._with_new_rows(name, region, self._new_rows)
+        return self._of_file(name, region, transposed=transposed)
+
+    def _of_file(self, name: str, region: TensorSlice, *, transposed: bool = False) -> Tensor:
         opened = self._where[name]
-        rows = opened.header[name].shape[0]
-        if not transposed and region.offsets[0] + region.shape[0] > rows:
-            return self._with_new_rows(name, region, rows)
         stored = TensorSlice(region.offsets[::-1], region.shape[::-1]) if transposed else region
         try:
             values = opened.read(name, stored)
@@ -146,32 +153,41 @@ class HuggingFaceReader:
         require_finite(values, name, opened.path, stored.offsets)
         return values.t() if transposed else values
 
-    def _with_new_rows(self, name: str, region: TensorSlice, rows: int) -> Tensor:
-        """Return a region of a tensor over the vocabulary whose last rows the files lack: they are the mean."""
-        start, count = region.offsets[0], region.shape[0]
-        new = count - max(0, rows - start)
+    def _with_new_rows(self, name: str, region: TensorSlice, new: NewRows) -> Tensor:
+        """Return a region of a tensor over the vocabulary; rows that are new, or that the files lack, are the mean."""
+        (start, *columns), (count, *width) = region.offsets, region.shape
+        held = min(count, max(0, self._where[name].header[name].shape[0] - start))
+        added = new.added_in(start, held)
+        if held == count and not added:
+            return self._of_file(name, region)
         if name not in self._means:
-            self._means[name] = self._mean(name, rows)
-        pieces = [self._means[name].expand(new, *region.shape[1:])]
-        if new < count:
-            held = TensorSlice(region.offsets, (count - new, *region.shape[1:]))
-            pieces.insert(0, self._region(name, held))
-        return torch.cat(pieces)
+            self._means[name] = self._mean(name, new)
+        mean = self._means[name]
+        for dim, (first, size) in enumerate(zip(columns, width, strict=True)):
+            mean = mean.narrow(dim, first, size)
+        values = mean.expand(count, *width).clone()
+        if held:
+            values[:held] = self._of_file(name, TensorSlice(region.offsets, (held, *width)))
+            values[added] = mean
+        return values
 
-    def _mean(self, name: str, rows: int) -> Tensor:
-        """Return the mean row of a tensor of the files, read in blocks."""
+    def _mean(self, name: str, new: NewRows) -> Tensor:
+        """Return the mean of the rows of a tensor of the files that tokens use, read in blocks."""
         shape = self._where[name].header[name].shape
+        rows, counted = shape[0], 0
         block = max(1, BLOCK_ELEMENTS // max(1, prod(shape[1:])))
         total = torch.zeros(shape[1:], dtype=torch.float64)
         for start in range(0, rows, block):
             part = (min(block, rows - start), *shape[1:])
-            values = self._region(name, TensorSlice((start, *[0] * (len(shape) - 1)), part))
-            total += values.double().sum(dim=0)
-        return (total / rows).to(values.dtype)
+            values = self._of_file(name, TensorSlice((start, *[0] * (len(shape) - 1)), part))
+            used = new.used_in(start, part[0])
+            counted += int(used.sum())
+            total += values[used].double().sum(dim=0)
+        return (total / max(1, counted)).to(values.dtype)
 
     def _fits(self, tensor: FamilyTensor, stored: tuple[int, ...]) -> bool:
         """Whether a tensor of the files has the shape of the model's, or fewer rows of the vocabulary."""
-        enlarged = self._more_rows and tensor.parts[0] in (EMBEDDING, HEAD, HEAD_BIAS)
+        enlarged = self._new_rows is not None and tensor.parts[0] in _VOCABULARY
         fewer = enlarged and 0 < stored[0] < tensor.shape[0]
         return stored[1:] == tensor.shape[1:] and (fewer or stored[:1] == tensor.shape[:1])
 
