@@ -9,6 +9,7 @@ from megalite.config.deepspeed.values import problem_of
 from megalite.config.draft import Draft, did_you_mean
 from megalite.config.toml import shown
 
+_RATIOS = "set learning_rate_ratio in [[optimizer.groups]]"
 _PEAKS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
 # Parameters of [deepspeed.scheduler.params] -> the kind of their value.
 _KINDS = {
@@ -93,6 +94,9 @@ def _read_params(draft: Draft, block: Block, kind: str, params: dict[str, Any]) 
         if value is REQUIRED:
             remedy = 'write "auto" for the last step of the run' if name == "total_num_steps" else "add it"
             draft.problem(block.key(path), f"is required by {kind}", remedy)
+        elif isinstance(value, list) and name not in MOMENTUM:
+            message = f"megalite does not support {shown(value)}, a number for each group"
+            draft.problem(block.key(path), message, f"write one number, and {_RATIOS}")
         elif name in scheduler.ours:
             _read_ours(draft, block, path, scheduler.ours[name], value, given=name in params)
             found[name] = AUTO

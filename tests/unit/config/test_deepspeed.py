@@ -294,6 +294,20 @@ WRONG = [
         "cycle_momentum: megalite does not support true, DeepSpeed's default, which changes betas at every update; "
         'write "cycle_momentum": false',
     ),
+    (
+        {
+            "scheduler": {
+                "type": "OneCycle",
+                "params": {"cycle_min_lr": [1e-4, 1e-5], "cycle_max_lr": 1e-3, "cycle_momentum": False},
+            }
+        },
+        "scheduler.params.cycle_min_lr: megalite does not support [0.0001, 1e-05], a number for each group; "
+        "write one number, and set learning_rate_ratio in [[optimizer.groups]]",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1e-3, 1e-4]}}},
+        "a number for each group",
+    ),
     ({"fp16": {"enabled": "yes"}}, 'ds.json: fp16.enabled: "yes" should be true or false'),
     (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
