@@ -13,7 +13,7 @@ from megalite.evaluate.windows import Window
 class TextEncoder:
     """Encodes prompts.
 
-    adds_start: whether the tokenizer's special tokens are added; None: unless the text spells its start token.
+    adds_start: whether the tokenizer's special tokens are added, unless the text spells its start token; None: they are.
     """
 
     tokenizer: Tokenizer
@@ -26,10 +26,8 @@ class TextEncoder:
 
     def ids(self, text: str) -> list[int]:
         """Return the ids of a prompt, without the end token that some tokenizers add."""
-        adds = self.adds_start
-        if adds is None:
-            adds = not text.startswith(str(self.tokenizer.backend.id_to_token(self.start_id)))
-        if not adds:
+        spelled = text.startswith(str(self.tokenizer.backend.id_to_token(self.start_id)))
+        if spelled or self.adds_start is False:
             return self.tokenizer.encode(text)
         ids: list[int] = self.tokenizer.backend.encode(text).ids
         return ids[:-1] if len(ids) > 1 and ids[-1] == self.tokenizer.end_of_document_id else ids

@@ -3,10 +3,11 @@
 python -m megalite.evaluate.harness run --model megalite --model_args path=runs/first --tasks hellaswag
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from megalite.errors import ConfigError, MegaliteError, Problem
 
@@ -33,6 +34,7 @@ from megalite.generation.stops import NO_STOPS
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_AS_HF = "as hf"
 _KNOWN = {*_LENGTHS, "until", "do_sample", "temperature", "top_k", "top_p"}
 
 
@@ -54,7 +56,7 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
         max_batch_size: int | None = None,
         max_length: int | str | None = None,
         max_gen_toks: int | str = 256,
-        add_bos_token: bool | None = None,
+        add_bos_token: bool | str | None = _AS_HF,
         tokenizer: str | None = None,
         base: str | None = None,
         seed: int | str = 0,
@@ -63,8 +65,9 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
 
         device: "cpu"; otherwise the accelerator, if there is one.
         batch_size: windows of a forward pass, and texts generated at a time. max_batch_size: ignored.
-        max_length: tokens read at once; None: the model's longest sequence. add_bos_token: as lm_eval's; None: as the
-        tokenizer does.
+        max_length: tokens read at once; None: the model's longest sequence. add_bos_token: whether the tokenizer's
+        special tokens are added to texts; None: as the tokenizer does. By default as `hf` of this lm_eval does:
+        up to 0.4.9 it adds none, later versions leave it to the tokenizer.
         Raises CheckpointError, DataError, and ConfigError for a value that is not usable.
         """
         super().__init__()
@@ -87,7 +90,7 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
         self.max_length = min(
             int(max_length or loaded.config.longest_sequence), loaded.config.longest_sequence
         )
-        self.encoder = TextEncoder(loaded.tokenizer, add_bos_token)
+        self.encoder = TextEncoder(loaded.tokenizer, _adds_start(add_bos_token, loaded.config.family))
         self._device = loaded.replica.mesh.device
 
     def apply_chat_template(
@@ -189,6 +192,20 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
             float(settings.get("top_p") or 1.0),
             self.seed * 1_000_003 + number,
         )
+
+
+def _adds_start(add_bos_token: bool | str | None, family: str) -> bool | None:
+    """Return the value of add_bos_token; ConfigError for what is none."""
+    if add_bos_token != _AS_HF:
+        if add_bos_token not in (True, False, None, "None"):
+            problem = Problem("add_bos_token", f"{add_bos_token} is neither true nor false", "leave it out")
+            raise ConfigError([problem], "the model of lm_eval")
+        return add_bos_token if isinstance(add_bos_token, bool) else None
+    from lm_eval.models.huggingface import HFLM
+
+    default = cast(bool | None, inspect.signature(HFLM.__init__).parameters["add_bos_token"].default)
+    # Where it adds none, it makes an exception for Gemma.
+    return True if default is False and family.startswith("gemma") else default
 
 
 def _stops(settings: Mapping[str, Any]) -> tuple[str, ...]:

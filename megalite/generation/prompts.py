@@ -90,13 +90,12 @@ class Chat:
 
     @cached_property
     def tool_form_ids(self) -> frozenset[int]:
-        """The special tokens in the text of calls."""
+        """The special tokens in the text of calls that do not end it."""
         form = self.tool_form
         text = "" if form is None else "".join((form.before, form.between or "", form.after))
         special = self._tokenizer.backend.get_added_tokens_decoder()
-        return frozenset(
-            token for token in special if special[token].special and special[token].content in text
-        )
+        shown = {token for token in special if special[token].special and special[token].content in text}
+        return frozenset(shown - self.stops.ids)
 
     def _render(
         self,

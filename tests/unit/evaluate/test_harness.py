@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from megalite.errors import ConfigError
+from megalite.generation.loaded import load
 from tests.support.evaluated import Evaluated, write_evaluated
 from tests.support.jobs import ROOT
 from tests.support.parity import FLOAT32_RTOL, assert_close
@@ -101,6 +103,44 @@ def test_the_figures_in_place_are_those_on_the_export(evaluated: Evaluated, tmp_
         pairs = [[(float(each[0][0]), each[0][1]) for each in of["resps"]] for of in (ours_of, theirs_of)]
         assert_close([each[0] for each in pairs[0]], [each[0] for each in pairs[1]], rtol=FLOAT32_RTOL)
         assert [each[1] for each in pairs[0]] == [each[1] for each in pairs[1]]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("setting", ["", "add_bos_token=True", "add_bos_token=False"])
+def test_a_start_token_is_added_where_hf_adds_it(shared_data: Path, tmp_path: Path, setting: str) -> None:
+    """Perplexities of a model whose tokenizer adds a start token; texts are scored with and without."""
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    import megalite.evaluate.harness  # noqa: F401
+
+    model = shared_data / "stories260K"
+    words, *_ = write_tasks(
+        tmp_path, ["Once upon a time, there was a little girl.", "<s> Lily saw a big dog."]
+    )
+    common = f",{setting}" if setting else ""
+    ours = figures("megalite", [words], tmp_path, model_args=f"path={model},device=cpu{common}")
+    of_hf = f"pretrained={model},dtype=float32{common}"
+    theirs = figures("hf", [words], tmp_path, model_args=of_hf, device="cpu")
+    for key, value in theirs["results"][words].items():
+        if isinstance(value, float):
+            assert_close(ours["results"][words][key], value, rtol=FLOAT32_RTOL, what=key)
+
+
+def test_the_default_is_that_of_hf(evaluated: Evaluated, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lm_eval.models.huggingface import HFLM
+
+    from megalite.evaluate.harness import MegaliteLM
+
+    loaded = load(evaluated.run)
+    for default in (False, True, None):
+
+        def started(self: Any, add_bos_token: bool | None = default) -> None: ...
+
+        monkeypatch.setattr(HFLM, "__init__", started)
+        assert MegaliteLM(loaded=loaded).encoder.adds_start is default
+        assert MegaliteLM(loaded=loaded, add_bos_token=False).encoder.adds_start is False
+        assert MegaliteLM(loaded=loaded, add_bos_token=None).encoder.adds_start is None
+    with pytest.raises(ConfigError, match="add_bos_token: maybe is neither true nor false"):
+        MegaliteLM(loaded=loaded, add_bos_token="maybe")
 
 
 def test_without_lm_eval_the_error_says_how_to_install_it() -> None:
