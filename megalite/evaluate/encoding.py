@@ -13,7 +13,7 @@ from megalite.evaluate.windows import Window
 class TextEncoder:
     """Encodes prompts.
 
-    adds_start: whether the tokenizer's special tokens are added, unless the text spells its start token; None: they are.
+    adds_start: whether the tokenizer's special tokens are added, to texts that do not spell the start token; None: yes.
     """
 
     tokenizer: Tokenizer

@@ -151,37 +151,36 @@ class TokenEngine:
         scored = [token for piece in plan.pieces for token in piece.scored]
         if not rows and not scored:
             return lambda: torch.empty(0, 2)
-        alike = (*rows, *(piece.running for piece in plan.pieces if piece.scored))
-        width = width_with_embeddings(sampled_width(alike), rows, model.shape.hidden_size)
-        values = torch.empty(len(rows) + len(scored), width, dtype=torch.float64, device=mesh.device)
-        if hidden is not None:
+        if hidden is None:
+            alike = (*rows, *(piece.running for piece in plan.pieces if piece.scored))
+            width = width_with_embeddings(sampled_width(alike), rows, model.shape.hidden_size)
+            values = torch.empty(len(rows) + len(scored), width, dtype=torch.float64, device=mesh.device)
+        else:
             places = [at for at, ends in zip(step.last_tokens, plan.completes, strict=True) if ends]
             last = hidden[:, places] if len(places) < hidden.shape[1] else hidden
-            if rows:
-                values[: len(rows)] = self._sampled(last, rows, width)
-            self._score(hidden, plan, values[len(rows) :])
+            head = model.stage.chunks[-1]
+            values = sampled_rows(head.logits(last)[0], rows) if rows else torch.empty(0, 2)
+            if any(row.request.embeds for row in rows):
+                values = with_embeddings(values, head.normed(last)[0], rows)
+            if scored:
+                values = self._with_scores(values, hidden, plan)
         return start_from_last_chunk(values, model.split, mesh)
 
-    def _sampled(self, hidden: torch.Tensor, rows: tuple[Running, ...], width: int) -> torch.Tensor:
-        """Return the values of requests with a next token [R, width] for their hidden states [1, R, H]."""
-        head = self._model.stage.chunks[-1]
-        values = sampled_rows(head.logits(hidden)[0], rows)
-        if any(row.request.embeds for row in rows):
-            values = with_embeddings(values, head.normed(hidden)[0], rows)
-        return pad(values, (0, width - values.shape[1]))
-
-    def _score(self, hidden: torch.Tensor, plan: Plan, values: torch.Tensor) -> None:
-        """Write the scores of prompts [P, C], given the hidden states of all tokens [1, T, H], into `values`."""
+    def _with_scores(self, values: torch.Tensor, hidden: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """Return values [R, C] and, as further rows, the scores of prompts, from all hidden states [1, T, H]."""
         begin, places, tokens = len(plan.decoding), list[int](), list[int]()
         for piece in plan.pieces:
             places += range(begin, begin + len(piece.scored))
             tokens += piece.scored
             begin += piece.count
-        head = self._model.stage.chunks[-1]
+        width = max(values.shape[1], sampled_width([piece.running for piece in plan.pieces if piece.scored]))
+        parts = [pad(values.to(hidden.device, torch.float64), (0, width - values.shape[1]))]
         for start in range(0, len(tokens), _SCORED_AT_ONCE):
             rows = slice(start, start + _SCORED_AT_ONCE)
-            targets = torch.tensor(tokens[rows], device=values.device)
-            values[rows] = scored_rows(head.logits(hidden[:, places[rows]])[0], targets, values.shape[1])
+            targets = torch.tensor(tokens[rows], device=hidden.device)
+            logits = self._model.stage.chunks[-1].logits(hidden[:, places[rows]])[0]
+            parts.append(scored_rows(logits, targets, width))
+        return torch.cat(parts)
 
     def _collect(self) -> list[Sampled]:
         """Return the new tokens of the oldest forward; requests that have ended leave their slots."""

@@ -100,6 +100,18 @@ def test_the_official_client(shared_data: Path, tmp_path: Path) -> None:
         assert plain.usage is not None and plain.usage.completion_tokens == 24
         assert choice.logprobs is not None and len(choice.logprobs.token_logprobs or []) == 24
 
+        echoed = client.completions.create(
+            model=served, prompt=PROMPT, echo=True, max_tokens=0, logprobs=2
+        ).choices[0]
+        loaded = load(model)
+        ids = prompt_ids(loaded.tokenizer, PROMPT)
+        log_probs = loaded.logits(torch.tensor([ids]))[0].double().log_softmax(-1)
+        first, *others = echoed.logprobs.token_logprobs
+        assert echoed.text == PROMPT and first is None
+        assert_close(
+            others, log_probs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0], rtol=FLOAT32_RTOL
+        )
+
         def streamed(seed: int, model: str = served) -> str:
             chunks = client.completions.create(
                 model=model, prompt=PROMPT, temperature=0, max_tokens=24, seed=seed, stream=True
