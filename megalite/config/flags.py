@@ -147,5 +147,4 @@ def _value(takes: Sequence[str], text: str) -> Any:
         return parsed
     if isinstance(parsed, str) or (isinstance(parsed, list) and "LIST" in takes):
         return parsed
-    is_number = isinstance(parsed, int | float) and not isinstance(parsed, bool)
-    return parsed if is_number and "NUMBER" in takes else text
+    return parsed if isinstance(parsed, float) and "NUMBER" in takes else text

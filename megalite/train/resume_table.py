@@ -88,7 +88,7 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
     (Rule.SAID, _NEXT_STEP, "training: label_smoothing z_loss"),
     (Rule.SAID, _NEXT_STEP, "optimizer: learning_rate betas eps weight_decay gradient_clipping clip_value"),
     (Rule.SAID, _NEXT_STEP, "optimizer: schedule warmup_steps minimum_ratio decay_steps decay_fraction"),
-    (Rule.SAID, _NEXT_STEP, "optimizer: decay_shape ema_decay groups"),
+    (Rule.SAID, _NEXT_STEP, "optimizer: decay_shape ema_decay groups warmup_ratio"),
     (Rule.SAID, _NEXT_STEP, "deepspeed: scheduler"),
     (Rule.SAID, _NEXT_STEP, "preference: loss beta label_smoothing"),
     (Rule.LOADED, _NEXT_STEP, "optimizer: name momentum"),
