@@ -9,6 +9,10 @@ from megalite.convert.parity import TOLERANCE, Comparison
 from megalite.topology.parameters import parameter_count
 from megalite.version import __version__
 
+_CHAT_INPUTS = """messages = [{"role": "user", "content": "Hello"}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)"""
 # Marks the folder as an export of megalite, which a later export may replace.
 _MARK = "<!-- written by megalite convert export -->"
 
@@ -34,6 +38,8 @@ def model_card(
         "software": f"megalite {manifest.megalite}, torch {manifest.torch}; exported by {__version__}",
     }
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    is_chat = (manifest.config.get("data") or {}).get("kind", "text") != "text"
+    asked = _CHAT_INPUTS if is_chat else 'inputs = tokenizer("Once", return_tensors="pt")'
     checks = "\n".join(
         f"| {check.what} | {check.absolute:.1e} | {check.relative:.1e} |" for check in comparisons
     )
@@ -51,7 +57,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(FOLDER)
 model = AutoModelForCausalLM.from_pretrained(FOLDER)
-inputs = tokenizer("Once", return_tensors="pt")
+{asked}
 print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 ```
 

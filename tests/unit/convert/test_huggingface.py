@@ -11,10 +11,12 @@ import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
 from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface import export as huggingface
 from megalite.convert.huggingface.export import Export, export, plan_files, rounded
+from megalite.convert.huggingface.model_card import model_card
 from megalite.data.corpus import Piece
 from megalite.data.sentencepiece_model import PROBE_TEXTS
 from megalite.data.tokenizer import load_tokenizer
@@ -222,6 +224,16 @@ def test_the_card_tells_how_the_model_was_made(tmp_path: Path) -> None:
     card = (tmp_path / "export" / "README.md").read_text()
     for fact in ("| steps | 20 |", "| tokens | 1,920 |", "| `data.source` | stdlib |", "tied", "| head |"):
         assert fact in card
+
+
+@pytest.mark.parametrize(("kind", "is_chat"), [("text", False), ("instruct", True), ("preference", True)])
+def test_the_card_asks_as_the_model_was_trained(tmp_path: Path, kind: str, is_chat: bool) -> None:
+    shape = shape_for(101, tied=True)
+    manifest = read_manifest(save_stage(tmp_path, shape, lively_stage(shape)))
+    card = model_card(replace(manifest, config={"data": {"kind": kind}}), "float32", [])
+    program = card[card.index("```python") + len("```python") : card.index("```\n\n## Training")]
+    compile(program, "card", "exec")
+    assert ("apply_chat_template" in program, "tokenizer(" in program) == (is_chat, not is_chat)
 
 
 def interleaved(values: torch.Tensor, head_dim: int = 6) -> torch.Tensor:

@@ -143,6 +143,41 @@ def test_the_default_is_that_of_hf(evaluated: Evaluated, monkeypatch: pytest.Mon
         MegaliteLM(loaded=loaded, add_bos_token="maybe")
 
 
+CHAT = (
+    "{{ bos_token }}{% for message in messages %}{{ '<' + message.role + '>' + message.content + eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("turns", [False, True])
+def test_questions_in_a_chat_template_are_those_on_the_export(
+    evaluated: Evaluated, tmp_path: Path, turns: bool
+) -> None:
+    from megalite.evaluate.harness import MegaliteLM
+
+    config = json.loads((evaluated.export / "tokenizer_config.json").read_text()) | {"chat_template": CHAT}
+    for folder in (evaluated.export, evaluated.run / "tokenizer"):
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    names = write_tasks(tmp_path, evaluated.documents())[1:]
+    asked = {"apply_chat_template": True, "num_fewshot": 2, "fewshot_as_multiturn": turns}
+    model = MegaliteLM(str(evaluated.run), batch_size=3, max_gen_toks=12)
+    begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure "}]
+    assert model.apply_chat_template(begun, add_generation_prompt=False).endswith("<assistant>Sure")
+    assert model.tokenizer_name.startswith("tokenizer__")
+    ours = figures(model, names, tmp_path, **asked)
+    arguments = f"pretrained={evaluated.export},dtype=float32"
+    theirs = figures("hf", names, tmp_path, model_args=arguments, device="cpu", batch_size=3, **asked)
+    for name in names:
+        for one, other in zip(ours["samples"][name], theirs["samples"][name], strict=True):
+            assert one["arguments"] == other["arguments"] and "<assistant>" in str(one["arguments"])
+            if "choices" in name:
+                scored = [[float(each[0][0]) for each in of["resps"]] for of in (one, other)]
+                assert_close(*scored, rtol=FLOAT32_RTOL)
+            else:
+                assert one["resps"] == other["resps"]
+
+
 def test_without_lm_eval_the_error_says_how_to_install_it() -> None:
     code = "import sys; sys.modules['lm_eval'] = None; import megalite.evaluate.harness"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
