@@ -1,4 +1,4 @@
-"""What ends a text: of a run on conversations, of its export, and of an adapter, in every command alike."""
+"""The ends of a text: of a run on conversations, of its export, and of an adapter, in every command alike."""
 
 import json
 from dataclasses import replace
