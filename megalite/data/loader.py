@@ -82,7 +82,7 @@ class StepLoader:
         self._together = together
         self._pad_id = pad_id
         self._end_of_document_id = end_of_document_id
-        self._end = None if epochs is None else self._samples_in(epochs)
+        self._end = None if epochs is None else self.samples_in(epochs)
         self._offsets = rank_offsets(micro_batches, micro_batch_size, dp_rank, dp_size)
         positions = torch.arange(sequence_length).expand(len(self._offsets), sequence_length)
         self._position_ids = positions.contiguous()
@@ -98,7 +98,7 @@ class StepLoader:
 
     def steps_for_epochs(self, epochs: float | Fraction, *, after: int = 0) -> int:
         """Return the steps of `epochs` epochs, at least one; with `after` consumed samples, the remaining steps."""
-        remaining = max(self._samples_in(epochs) - after, 0 if after else 1)
+        remaining = max(self.samples_in(epochs) - after, 0 if after else 1)
         return ceil(remaining / self.global_batch_size)
 
     def step_batch(self, consumed_samples: int, *, dtype: torch.dtype = torch.float32) -> LoadedBatch:
@@ -130,7 +130,8 @@ class StepLoader:
             reference=None if known is None else torch.from_numpy(known[rows.sample_ids]),
         )
 
-    def _samples_in(self, epochs: float | Fraction) -> int:
+    def samples_in(self, epochs: float | Fraction) -> int:
+        """Return the samples of so many epochs, rounded up."""
         # As the number was written: 1.1 x 100 is 110, while its nearest float gives a little more.
         return ceil(Fraction(str(epochs)) * len(self._samples) / self._together) * self._together
 

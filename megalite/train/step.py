@@ -2,11 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from megalite.convert.huggingface.load import load_huggingface
 from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.peft.base import base_of, require_base
 from megalite.convert.peft.read import load_adapter
+from megalite.data.loader import StepLoader
 from megalite.data.prefetch import Prefetch
 from megalite.data.stream_loader import TrainingLoader
 from megalite.data.transfer import ArrivingBatch, BatchTransfer
@@ -326,12 +328,24 @@ class TrainStep:
                 f"{checkpoint}: trainer_state has {', '.join(sorted(unknown))}, which this version of megalite does not"
                 " know; use the version that wrote it"
             )
-        self.state = TrainerState(**loaded.trainer_state)
+        self.state = self._within_epochs(TrainerState(**loaded.trainer_state), loaded.config)
         now.finished(self.state.step)
         self.learning_rate = schedule_of(self.config, self.total_steps)
         self.batches.close()
         go_on(self.loader, self.state.samples, read_manifest(checkpoint).stream)
         self.batches, self._next = self._training_batches(), None
+
+    def _within_epochs(self, state: TrainerState, written: Mapping[str, Any]) -> TrainerState:
+        """Return the state with the samples that the checkpoint's run trained on.
+
+        The last step of its epochs may have rows of the next one, without labels: they come when there are more epochs.
+        """
+        training = written.get("training") or {}
+        epochs = None if training.get("steps") else training.get("epochs")
+        # A curriculum counts steps of one size.
+        if not epochs or not isinstance(self.loader, StepLoader) or self.config.data.curriculum:
+            return state
+        return replace(state, samples=min(state.samples, self.loader.samples_in(epochs)))
 
     def _current_learning_rate(self) -> float:
         # DeepSpeed's schedulers do not advance at an update that is skipped.

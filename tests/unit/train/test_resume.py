@@ -13,6 +13,7 @@ from megalite.checkpoint.manifest_json import to_json
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
 from megalite.data.loader import StepLoader
+from megalite.data.token_file import TokenFile
 from megalite.errors import CheckpointError
 from megalite.launcher.progress import Activity, now
 from megalite.parallel.mesh import ParallelMesh
@@ -20,6 +21,7 @@ from megalite.train.step import TrainStep
 from tests.support.checkpoint_pairs import COMMON, save
 from tests.support.matrix.rows import config_of
 from tests.support.matrix.train import TinyLoader
+from tests.support.tiny_run import VOCABULARY, write_token_files
 
 BATCH = {"training.micro_batch_size": 2, "training.micro_batches": 2}
 BEFORE = 3
@@ -119,6 +121,42 @@ def test_a_resumed_run_draws_nothing_and_fills_every_element(
             assert torch.equal(tensor, stored(written, "weight", name).to(tensor.dtype))
         assert not tensor.isnan().any()
     assert not any(state.values.isnan().any() for state in states)
+
+
+def test_more_epochs_go_on_with_the_first_sample_of_the_next(tmp_path: Path) -> None:
+    """The last step of an epoch is filled with rows of the next one, which have no labels and come again."""
+    write_token_files(tmp_path)
+    file = TokenFile.open(tmp_path / "held")
+
+    def trainer(epochs: float) -> TrainStep:
+        changes = {"training.steps": None, "training.epochs": epochs, "model.num_hidden_layers": 1}
+        settings = {**COMMON, **BATCH, "data.loader_workers": 0, **changes}
+        config = config_of({key: value for key, value in settings.items() if value is not None})
+        length = config.training.sequence_length
+        loader = StepLoader(
+            file, sequence_length=length, micro_batch_size=2, micro_batches=2, seed=1, epochs=epochs
+        )
+        shape = config.model.shape(VOCABULARY)
+        return TrainStep(config, ParallelMesh.single(), shape, loader)
+
+    first = trainer(1.0)
+    samples = first.loader.samples_per_epoch  # type: ignore[union-attr]
+    assert samples % 4 != 0
+    while first.state.step < first.total_steps:
+        first.train_step()
+    checkpoint = save(first, tmp_path / "run")
+    second = trainer(2.0)
+    second.resume(checkpoint)
+    assert second.state.samples == samples < first.state.samples
+    batch = second.batches.step_batch(samples).ready()
+    assert (
+        batch.sample_indices.tolist() == list(range(samples, samples + 4))
+        and batch.loss_mask.any(dim=1).all()
+    )
+    assert second.total_steps == first.total_steps + -(-samples // 4)
+    again = trainer(1.0)
+    again.resume(checkpoint)
+    assert again.total_steps == again.state.step == first.state.step
 
 
 def test_a_rank_says_which_part_of_a_step_it_is_in(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
