@@ -12,7 +12,7 @@ RUN=${RUN:-examples/quickstart/run.toml}    # the run to train
 PYTHON=${PYTHON:-python3}                   # Python with megalite installed
 RANKS=${RANKS:-}                            # one machine: the most ranks to start; empty: those of the run, or its GPUs
 HOSTFILE=${HOSTFILE:-}                      # several nodes: their names and ranks, see hostfile.example
-export MPIRUN=${MPIRUN:-mpirun}             # where two MPIs are installed: mpirun.openmpi, mpirun.mpich or a full path
+MPIRUN=${MPIRUN:-mpirun}                    # where two MPIs are installed: mpirun.openmpi, mpirun.mpich or a full path
 MASTER_ADDR=${MASTER_ADDR:-}                # several nodes: the first node, as all reach it; empty: as in the hostfile
 MASTER_PORT=${MASTER_PORT:-29500}           # MASTER_PORT of the ranks; they meet at a free one
 INTERFACE=${INTERFACE:-}                    # network between the nodes, as in eth0; empty: chosen by the route
@@ -24,6 +24,7 @@ fail() {
     echo "error: $1" >&2
     exit 2
 }
+export MPIRUN
 options=(--backend mpirun --port "$MASTER_PORT")
 if [[ -n $HOSTFILE ]]; then
     [[ -z $RANKS ]] || fail "RANKS: with HOSTFILE the run's layout is the number of ranks, and a slot runs one; unset RANKS"
