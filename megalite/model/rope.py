@@ -56,7 +56,7 @@ class RotaryEmbedding(nn.Module):
     @property
     def follows_length(self) -> bool:
         """Whether a token's angles depend on the length of its sequence."""
-        return self.kind in ("dynamic", "longrope")
+        return self.kind == "dynamic" or self.switch < self.shape.max_position_embeddings
 
     def forward(self, position_ids: Tensor, lengths: int | Tensor) -> Rotation:
         """position_ids [B, S] -> the rotation of these positions.

@@ -218,3 +218,12 @@ def test_each_sequence_has_the_angles_of_its_own_length_while_transformers_takes
         LlamaRotaryEmbedding(config)(torch.zeros(1), each)[0][0] for each in (positions, positions[:, short:])
     ]
     assert torch.equal(theirs[0][:short], theirs[1][:short]), "the angles of the longest sequence"
+
+
+def test_longrope_without_longer_sequences_has_one_table() -> None:
+    """A Phi-3 whose max_position_embeddings is lowered to the original length."""
+    shape = replace(shape_with(SCALINGS["longrope"]), max_position_embeddings=ORIGINAL)
+    positions = torch.arange(ORIGINAL)[None]
+    packed = LayerRotations(shape)(positions, torch.full_like(positions, ORIGINAL)).full
+    alone = LayerRotations(shape)(positions).full
+    assert torch.equal(packed.cosines, alone.cosines) and torch.equal(packed.sines, alone.sines)
