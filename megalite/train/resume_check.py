@@ -140,6 +140,8 @@ class ResumeCheck:
         for name in sorted(names - {REFERENCE, *(problem.key for problem in problems)}):
             if recorded.get(name) == data.fingerprints.get(name):
                 continue
+            if name == "tokenizer.path" and not (recorded.get(name) and data.fingerprints.get(name)):
+                continue  # token files without a tokenizer, which may be named later
             if name == "data.validation":
                 notes.append(f"{name}: from here on its losses are of other text than before ({why})")
                 continue
@@ -158,8 +160,8 @@ class ResumeCheck:
 
     def _raise(self, problems: Sequence[Problem]) -> None:
         if problems and self._seen and not self.config.checkpoint.resume_changed:
-            told = "or set checkpoint.resume_changed = true to go on with it"
-            raise ConfigError([replace(each, remedy=f"{each.remedy}, {told}") for each in problems])
+            remedy = "or set checkpoint.resume_changed = true to go on with it"
+            raise ConfigError([replace(each, remedy=f"{each.remedy}, {remedy}") for each in problems])
 
     def _problem(self, key: str, now: object, other: str, why: str, same: object) -> Problem:
         return Problem(key, f"{now} is not {other}, and {why}", f"use {same}, or a new run.folder")

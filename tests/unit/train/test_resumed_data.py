@@ -2,12 +2,13 @@
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megalite.checkpoint.folder import LATEST, published_name
+from megalite.checkpoint.folder import LATEST, published_name, read_manifest
 from megalite.checkpoint.manifest import MANIFEST, Manifest, Stream
 from megalite.checkpoint.manifest_json import to_json
 from megalite.config.schema import RunConfig
@@ -18,6 +19,7 @@ from megalite.data.tokenizer_training import train_into
 from megalite.errors import ConfigError, DataError, MegaliteError
 from megalite.topology.axes import Layout
 from megalite.train.inputs import prepare_inputs
+from megalite.train.resume_check import ResumeCheck
 from megalite.train.run_folder import RunFolder
 from tests.support.tiny import tiny_corpus
 
@@ -117,6 +119,20 @@ def test_the_same_text_elsewhere_goes_on(folder: Path) -> None:
     assert resume(run_of(folder)) == ()
     (folder / "a.jsonl").rename(folder / "moved.jsonl")
     assert resume(run_of(folder, source=str(folder / "moved.jsonl"))) == ()
+
+
+def test_token_files_without_a_tokenizer_may_get_one_later(folder: Path) -> None:
+    config, recorded = run_of(folder), {"data.source": "tokens"}
+    start(config)
+    checkpoint = Path(config.run.folder) / "checkpoints" / published_name(STEP)
+    (checkpoint / MANIFEST).write_text(to_json(replace(read_manifest(checkpoint), data=recorded)))
+    check = ResumeCheck(checkpoint, config)
+    assert (
+        check.require_same_data(RunData(None, (), (), fingerprints={**recorded, "tokenizer.path": "ids"}))
+        == []
+    )
+    with pytest.raises(ConfigError, match=r"data.source: not the text of the steps before"):
+        check.require_same_data(RunData(None, (), (), fingerprints={"tokenizer.path": "ids"}))
 
 
 def test_text_overwritten_at_its_size_and_time_is_noticed(folder: Path) -> None:
