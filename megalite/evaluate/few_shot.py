@@ -48,7 +48,7 @@ class FewShot:
 
     @property
     def stops(self) -> Stops:
-        """What ends an answer in the form of the chat template."""
+        """The ends of an answer in the form of the chat template."""
         return NO_STOPS if self.chat is None else self.chat.stops
 
     def _asked(self, turns: Sequence[tuple[str, str]]) -> str:

@@ -1,11 +1,13 @@
 """How chat templates end answers, and what is said before training where other programs would not stop."""
 
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from megalite.cli import main
+from megalite.config.text_sections import TokenizerConfig
 from megalite.data.chat_template import BUILT_IN, ChatTemplate
 from megalite.data.prepared import prepared_facts
 from megalite.data.tokenizer import Tokenizer, add_special_tokens, load_tokenizer, save_tokenizer
@@ -65,7 +67,10 @@ def test_what_is_said(tokenizer: Tokenizer, marked: Tokenizer) -> None:
     assert said(GEMMA, marked) == said(BUILT_IN["plain"], tokenizer) == ""
     line = said(GEMMA, tokenizer)
     assert "spells <start_of_turn>, <end_of_turn> of the chat template a.jinja in pieces" in line
-    assert 'tokenizer.add_tokens = ["<start_of_turn>", "<end_of_turn>"] gives them tokens' in line
+    # The remedy is the line of a RUN.toml.
+    toml = line[line.index("tokenizer.add_tokens") : line.index(" gives them tokens")]
+    settings = TokenizerConfig.model_validate(tomllib.loads(toml)["tokenizer"])
+    assert settings.add_tokens == ("<start_of_turn>", "<end_of_turn>")
     assert 'tokenizer.chat_template = "plain" ends answers in a token' in said(
         GEMMA, tokenizer, may_add_tokens=False
     )

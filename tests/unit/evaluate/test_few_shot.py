@@ -9,6 +9,7 @@ from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.evaluate.few_shot import FewShot
 from megalite.evaluate.questions import ChoiceQuestion, OpenQuestion
 from megalite.generation.prompts import Chat
+from megalite.generation.stops import NO_STOPS
 from tests.support.tiny import tiny_tokenizer
 
 POOL = [ChoiceQuestion(f"Question: {number}?\nAnswer:", ("yes", "no"), 1) for number in range(2)]
@@ -31,7 +32,7 @@ def chat(tokenizer: Tokenizer, name: str = "chatml") -> Chat:
 def test_without_a_template_examples_and_question_are_one_text(tokenizer: Tokenizer) -> None:
     plain = FewShot(POOL[:1], 1)
     assert plain.prompt(ASKED, 0) == "Question: 0?\nAnswer: no\n\nQuestion: Who?\nAnswer:"
-    assert (plain.delimiter, plain.stop_ids, plain.encoder(tokenizer).adds_start) == (" ", frozenset(), None)
+    assert (plain.delimiter, plain.stops, plain.encoder(tokenizer).adds_start) == (" ", NO_STOPS, None)
 
 
 def test_a_template_holds_all_in_one_message_or_each_example_as_turns(tokenizer: Tokenizer) -> None:
@@ -44,7 +45,7 @@ def test_a_template_holds_all_in_one_message_or_each_example_as_turns(tokenizer:
         "<|im_start|>user\nQuestion: 0?\nAnswer:<|im_end|>\n<|im_start|>assistant\nno<|im_end|>\n"
         "<|im_start|>user\nQuestion: Who?\nAnswer:<|im_end|>\n<|im_start|>assistant\n"
     )
-    assert one.delimiter == "" and one.stop_ids == rules.stop_ids
+    assert one.delimiter == "" and one.stops == rules.stops
 
 
 def test_a_prompt_in_a_template_has_the_ids_of_a_conversation(tokenizer: Tokenizer) -> None:
