@@ -102,8 +102,10 @@ class ToolForm:
             contents.append(text[place:start])
             calls += [call for call, _ in found]
             place = found[-1][1]
-        content = "".join(contents).rstrip() + text[place:] if calls else text
-        return (content.strip() if calls else content), calls
+        if not calls:
+            return text, calls
+        before, behind = "".join(contents).rstrip(), text[place:].rstrip()
+        return before + behind if before else behind.lstrip(), calls
 
     def _objects(self, text: str, place: int, names: Collection[str]) -> Iterator[tuple[Call, int]]:
         """Yield the calls from `place` on, with the place behind each and behind the text that follows it."""

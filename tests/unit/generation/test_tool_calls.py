@@ -67,6 +67,7 @@ TEXTS = [
         [F, G],
     ),
     (HERMES, '<tool_call>\n{"name": "g"}\n</tool_call>\nDone.', "Done.", [G]),
+    (HERMES, '\nSo.\n<tool_call>\n{"name": "g"}\n</tool_call>\nDone.', "\nSo.\nDone.", [G]),
     # The end of the last call is missing; the second call was cut.
     (HERMES, '<tool_call>\n{"name": "g", "arguments": {}}', "", [G]),
     (

@@ -71,6 +71,7 @@ def test_calls_of_an_answer(tmp_path: Path) -> None:
         for script, content, calls in (
             (CALL, None, [WEATHER]),
             (f"I look.\n{CALL}\n{SECOND}", "I look.", [WEATHER, TIME]),
+            (f"\nI look.\n{CALL}\nDone.", "\nI look.\nDone.", [WEATHER]),
         ):
             choice = await ask(server, script)
             assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == content
