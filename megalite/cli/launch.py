@@ -54,8 +54,7 @@ MORE arguments go to the backend.
   --interface NAME       network interface between the hosts
   --master NAME          first host, as the others reach it (as in the hostfile)
   --port N               port of the rendezvous on the first host (29500)
-  --export NAME[=VALUE]  variable for the ranks besides the usual ones
-  --env-file FILE        more of them: lines of NAME=VALUE
+  --export NAME[=VALUE]  variable for the ranks; --env-file FILE: lines of them
   --restarts N           start a failed job again from its last checkpoint (0)
   --allow-fewer          a smaller layout, if a restart finds fewer hosts
   --dry-run              print each command and the variables; start nothing

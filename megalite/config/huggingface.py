@@ -70,6 +70,7 @@ def apply_hf_config(draft: Draft, *, int8: bool = False, trains: bool = True) ->
         draft.problem(named_by, f"{path} has a {KEY}", f"{remedy}{_FOR_INFERENCE * is_int8(quantised)}")
     for text, remedy in family.refused(found):
         draft.problem(named_by, f"{path} {text}", remedy)
+        draft.incomplete.add("model")
     draft.notes += [f"{path} {text}" for text in notes_of(family, found)]
     shape = as_settings(family.read_config(found))
     if named_by != _KEY and draft.is_open("tokenizer", "path") and not draft.has("tokenizer", "vocab_size"):
