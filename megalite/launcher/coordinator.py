@@ -257,8 +257,10 @@ class Coordinator:
     def _watch_silence(self) -> None:
         for rank, state in self.ranks.items():
             silence = time.time() - state.heard
+            if state.left or state.silent or silence <= self._heartbeat_seconds:
+                continue
             connection = next((each for each in self._connections if each.rank == rank), None)
-            if state.left or state.silent or silence <= self._heartbeat_seconds or connection is None:
+            if connection is None:
                 continue
             answers = host_answers(connection.socket, self._heartbeat_seconds)
             if answers is False:

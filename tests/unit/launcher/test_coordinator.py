@@ -14,7 +14,7 @@ import pytest
 
 from megalite.launcher import coordinator, member
 from megalite.launcher.connection import host_answers, why_lost
-from megalite.launcher.coordinator import Coordinator
+from megalite.launcher.coordinator import Coordinator, RankState
 from megalite.launcher.failures import FailureReport
 from megalite.launcher.member import JobEnded, Member, NotJoined
 from megalite.launcher.messages import LINE_BYTES, Hello, LineReader, MessageError, Verdict, decode, encode
@@ -349,6 +349,19 @@ def test_a_silent_rank_is_named_and_no_failure(start):
     eventually(lambda: job.said)
     assert "rank 0 (pp 0, dp 0, tp 0) on n0 has been silent" in job.said[0]
     assert job.coordinator.verdict is None
+
+
+def test_ranks_that_were_just_heard_need_no_look_at_the_connections():
+    """With one look for each rank, every wake-up of a large job would take ranks x ranks steps."""
+
+    class Connections(list):
+        def __iter__(self):
+            pytest.fail("the connections were searched")
+
+    coordinator_ = Coordinator(socket.create_server(("127.0.0.1", 0)), 2, say=pytest.fail)
+    coordinator_._connections = Connections()
+    coordinator_.ranks |= {rank: RankState("n0", 1, time.time()) for rank in range(2)}
+    coordinator_._watch_silence()
 
 
 @pytest.mark.parametrize("answers", [True, False, None])
