@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 from megalite.config.deepspeed.read import offload_devices
 from megalite.config.schema import RunConfig
@@ -98,7 +99,7 @@ def memory_problems(config: RunConfig, ranks: int) -> Iterator[Problem]:
         return
     least, world = least_memory(config), config.layout.world_size
     if has_accelerator():
-        ranks, total = 1, max(total, _MOST_OF_A_CARD)
+        ranks, total = 1, _most_of_a_rank(config, total)
     needed = least.job if ranks == world else least.rank * ranks
     if needed > total:
         key, value = _largest_part(config)
@@ -114,8 +115,18 @@ def memory_problems(config: RunConfig, ranks: int) -> Iterator[Problem]:
 def memory_beyond_any_machine(config: RunConfig) -> Iterator[Problem]:
     """Yield the problem of a run of which one rank fits neither this machine nor the largest accelerator."""
     total = total_memory_bytes()
-    if total is not None and least_memory(config).rank > max(total, _MOST_OF_A_CARD):
+    if total is not None and least_memory(config).rank > _most_of_a_rank(config, total):
         yield from memory_problems(config, 1)
+
+
+def _most_of_a_rank(config: RunConfig, host: int) -> int:
+    """Return the most that a rank can have: of the host or of the largest card, of both with offload to the CPU."""
+    offloaded = "cpu" in _offloads(config).values()
+    return host + _MOST_OF_A_CARD if offloaded else max(host, _MOST_OF_A_CARD)
+
+
+def _offloads(config: RunConfig) -> dict[str, Any]:
+    return offload_devices(config.deepspeed_json()["zero_optimization"] if config.zero_stage else {})
 
 
 def _least_memory(config: RunConfig) -> LeastMemory:
@@ -126,8 +137,7 @@ def _least_memory(config: RunConfig) -> LeastMemory:
     hidden_states = tokens * config.model.hidden_size * bytes_each / sliced
     rows_at_once = min(tokens, config.model.chunked_loss or tokens)
     logits = rows_at_once * rows * bytes_each / layout.tensor
-    zero = config.deepspeed_json()["zero_optimization"] if config.zero_stage else {}
-    on_disk = [name for name, device in offload_devices(zero).items() if device == "nvme"]
+    on_disk = [name for name, device in _offloads(config).items() if device == "nvme"]
     totals = []
     for stage in memory_of_stages(config, rows):
         optimizer = 0.0 if "offload_optimizer" in on_disk else stage.optimizer

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config import memory
-from megalite.config.memory import least_memory, memory_of_stages, memory_problems
+from megalite.config.memory import least_memory, memory_beyond_any_machine, memory_of_stages, memory_problems
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError
 from tests.support.parity import about
@@ -85,6 +85,30 @@ def test_the_memory_of_cards_is_not_that_of_the_host(tmp_path: Path, machine: py
     machine.setattr(memory, "has_accelerator", lambda: True)
     assert not list(memory_problems(config, 1))
     assert list(memory_problems(run(tmp_path, {"model.hidden_size": 10**9}), 1))
+
+
+@pytest.mark.parametrize(("device", "fits"), [("cpu", True), (None, False)])
+def test_an_optimizer_on_the_host_lies_beside_weights_on_the_card(
+    tmp_path: Path, machine: pytest.MonkeyPatch, device: str | None, fits: bool
+) -> None:
+    changes: dict[str, object] = {
+        "model.vocab_size": 4 * 10**8,
+        "training.precision": "bf16",
+        "deepspeed": {"zero_optimization": {"stage": 2} | _offload(device)},
+    }
+    config = run(tmp_path, changes)
+    machine.setattr(memory, "total_memory_bytes", lambda: 512 * GIB)
+    machine.setattr(memory, "has_accelerator", lambda: True)
+    assert 512 * GIB < least_memory(config).rank < (512 + 320) * GIB
+    assert (not list(memory_problems(config, 1))) is fits
+    machine.setattr(memory, "has_accelerator", lambda: False)
+    # The machine that shows a configuration need not be the one that trains.
+    assert (not list(memory_beyond_any_machine(config))) is fits
+    assert list(memory_problems(config, 1))
+
+
+def _offload(device: str | None) -> dict[str, object]:
+    return {} if device is None else {"offload_optimizer": {"device": device}}
 
 
 def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path: Path) -> None:
