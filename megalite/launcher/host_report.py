@@ -167,7 +167,7 @@ def _machine(report: HostReport, wanted: Wanted) -> Iterator[Finding]:
         message = f"{slots} slots share {counted(facts['cores'], 'core')}: ranks take turns"
         yield Finding(host, "cores", message, f"write slots={facts['cores']}", "warning")
     total, needed = facts.get("total_memory_bytes"), wanted.rank_bytes * slots
-    if total is not None and not facts["gpus"] and needed > total:
+    if total is not None and not (facts["gpus"] or facts.get("accelerator")) and needed > total:
         message = (
             f"{counted(slots, 'rank')} need {size(needed)} or more for weights, gradients, optimizer and one micro "
             f"batch, and the host has {size(total)}"

@@ -192,7 +192,10 @@ def _machine() -> dict[str, Any]:
     if not cards:
         nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
         cards = sum(node.read_text().strip() not in ("", "0") for node in nodes)
-    return {"gpus": cards, "shared_memory_bytes": _free_bytes(Path("/dev/shm"))}
+    # WSL2 does not say how many it has.
+    accelerator = cards > 0 or Path("/dev/dxg").exists()
+    shared = _free_bytes(Path("/dev/shm"))
+    return {"gpus": cards, "accelerator": accelerator, "shared_memory_bytes": shared}
 
 
 def _disk(run_folder: str) -> dict[str, Any]:

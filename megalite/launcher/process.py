@@ -187,10 +187,14 @@ def total_memory_bytes() -> int | None:
     return total + swap
 
 
-def has_accelerator() -> bool:
-    """Return whether this machine has a GPU, without asking its driver, which no fork would survive."""
+def has_accelerator(devices: Path = Path("/dev")) -> bool:
+    """Return whether this machine has a GPU, without asking its driver, which no fork would survive.
+
+    WSL2 shows its cards, however many, as one dxg.
+    """
     kfd = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
-    return any(Path("/dev").glob("nvidia[0-9]*")) or any(node.read_text().strip() != "0" for node in kfd)
+    files = [*devices.glob("nvidia[0-9]*"), *devices.glob("dxg")]
+    return bool(files) or any(node.read_text().strip() != "0" for node in kfd)
 
 
 def _memory_left(folder: Path) -> int | None:

@@ -30,6 +30,7 @@ def report(host: str, **changed) -> HostReport:
         "transformers": "5.2.0",
         "run_file": {"digest": "", "error": ""},
         "gpus": 8,
+        "accelerator": True,
         "cores": 64,
         "memory_bytes": 500 * GIB,
         "total_memory_bytes": 512 * GIB,
@@ -135,11 +136,10 @@ def test_the_one_host_that_differs_is_named_and_its_cell_marked(changed, row, se
     assert marked.index(mark) == head.index("n2") - 2
 
 
-@pytest.mark.parametrize(("gpus", "refused"), [(0, True), (8, False)])
-def test_a_host_without_the_memory_of_its_ranks_is_refused_where_no_card_has_it(gpus, refused):
-    needs = replace(NEEDS, rank_bytes=20 * GIB)
-    small = report("n0", gpus=gpus, total_memory_bytes=100 * GIB)
-    found = lines(small, report("n1", gpus=gpus), needs=needs)
+@pytest.mark.parametrize(("gpus", "wsl", "refused"), [(0, False, True), (8, False, False), (0, True, False)])
+def test_a_host_without_the_memory_of_its_ranks_is_refused_where_no_card_has_it(gpus, wsl, refused):
+    needs, cards = replace(NEEDS, rank_bytes=20 * GIB), {"gpus": gpus, "accelerator": gpus > 0 or wsl}
+    found = lines(report("n0", **cards, total_memory_bytes=100 * GIB), report("n1", **cards), needs=needs)
     assert [line for line in found if line.startswith("error")] == refused * [
         "error: n0: 8 ranks need 160.0 GiB or more for weights, gradients, optimizer and one micro batch, and the host "
         "has 100.0 GiB; use more hosts, or raise parallel.tensor or parallel.pipeline"

@@ -131,3 +131,13 @@ def test_the_limit_of_a_control_group_is_the_memory_of_a_machine(tmp_path, monke
         monkeypatch.setattr(process, "_control_groups", lambda *_, group=group: [group])
         swap = process.total_memory_bytes() - limit
         assert swap >= 0 and swap % 1024 == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "card"), [("nvidia0", True), ("nvidia12", True), ("dxg", True), ("nvidiactl", False)]
+)
+def test_the_device_files_of_a_card_are_known(tmp_path, file, card):
+    """WSL2 has dxg, and no nvidia0."""
+    assert not process.has_accelerator(tmp_path)
+    (tmp_path / file).touch()
+    assert process.has_accelerator(tmp_path) is card
