@@ -57,11 +57,11 @@ def run(arguments: Sequence[str]) -> int:
         source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
     layout = Layout(pipeline=options.pipeline, data=options.data_parallel, tensor=options.tensor)
     found = list(problems(options, layout, None if source is None else source.shape))
-    if source is not None and not found:
-        found += _too_large(options, source)
     if found:
         raise ConfigError(found, "the request")
     items = _require_files(options)
+    if source is not None and (found := list(_too_large(options, source, items))):
+        raise ConfigError(found, "the request")
     if source is not None and options.kind in ("multiple_choice", "exact_match"):
         _require_chat(options, source)
     # torch is imported below this line, so that --help and a wrong request are answered at once.
@@ -85,11 +85,13 @@ def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _too_large(options: argparse.Namespace, source: ModelSource) -> Iterator[Problem]:
-    """Yield the problem of a model, or of a batch, that cannot fit this machine."""
-    # Only answers are generated with a cache; their prompts are not known yet.
-    tokens = (options.tokens or TOKENS) if options.kind in ("exact_match", "code") else 0
-    return cache_problems(source, options.dtype, ("--batch-size", options.batch_size), ("--tokens", tokens))
+def _too_large(options: argparse.Namespace, source: ModelSource, items: int | None) -> Iterator[Problem]:
+    """Yield the problem of a model, or of a batch, that cannot fit this machine. items: as in _Request."""
+    slots, tokens = options.batch_size, 0
+    if options.kind in ("exact_match", "code") and items is not None:
+        # Only answers are generated with a cache; the length of their prompts is not known yet.
+        slots, tokens = min(slots, -(-items // options.data_parallel)), options.tokens or TOKENS
+    return cache_problems(source, options.dtype, ("--batch-size", slots), ("--tokens", tokens))
 
 
 def _require_files(options: argparse.Namespace) -> int | None:

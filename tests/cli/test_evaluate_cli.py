@@ -250,3 +250,17 @@ def test_an_adapter_is_evaluated_with_its_base(
         found.append(json.loads((tmp_path / "results.json").read_text())["figures"]["loss"])
     assert_close(found[0], found[1], rtol=FLOAT32_RTOL)
     assert "word perplexity" in capsys.readouterr().out
+
+
+def test_no_more_answers_are_made_room_for_than_there_are(
+    evaluated: Evaluated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks never start: `on_local_ranks` is where a request has passed every check."""
+    task = written(tmp_path, *[GSM8K] * 10)
+    arguments = ["evaluate", str(evaluated.run), "--task", task, "--kind", "exact_match"]
+    monkeypatch.setattr("megalite.generation.memory.has_accelerator", lambda: False)
+    monkeypatch.setattr("megalite.generation.memory.total_memory_bytes", lambda: 2**30)
+    monkeypatch.setattr(evaluate, "on_local_ranks", lambda *_, **__: 0)
+    assert main([*arguments, "--batch-size", "100000000"]) == 0
+    monkeypatch.setattr("megalite.generation.memory.total_memory_bytes", lambda: 2**10)
+    assert main([*arguments, "--batch-size", "100000000"]) == 2
