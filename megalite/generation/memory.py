@@ -26,21 +26,25 @@ def cache_problems(
         return
     shape = source.shape
     weights = parameter_count(shape) * (1 if source.int8 else _BYTES[dtype])
-    cache = slots[1] * tokens[1] * cache_bytes(shape, dtype)
+    of_token = cache_bytes(shape, dtype)
+    cache = slots[1] * tokens[1] * of_token
     if weights + cache <= total:
         return
-    if weights > cache:
-        message = f"{source.folder} does not fit: its weights need {memory_text(weights)} in {dtype}"
-        remedy = "use --dtype bfloat16, an int8 export, or a smaller model"
+    if weights + min(cache, of_token) > total:
+        kind = "int8" if source.int8 else dtype
+        message = f"{source.folder} does not fit: its weights need {memory_text(weights)} in {kind}"
+        smaller = [] if source.int8 else ["an int8 export"]
+        smaller += ["--dtype bfloat16"] if kind == "float32" else []
+        remedy = " or ".join(["use a smaller model", *smaller])
         yield Problem("MODEL", f"{message}, and this machine has {memory_text(total)}", remedy)
         return
     flag, value = max(slots, tokens, key=lambda named: named[1])
-    fits = int((total - weights) // (cache / value))
+    fits = (total - weights) * value // cache
     message = (
         f"{value:,} does not fit: the keys and values of {slots[1]:,} x {tokens[1]:,} tokens need {memory_text(cache)} "
         f"in {dtype} beside weights of {memory_text(weights)}, and this machine has {memory_text(total)}"
     )
-    yield Problem(flag, message, f"use at most {fits:,}" if fits else "lower both")
+    yield Problem(flag, message, f"use at most {fits:,}" if fits else f"lower {slots[0]} and {tokens[0]}")
 
 
 def cache_bytes(shape: ModelShape, dtype: str) -> int:

@@ -45,9 +45,34 @@ def test_the_larger_of_slots_and_tokens_is_named_with_the_largest_that_fits() ->
     assert problem.startswith("--max-requests: 100,000,000 does not fit")
 
 
-def test_weights_alone_are_named_as_the_model(machine: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tokens", [1, 10**9], ids=["small cache", "larger cache"])
+def test_weights_alone_are_named_as_the_model(machine: pytest.MonkeyPatch, tokens: int) -> None:
     machine.setattr(memory, "total_memory_bytes", lambda: parameter_count(SOURCE.shape))
-    [problem] = problems(1, 1)
-    assert problem.startswith("MODEL: m does not fit: its weights need") and "int8" in problem
+    [problem] = problems(1, tokens)
+    assert problem.startswith("MODEL: m does not fit: its weights need")
+    assert problem.endswith("use a smaller model or an int8 export or --dtype bfloat16")
+    [problem] = problems(1, tokens, "bfloat16")
+    assert problem.endswith("use a smaller model or an int8 export")
     machine.setattr(memory, "has_accelerator", lambda: True)
     assert problems(1, 10**9) == []
+
+
+@pytest.mark.parametrize("room", [1, 7, 40, 999])
+@pytest.mark.parametrize(("slots", "tokens"), [(1, 4096), (50, 60), (4096, 2), (1000, 1000)])
+def test_the_number_that_is_named_fits(
+    machine: pytest.MonkeyPatch, room: int, slots: int, tokens: int
+) -> None:
+    """room: tokens beside the weights; fewer than the smaller of both ask for less of both."""
+    machine.setattr(
+        memory,
+        "total_memory_bytes",
+        lambda: 4 * parameter_count(SOURCE.shape) + room * cache_bytes(SOURCE.shape, "float32"),
+    )
+    [problem] = problems(slots, tokens)
+    if room < min(slots, tokens):
+        assert problem.endswith("lower --max-requests and --context-length")
+        return
+    fits = int(problem.rpartition(" ")[2].replace(",", ""))
+    assert fits == room // min(slots, tokens) > 0
+    named = (fits, tokens) if problem.startswith("--max-requests") else (slots, fits)
+    assert problems(*named) == []
