@@ -1,4 +1,4 @@
-"""What megalite says of another program's default is what that program, as it is installed, does."""
+"""The defaults that megalite names of another program are those of that program as it is installed."""
 
 import inspect
 from pathlib import Path
