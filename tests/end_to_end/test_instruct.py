@@ -193,11 +193,11 @@ def test_buckets_and_a_curriculum_go_on_where_they_stopped(shared_data, question
     lines = questions.read_text().splitlines(keepends=True)
     (tmp_path / "few.jsonl").write_text("".join(lines[:30]))
     (tmp_path / "more.jsonl").write_text("".join(lines[30:]))
-    options = f"--kind instruct --chat-template plain --sequence-length {LENGTH} --too-long drop --workers 0"
-    options += f" --tokenizer {shared_data / 'stories260K'} --end-of-document </s>"
+    options = f"--kind instruct --chat-template plain --sequence-length {LENGTH} --too-long drop --workers 0".split()
+    options += ["--tokenizer", str(shared_data / "stories260K"), "--end-of-document", "</s>"]
     for name in ("few", "more"):
         files = ["--source", str(tmp_path / f"{name}.jsonl"), "--output", str(tmp_path / name)]
-        assert main(["data", "prepare", *files, *options.split()]) == 0
+        assert main(["data", "prepare", *files, *options]) == 0
     parts = [{"source": str(tmp_path / name), "weight": 1.0} for name in ("few", "more")]
     curriculum = [{"step": 2, "weights": [3.0, 1.0]}, {"step": 4, "weights": [0.0, 1.0]}]
     blend = {"source": None, "blend": parts, "curriculum": curriculum}
