@@ -193,22 +193,29 @@ class ChatTemplate:
         prompt = self._prompt(conversation, place)
         if written.startswith(prompt) and len(prompt) < len(written):
             return written, len(prompt)
-        pairs = enumerate(zip(prompt, written, strict=False))
-        common = next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(prompt), len(written)))
-        opening, rest = prompt[common:], written[common:]
-        content = str(conversation.messages[place]["content"] or "").rstrip()
-        shown = next((content[at:] for at in range(len(content)) if rest.startswith(content[at:])), "")
-        thinking, tag = content[: len(content) - len(shown)], opening.strip()
-        if not shown or tag != _THINK or _END_OF_THINKING in shown:
+        opened = prompt.rstrip()
+        before = opened.removesuffix(_THINK)
+        if not written.startswith(before):
+            before = before.rstrip()
+        rest = written.removeprefix(before)
+        content = str(conversation.messages[place]["content"] or "")
+        thinking, mark, answer = content.rpartition(_END_OF_THINKING)
+        shown, space = answer.strip(), rest[: len(rest) - len(rest.lstrip())]
+        if (
+            not (opened.endswith(_THINK) and written.startswith(before))
+            or not shown
+            or not rest.startswith(space + shown)
+        ):
             raise self._not_told(
                 conversation, place, 'mark the answers with {% generation %}, or set data.train_on = "all"'
             )
-        if _END_OF_THINKING not in thinking:
+        if mark:
+            if (begun := thinking.lstrip()).startswith(_THINK):
+                opening = prompt[len(opened) - len(_THINK) :]
+                thinking = begun.removeprefix(opening if begun.startswith(opening) else _THINK)
+            thinking += mark + answer[: len(answer) - len(answer.lstrip())].removesuffix(space)
+        else:
             thinking = f"{_END_OF_THINKING}\n\n"
-        elif thinking.lstrip().startswith(tag):
-            thinking = thinking.lstrip()[
-                len(opening) if thinking.lstrip().startswith(opening) else len(tag) :
-            ]
         return prompt + thinking + rest, len(prompt)
 
     def _prompt(self, conversation: Conversation, place: int) -> str:

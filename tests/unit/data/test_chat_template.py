@@ -146,6 +146,7 @@ THOUGHT = {"role": "assistant", "content": "<think>\none and one\n</think>\n\n2"
             TWO | {"content": "one and one</think>2"},
             ["one and one</think>2<|end|>", "</think>\n\n4<|end|>"],
         ),
+        (R1, TWO | {"content": "<b>2</b>"}, ["</think>\n\n<b>2</b><|end|>", "</think>\n\n4<|end|>"]),
     ],
 )
 def test_each_answer_is_trained_behind_the_prompt_of_its_generation(
@@ -159,6 +160,16 @@ def test_each_answer_is_trained_behind_the_prompt_of_its_generation(
     assert [each.spans for each in texts] == [
         ((len(prompt), len(prompt + answer)),) for prompt, answer in pairs
     ]
+
+
+@pytest.mark.parametrize("content", ["xX", "one and one</think>xX", "one</think> "])
+def test_an_answer_that_the_template_rewrites_is_not_told_by_its_last_characters(content: str) -> None:
+    talk = Conversation((SUM, TWO | {"content": content}, TWICE, FOUR), "rows.jsonl, line 1")
+    chat = ChatTemplate("loud", R1.replace("[-1] }}", "[-1] | upper }}"), ())
+    with pytest.raises(
+        DataError, match=r"^rows.jsonl, line 1: the chat template loud writes messages\[1\] otherwise"
+    ):
+        chat.trained_texts(talk, "answers")
 
 
 def test_answers_within_a_turn_stay_in_one_text() -> None:
