@@ -127,13 +127,13 @@ def load_parameter(
 
 def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
     """Raise CheckpointError unless the checkpoint is one of this model, naming every setting that differs."""
-    written, wanted = vars(manifest.model), vars(shape)
+    written, fields = vars(manifest.model), vars(shape)
     # Dynamic NTK computes its frequencies from max_position_embeddings.
     dynamic = shape.rope_scaling is not None and shape.rope_scaling.rope_type == "dynamic"
     free = {*_FREE_FIELDS} - ({"max_position_embeddings"} if dynamic else set())
-    differing = [name for name in wanted if wanted[name] != written[name] and name not in free]
+    differing = [name for name in fields if fields[name] != written[name] and name not in free]
     if differing:
-        lines = [line for name in differing for line in _difference(name, wanted[name], written[name])]
+        lines = [line for name in differing for line in _difference(name, fields[name], written[name])]
         raise CheckpointError(
             "\n  ".join(
                 [f"{checkpoint} is a checkpoint of another model; use the settings of its model", *lines]
@@ -143,10 +143,12 @@ def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
 
 def _difference(name: str, here: Any, there: Any) -> Iterator[str]:
     """Yield each setting that differs, with both values; of an adapter or a scaling of another kind the kind alone."""
-    wanted, written = _settings(name, here), _settings(name, there)
-    kind = next(iter(wanted))
-    for setting in [kind] if wanted[kind] != written[kind] else [*wanted, *(written.keys() - wanted.keys())]:
-        if (value := wanted.get(setting)) != (other := written.get(setting)):
+    settings, written = _settings(name, here), _settings(name, there)
+    kind = next(iter(settings))
+    for setting in (
+        [kind] if settings[kind] != written[kind] else [*settings, *(written.keys() - settings.keys())]
+    ):
+        if (value := settings.get(setting)) != (other := written.get(setting)):
             sides = ("not set" if side is None else shown(side) for side in (value, other))
             yield "{}: {} here, {} in the checkpoint".format(setting, *sides)
 

@@ -164,9 +164,9 @@ class CheckpointReader:
         for source, shards in replace(entry, shards=tuple(needed)).by_slice().items():
             overlap = intersection(source, region)
             assert overlap is not None
-            held = torch.empty(source.shape, dtype=values.dtype)
-            self._fill_range(name, entry, shards, 0, held.view(-1))
-            values[index_in(overlap, region)] = held[index_in(overlap, source)]
+            source_values = torch.empty(source.shape, dtype=values.dtype)
+            self._fill_range(name, entry, shards, 0, source_values.view(-1))
+            values[index_in(overlap, region)] = source_values[index_in(overlap, source)]
         return values
 
     def _require_files(self, name: str, shards: Iterable[Shard]) -> None:

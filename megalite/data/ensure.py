@@ -136,7 +136,7 @@ def _fingerprints(
     config: RunConfig,
     tokenizer: Tokenizer | None,
     sets: Sequence[_Set],
-    found: Mapping[str, Sequence[Path]],
+    prefixes_of: Mapping[str, Sequence[Path]],
     stream: Sequence[StreamFile],
 ) -> dict[str, str]:
     """Return RunData.fingerprints. Raises DataError."""
@@ -150,9 +150,9 @@ def _fingerprints(
         how = f"{config.data.text_column} {config.data.min_length}"
         prints = {keys[0]: f"{content_fingerprint([file.path for file in stream])} {how}"}
     else:
-        prints = {key: of_tokens(prefix) for key, prefix in zip(keys, found["train"], strict=True)}
-    if found["validation"]:
-        prints["data.validation"] = of_tokens(*found["validation"])
+        prints = {key: of_tokens(prefix) for key, prefix in zip(keys, prefixes_of["train"], strict=True)}
+    if prefixes_of["validation"]:
+        prints["data.validation"] = of_tokens(*prefixes_of["validation"])
     if tokenizer is not None:
         prints["tokenizer.path"] = f"{tokenizer.sha256} {tokenizer.end_of_document_id}"
     return prints
@@ -425,11 +425,11 @@ def _refuse_change(config: RunConfig, run_folder: Path, changed: str, made: Path
         return
     if (run_folder / "checkpoints" / "latest").exists():
         remedy = f"data.source = '{run_folder / 'data' / 'train'}' to go on with the old text"
-        told = "checkpoint.resume_changed = true to go on with the new text"
+        new_remedy = "checkpoint.resume_changed = true to go on with the new text"
         if is_tokenizer:
-            told += f" and tokenizer.path = '{made}'"
+            new_remedy += f" and tokenizer.path = '{made}'"
         raise DataError(
             f"{changed or 'the text or the tokenizer settings'} changed since {made} was made, and the checkpoints in "
             f"{run_folder} depend on the earlier version; set run.folder to a new folder, or "
-            f"checkpoint.resume = 'never' to start over, or {remedy}, or {told}"
+            f"checkpoint.resume = 'never' to start over, or {remedy}, or {new_remedy}"
         )

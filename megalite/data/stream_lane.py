@@ -207,11 +207,11 @@ def require_documents(
     # A gap in the text is often still one for fewer lanes, so the search begins there.
     gap, most = empty / lanes, 0
     for fewer in range((lanes - 1) // multiple * multiple, 0, -multiple):
-        found = _empty_lane(files, fewer, text_column, min_length, first=int(gap * fewer))
-        if found is None:
+        lane = _empty_lane(files, fewer, text_column, min_length, first=int(gap * fewer))
+        if lane is None:
             most = fewer
             break
-        gap = found / fewer
+        gap = lane / fewer
     raise _no_document(len(files), empty, lanes, min_length=min_length, most=most, multiple=multiple)
 
 
@@ -221,11 +221,11 @@ def _empty_lane(
     """Return a lane without a document that is long enough, looking from lane `first` on; None: every lane has one."""
     for lane in (*range(first, lanes), *range(first)):
         segments = lane_segments(files, lane, lanes)
-        found = chain.from_iterable(
+        documents = chain.from_iterable(
             files[each.file].documents(each.start, each.stop, text_column) for each in segments
         )
         # A token has at least a byte, so a text with fewer bytes is too short; ranks count the tokens themselves.
-        if not any(len(text.encode()) >= max(1, min_length) for text, _ in found):
+        if not any(len(text.encode()) >= max(1, min_length) for text, _ in documents):
             return lane
     return None
 

@@ -49,14 +49,14 @@ def sampled_rows(logits: Tensor, rows: Sequence[Running]) -> Tensor:
 
 
 def scored_rows(logits: Tensor, tokens: Tensor, width: int) -> Tensor:
-    """Return the rows of `sampled_rows` for given tokens [R] and their logits [R, V]: float64 [R, width]."""
-    found = torch.zeros(len(tokens), width, dtype=torch.float64, device=logits.device)
+    """Return the rows of `sampled_rows` for the tokens [R] and their logits [R, V]: float64 [R, width]."""
+    rows = torch.zeros(len(tokens), width, dtype=torch.float64, device=logits.device)
     logs = logits.double().log_softmax(-1)
-    found[:, 0], found[:, 1] = tokens, logs.gather(1, tokens[:, None])[:, 0]
+    rows[:, 0], rows[:, 1] = tokens, logs.gather(1, tokens[:, None])[:, 0]
     values, likely = logs.topk(min((width - 2) // 2, logs.shape[1]))
     end = 2 + 2 * values.shape[1]
-    found[:, 2:end:2], found[:, 3:end:2] = likely.double(), values
-    return found
+    rows[:, 2:end:2], rows[:, 3:end:2] = likely.double(), values
+    return rows
 
 
 def next_token(logits: Tensor, sampling: Sampling, position: int) -> int:

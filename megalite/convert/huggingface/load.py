@@ -156,9 +156,9 @@ class HuggingFaceReader:
     def _with_new_rows(self, name: str, region: TensorSlice, new: NewRows) -> Tensor:
         """Return a region of a tensor over the vocabulary; rows that are new, or that the files lack, are the mean."""
         (start, *columns), (count, *width) = region.offsets, region.shape
-        held = min(count, max(0, self._where[name].header[name].shape[0] - start))
-        added = new.added_in(start, held)
-        if held == count and not added:
+        stored_rows = min(count, max(0, self._where[name].header[name].shape[0] - start))
+        added = new.added_in(start, stored_rows)
+        if stored_rows == count and not added:
             return self._of_file(name, region)
         if name not in self._means:
             self._means[name] = self._mean(name, new)
@@ -166,8 +166,8 @@ class HuggingFaceReader:
         for dim, (first, size) in enumerate(zip(columns, width, strict=True)):
             mean = mean.narrow(dim, first, size)
         values = mean.expand(count, *width).clone()
-        if held:
-            values[:held] = self._of_file(name, TensorSlice(region.offsets, (held, *width)))
+        if stored_rows:
+            values[:stored_rows] = self._of_file(name, TensorSlice(region.offsets, (stored_rows, *width)))
             values[added] = mean
         return values
 
