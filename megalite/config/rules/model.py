@@ -63,7 +63,8 @@ def yarn_and_longrope_have_their_numbers(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "model.rope_beta_fast", message, "use 32.0, with model.rope_beta_slow 1.0, as in YaRN's paper"
         )
-    if kind != "longrope" or "model" in facts.incomplete:  # a config.json without them is a problem of its own
+    # A config.json without the factors is a problem of its own.
+    if kind != "longrope" or "model" in facts.incomplete:
         return
     pairs = model_shape(model, 1).rotary_dim // 2
     for setting in ("rope_short_factor", "rope_long_factor"):
