@@ -13,6 +13,8 @@ stall        what training waits for a save beside it, all in all: agreement, li
 slowdown     a step while a save is written beside it, as a multiple of one without.
 cost         by how much a save beside the training makes it end later: the stall, and what the steps take longer.
 staging      the copy in memory, of a rank; held from the first save to the end of the run.
+DCP          on one rank: torch.distributed.checkpoint loads the same tensors from its own save in the same rounds, and
+             checks no hash. As a multiple of megalite's seconds: from the disk, and from memory.
 """
 
 import hashlib
@@ -127,6 +129,7 @@ def measure(ranks: int, folder: Path, rounds: int) -> dict[str, Any]:
         for _ in range(WARM_UP_STEPS):
             step()
         first = beside()  # its copy is the first to touch the memory
+        peer = DcpPeer(trainer, folder / "dcp") if ranks == 1 else None
         for _ in range(rounds):
             row = {"step": statistics.median(step() for _ in range(ALONE_STEPS))}
             [waited] = saver.save(at_once=True)
@@ -148,9 +151,32 @@ def measure(ranks: int, folder: Path, rounds: int) -> dict[str, Any]:
                 "staging": saved.staging_bytes,
                 "load": timed(lambda path=saved.path: trainer.resume(path)),
             }
+            if peer is not None:
+                row |= {"dcp": peer.load_seconds(forgotten=True)}
+                row |= {"warm": timed(lambda path=saved.path: trainer.resume(path))}
+                row |= {"dcp_warm": peer.load_seconds(forgotten=False)}
             found.append(row)
     medians = {key: statistics.median(row[key] for row in found) for key in found[-1]}
     return {**medians, "first_stall": first.stall_seconds}
+
+
+class DcpPeer:
+    """A save of a trainer's weights and optimizer state by torch.distributed.checkpoint, in one process."""
+
+    def __init__(self, trainer: Any, folder: Path):
+        import torch.distributed.checkpoint as dcp
+
+        self._folder, self._dcp = folder, dcp
+        self._tensors = {name: weight.detach() for name, weight in trainer.stage.named_parameters()}
+        shards = trainer.optimizer.state.shards()
+        self._tensors |= {f"{shard.key}/{shard.parameter.name}": shard.values for shard in shards}
+        dcp.save(self._tensors, checkpoint_id=folder, no_dist=True)
+
+    def load_seconds(self, *, forgotten: bool) -> float:
+        if forgotten:
+            for path in self._folder.iterdir():
+                forget(path)
+        return timed(lambda: self._dcp.load(self._tensors, checkpoint_id=self._folder, no_dist=True))
 
 
 def by_themselves(folder: Path, size_bytes: int) -> dict[str, float]:
@@ -181,6 +207,9 @@ def row_of(ranks: int, found: dict[str, Any]) -> dict[str, Any]:
         "beside_mb_s": speed("beside"),
         "load_mb_s": speed("load"),
         "load_percent_of_disk": round(100 * found["disk_read"] / found["load"]),
+        "load_ms": round(1000 * found["load"]),
+        "dcp_ratio": round(found["dcp"] / found["load"], 2) if "dcp" in found else None,
+        "dcp_ratio_warm": round(found["dcp_warm"] / found["warm"], 2) if "dcp" in found else None,
         "save_ms": round(1000 * found["save"]),
         "step_ms": round(1000 * found["step"]),
         "stall_ms": round(1000 * found["stall"], 1),
@@ -222,6 +251,9 @@ def main() -> None:
         "disk_read_mb_s": "disk read, MB/s",
         "load_mb_s": "load, MB/s",
         "load_percent_of_disk": "% of disk",
+        "load_ms": "load, ms",
+        "dcp_ratio": "DCP / load",
+        "dcp_ratio_warm": "from memory",
     }
     report.show("throughput", rows, speeds)
     stalls = {"ranks": "ranks", "save_ms": "save, ms", "step_ms": "step, ms", "stall_ms": "stall, ms"}
