@@ -81,7 +81,7 @@ class ToolForm:
         """Return how many characters of an unfinished text belong to no call, whatever follows."""
         marker, opening = self._opening
         if not marker:
-            return 0 if text.strip()[:1] in ("", opening or "{") else len(text)
+            return 0 if text.strip()[:1] in ("", "{", opening) else len(text)
         end = text.find(marker)
         if end < 0:
             kept = range(min(len(marker) - 1, len(text)), 0, -1)

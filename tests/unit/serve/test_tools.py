@@ -1,11 +1,14 @@
 """Tools of /v1/chat/completions, over an engine that writes what a test says."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megalite.generation.tool_calls import ToolForm
+from megalite.serve.tools import ToolStream, ToolUse
 from tests.support.serving import MODEL, Live, served
 from tests.support.tool_templates import HERMES
 from tests.unit.serve.test_protocol import data_of
@@ -23,6 +26,9 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 OBJECT = '{"name": "weather", "arguments": {"city": "Ulm"}}'
 CALL = f"<tool_call>\n{OBJECT}\n</tool_call>"
 SECOND = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+HERMES_FORM = ToolForm("<tool_call>\n", "\n", "\n</tool_call>", "name", "arguments", None)
+LLAMA_FORM = ToolForm("", None, "", "name", "parameters", None)
+LIST_FORM = ToolForm("[", ", ", "]", "name", "arguments", None)  # without a mark
 ROOM: dict[str, Any] = {"template": HERMES, "context": 4000}
 
 
@@ -211,3 +217,29 @@ def test_without_tools_in_the_template_one_sentence_says_so(tmp_path: Path) -> N
         assert response.status_code == 200
 
     served(scenario, tmp_path)
+
+
+BEFORE = ("", "I look.", "\n\nI look. ", " \n", "a < b <tool")
+BEHIND = ("", "\nDone.", f"\n{SECOND}", f" and {SECOND} now \n", " <tool_call> is a mark")
+BARE = OBJECT.replace("arguments", "parameters")
+ANSWERS = [
+    *((HERMES_FORM, before + CALL + behind) for before in BEFORE for behind in BEHIND),
+    *((HERMES_FORM, before + "<tool_call>no call" + behind) for before in BEFORE for behind in BEHIND),
+    *((LLAMA_FORM, before + BARE + behind) for before in BEFORE for behind in BEHIND),
+    *((LIST_FORM, f"{before}{text}") for before in BEFORE for text in (OBJECT, f" [{OBJECT}] x", "[1]")),
+]
+
+
+@pytest.mark.parametrize(("form", "answer"), ANSWERS)
+def test_a_stream_has_the_content_of_the_whole_however_it_is_cut(form: ToolForm, answer: str) -> None:
+    use = ToolUse(form, frozenset({"weather", "time"}))
+    content, calls = use.divide(answer)
+    cuts = [(end,) for end in range(len(answer) + 1)] + [tuple(range(0, len(answer), n)) for n in (1, 2, 5)]
+    for places in cuts:
+        stream = ToolStream(use)
+        bounds = [0, *places, len(answer)]
+        parts = [answer[start:end] for start, end in pairwise(bounds)]
+        shown = [stream.push(part, ends=False) for part in parts] + [stream.push("", ends=True)]
+        assert "".join(text for text, _ in shown) == content, places
+        found = [call["function"] for _, part in shown for call in part]
+        assert found == [call["function"] for call in calls]
