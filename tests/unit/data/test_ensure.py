@@ -567,7 +567,7 @@ def test_a_vocabulary_size_for_a_prepared_pair_is_not_ignored(
 def test_preparation_says_at_once_what_it_does(
     text: Path, run_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalite.monitor.preparation._LINE_SECONDS", 0.0)
+    monkeypatch.setattr("megalite.monitor.preparation.LINE_SECONDS", 0.0)
     ensure_data(config(text), run_folder)
     size, count = text.stat().st_size / 1e3, len(tiny_corpus())
     lines = capsys.readouterr().out.splitlines()
