@@ -15,6 +15,8 @@ from megalite.data.source_files import SourceFile, source_files
 from megalite.data.source_stream import json_lines, not_utf8, source_stream, without_surrogates
 from megalite.data.tables import column_names, column_texts
 from megalite.errors import DataError
+from megalite.monitor.preparation import megabytes
+from megalite.monitor.work import working
 
 # The size of a piece in characters: the unit of work and of memory; longer documents are cut.
 PIECE_CHARACTERS = 1 << 18
@@ -85,15 +87,16 @@ class Corpus:
 
     @cached_property
     def stat_fingerprint(self) -> str:
-        """A hash that changes when a file is moved, added, removed, resized or touched; reads no file."""
+        """A hash that changes when a file is moved, added, removed, resized or changed at all; reads no file."""
         return self._hash(
-            [(str(file.place), file.kind, file.size_bytes, file.modified_ns) for file in self.files]
+            [(str(file.place), file.kind, file.size_bytes, file.changed_ns) for file in self.files]
         )
 
     @cached_property
     def content_fingerprint(self) -> str:
         """A hash of the contents in reading order, equal wherever the files lie; reads every byte once."""
-        return self._hash([(file.kind, file.size_bytes, file.content_hash()) for file in self.files])
+        with working(f"{self.key}: reading {megabytes(self.size_bytes)} to compare the text by its content"):
+            return self._hash([(file.kind, file.size_bytes, file.content_hash()) for file in self.files])
 
     def require_text(self) -> None:
         """Raise DataError if there is nothing but white space; reads up to the first other character."""

@@ -274,7 +274,7 @@ class _State:
     def entry(self, preparation: Preparation, writers: Sequence[_Documents]) -> dict[str, Any]:
         """Return the journal entry."""
         return {
-            "fingerprint": preparation.fingerprint,
+            "content": preparation.content_fingerprint,
             "outputs": [str(prefix) for prefix in preparation.outputs],
             "place": asdict(self.place),
             "document": self.document,
@@ -284,12 +284,15 @@ class _State:
 
 
 def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_State, list[_Documents]]:
-    """Return the state and the writers of the journal if it is of this preparation, else those of a new one."""
+    """Return the state and the writers of the journal if it is of this preparation, else those of a new one.
+
+    The content of the text decides, which what is published records, too: chmod does not take a journal away.
+    """
     journal = read_journal(preparation.outputs[0])
     state = _State(Place(), 0, RowCounts())
     saved: list[dict[str, Any]] = [asdict(WriterState()) for _ in files]
     fitting = {
-        "fingerprint": preparation.fingerprint,
+        "content": preparation.content_fingerprint,
         "outputs": [str(prefix) for prefix in preparation.outputs],
     }
     if fitting.items() <= journal.items():

@@ -20,14 +20,14 @@ class SourceFile:
     path: as the user wrote it, for messages. place: its absolute path without links.
     kind: "text": one document; "jsonl": one per line; "table" (parquet, Arrow): one per row; "optional": one document,
         skipped if it is not UTF-8.
-    modified_ns: its ctime, which a program cannot set back as it can the time of the last write.
+    changed_ns: its ctime, which no program can set back as it can the time of the last write; chmod, too, changes it.
     """
 
     path: Path
     place: Path
     kind: Kind
     size_bytes: int
-    modified_ns: int
+    changed_ns: int
 
     @property
     def compressed(self) -> bool:

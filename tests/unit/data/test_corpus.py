@@ -5,6 +5,7 @@ import json
 import os
 import re
 import sysconfig
+import threading
 import tracemalloc
 from collections.abc import Iterator
 from itertools import pairwise
@@ -16,7 +17,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from megalite.data.corpus import PIECE_CHARACTERS, Corpus, cut_document, cut_point
+from megalite.data.source_files import SourceFile
 from megalite.errors import DataError
+from megalite.monitor import work
+from megalite.monitor.work import Work
 
 # Llama 3's pre-tokenizer, as in its tokenizer.json.
 LLAMA3 = (
@@ -205,6 +209,29 @@ def test_the_content_is_known_again_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "there" / "a.txt").rename(tmp_path / "there" / "a.jsonl")
     seen.append(fingerprint("there"))
     assert len(set(seen)) == len(seen)
+
+
+def test_a_text_that_takes_long_to_compare_is_named_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = threading.Event()
+    text, content_hash = Work.text, SourceFile.content_hash
+
+    def shown(self: Work) -> str:
+        drawn.set()
+        return text(self)
+
+    def slow(self: SourceFile) -> str:
+        assert drawn.wait(10)
+        return content_hash(self)
+
+    monkeypatch.setattr(work, "LINE_SECONDS", 0.001)
+    monkeypatch.setattr(Work, "text", shown)
+    monkeypatch.setattr(SourceFile, "content_hash", slow)
+    (tmp_path / "a.txt").write_text("text")
+    assert Corpus.open([str(tmp_path)], key="data.source").content_fingerprint
+    line = "data.source: reading 0.0 kB to compare the text by its content: "
+    assert capsys.readouterr().err.startswith(line)
 
 
 @pytest.mark.parametrize("content", ["", " \n\t\n", "\ufeff\n"])

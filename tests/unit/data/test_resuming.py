@@ -117,6 +117,39 @@ def test_interrupted_anywhere_it_goes_on(
         assert facts == stopped.done()
 
 
+@pytest.mark.parametrize("change", ["chmod", "hard link", "move", "overwrite"])
+def test_the_content_of_the_text_keeps_what_was_done(
+    corpus: Corpus, tokenizer: Tokenizer, tmp_path: Path, encoded: list[int], change: str
+) -> None:
+    """Overwritten text has its old size and time of the last write."""
+    preparation = Preparation(corpus, tokenizer, (tmp_path / "out" / "x",))
+    stopped_after(preparation, 8)
+    file = tmp_path / "texts" / "a.jsonl"
+    about, sources = file.stat(), corpus.sources
+    if change == "chmod":
+        file.chmod(0o600)
+    elif change == "hard link":
+        (tmp_path / "link").hardlink_to(file)
+    elif change == "move":
+        file.parent.rename(tmp_path / "moved")
+        sources = (str(tmp_path / "moved"),)
+    else:
+        file.write_bytes(file.read_bytes().replace(b"the", b"The"))
+        os.utime(file, ns=(about.st_atime_ns, about.st_mtime_ns))
+    changed = replace(preparation, corpus=Corpus.open(sources))
+    assert changed.fingerprint != preparation.fingerprint
+    undisturbed = elsewhere(changed, tmp_path / "undisturbed")
+    encoded.clear()
+    prepare_outputs(undisturbed)
+    total = len(encoded)
+    encoded.clear()
+    prepare_outputs(changed)
+    assert len(encoded) == total - (0 if change == "overwrite" else 8)
+    assert {name: data for name, data in contents(changed).items() if not name.endswith(".json")} == {
+        name: data for name, data in contents(undisturbed).items() if not name.endswith(".json")
+    }
+
+
 @pytest.mark.extended
 def test_interrupted_again_and_again(preparation: Preparation, tmp_path: Path, encoded: list[int]) -> None:
     undisturbed = elsewhere(preparation, tmp_path / "undisturbed")
