@@ -187,13 +187,13 @@ class Trained:
             first.losses,
             first.norms,
             full_tensors(shape, [shard for result in results for shard in result.initial], add=False),
-            mean_gradients(shape, results),
+            summed_gradients(shape, results),
             full_tensors(shape, [shard for result in results for shard in result.final], add=False),
         )
 
 
-def mean_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str, Tensor]:
-    """Return the mean of the replicas' full gradients.
+def summed_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str, Tensor]:
+    """Return the sum of the replicas' full gradients.
 
     Copies within a replica must be equal, or zero if another copy counts. Raises AssertionError if they differ.
     """
@@ -211,7 +211,7 @@ def mean_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[str
                 same = relative_error(shard.values, before.values) <= COPIES_RTOL
                 assert same, f"copies of the gradient of {shard.name} differ"
         for name, gradient in full_tensors(shape, list(kept.values()), add=True).items():
-            whole[name] = whole.get(name, 0) + gradient / len(replicas)
+            whole[name] = whole.get(name, 0) + gradient
     return whole
 
 
