@@ -1,7 +1,12 @@
 """One decoder layer: attention and feed-forward with their norms, residual sums and dropout."""
 
+import atexit
+import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from functools import cache, partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -153,5 +158,17 @@ def _arranged(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: 
 @cache
 def _compiled() -> Arrangement:
     """Return the compiled function that all layers of a process share; a graph break is an error."""
+    _name_libraries_without_spaces()
     compiled: Arrangement = torch.compile(_arranged, fullgraph=True)
     return compiled
+
+
+def _name_libraries_without_spaces() -> None:
+    """Reach torch's libraries by a link: torch 2.13 does not quote their folder in the command of the linker."""
+    from torch.utils import cpp_extension  # seconds to import
+
+    if re.search(r"\s", cpp_extension.TORCH_LIB_PATH):
+        folder = Path(tempfile.mkdtemp(prefix="megalite-torch-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "lib").symlink_to(cpp_extension.TORCH_LIB_PATH)
+        cpp_extension.TORCH_LIB_PATH = str(folder / "lib")
