@@ -1,6 +1,7 @@
 """Encodes the pieces of a document to the same ids as the whole document."""
 
 import json
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,9 @@ class PieceEncoder:
 
     def __init__(self, tokenizer: Tokenizer, dtype: np.dtype[Any]):
         self._dtype = dtype
-        self._start = tokenizer.backend
+        self._start = deepcopy(
+            tokenizer.backend
+        )  # chat templates encode their marks with the tokenizer itself
         self._start.encode_special_tokens = True
         self._after = {space: _continuation(self._start, space) for space in (True, False)}
         # A tokenizer that encodes each word by itself does not need a continuation.

@@ -158,12 +158,12 @@ def _arranged(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: 
 @cache
 def _compiled() -> Arrangement:
     """Return the compiled function that all layers of a process share; a graph break is an error."""
-    _name_libraries_without_spaces()
+    name_libraries_without_spaces()
     compiled: Arrangement = torch.compile(_arranged, fullgraph=True)
     return compiled
 
 
-def _name_libraries_without_spaces() -> None:
+def name_libraries_without_spaces() -> None:
     """Reach torch's libraries by a link: torch 2.13 does not quote their folder in the command of the linker."""
     from torch.utils import cpp_extension  # seconds to import
 

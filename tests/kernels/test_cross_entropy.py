@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megalite.model.layer import name_libraries_without_spaces
 from megalite.ops.cross_entropy import (
     COMPILED_CROSS_ENTROPY,
     TORCH_CROSS_ENTROPY,
@@ -317,6 +318,7 @@ def both_operators(logits: Tensor, labels: Tensor, values: Tensor) -> tuple[Tens
 
 def test_operators_compile_whole():
     logits, labels, values = arguments(torch.float32)
+    name_libraries_without_spaces()
     compiled: Callable[..., tuple[Tensor, Tensor]] = torch.compile(both_operators, fullgraph=True)
     for seen, expected in zip(
         compiled(logits.clone(), labels, values), both_operators(logits.clone(), labels, values), strict=True

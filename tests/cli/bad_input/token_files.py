@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from megalite.data.token_file import TokenWriter, bin_path, idx_path
-from tests.cli.bad_input.case import Case, train, write
+from tests.cli.bad_input.case import Case, train
 from tests.support.tiny import tiny_tokenizer
 
 PREPARE_AGAIN = "prepare or copy both files again"
@@ -98,16 +98,6 @@ def blend(*parts: tuple[str, float]) -> Callable[[Path], list[str]]:
         return train(world, data__source=None, data__blend=sets)
 
     return make
-
-
-def changed_text(world: Path) -> list[str]:
-    """A run has trained on a text, which is then another one."""
-    command = train(world, data__source=str(world / "text.txt"))
-    (world / "run" / "data").mkdir(parents=True)
-    for suffix in ("bin", "idx", "json"):
-        (world / "run" / "data" / f"train.{suffix}").write_bytes((world / f"good.{suffix}").read_bytes())
-    write(world, "run/checkpoints/latest", "step-000100")
-    return command
 
 
 def validating_on(name: str) -> Callable[[Path], list[str]]:
@@ -310,10 +300,5 @@ CASES = [
         "validation that is not there",
         validating_on("no.txt"),
         ('no.txt" does not exist', "name a text file"),
-    ),
-    Case(
-        "a text changed under a run",
-        changed_text,
-        ("the text or the tokenizer settings changed", "run.folder", "data.source"),
     ),
 ]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.manifest_json import to_json
+from megalite.config.toml import shown
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
@@ -87,7 +88,7 @@ def test_another_model_is_refused_on_all_ranks_with_the_setting_named(tmp_path: 
     for setting, other in others.items():
         for outcome in World(other, Layout(tensor=2)).load(path):
             assert isinstance(outcome, CheckpointError)
-            assert f"model.{setting}: {getattr(other, setting)} here" in str(outcome)
+            assert f"model.{setting}: {shown(getattr(other, setting))} here" in str(outcome)
     longer = World(replace(shape, max_position_embeddings=128), Layout())
     longer.assert_loaded(longer.load(path))
 

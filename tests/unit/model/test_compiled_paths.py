@@ -13,6 +13,6 @@ def test_the_linker_reaches_the_libraries_by_a_path_without_white_space(
 ) -> None:
     (tmp_path / "a path" / "lib").mkdir(parents=True)
     monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(tmp_path / "a path" / "lib"))
-    layer._name_libraries_without_spaces()
+    layer.name_libraries_without_spaces()
     assert " " not in cpp_extension.TORCH_LIB_PATH
     assert Path(cpp_extension.TORCH_LIB_PATH).resolve() == (tmp_path / "a path" / "lib").resolve()
