@@ -236,5 +236,6 @@ def json_text(row: Any, where: str, text_column: str) -> str:
             f"{where}: column {text_column!r} holds {kind}, not text; set another data.text_column (--text-column) "
             "or fix the line"
         )
-    refuse_untrained(row, where)
+    # The other keys that refuse_untrained knows are those of chat formats.
+    refuse_untrained({key: row[key] for key in ("weight", "train") if key in row}, where)
     return without_surrogates(row[text_column], where)

@@ -322,3 +322,8 @@ def test_a_backend_gives_the_tokens_of_the_whole_from_its_pieces(shared_data: Pa
     assert len(pieces) > 19
     words = [word for piece in pieces for word, _ in splitter.pre_tokenize_str(piece.text)]
     assert words == [word for word, _ in splitter.pre_tokenize_str(text)]
+
+
+def test_words_of_chat_formats_say_nothing_about_a_row_of_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "masked": true, "training": false, "loss": false}\n')
+    assert read(tmp_path / "a.jsonl") == ["a"]
