@@ -18,6 +18,8 @@ from megalite.errors import DataError
 from megalite.monitor.preparation import megabytes
 from megalite.monitor.work import working
 
+# The columns that may say not to train on a row of text; the others are words of chat formats.
+TRAINED_COLUMNS = ("weight", "train")
 # The size of a piece in characters: the unit of work and of memory; longer documents are cut.
 PIECE_CHARACTERS = 1 << 18
 _BLOCK_BYTES = 1 << 20
@@ -236,6 +238,5 @@ def json_text(row: Any, where: str, text_column: str) -> str:
             f"{where}: column {text_column!r} holds {kind}, not text; set another data.text_column (--text-column) "
             "or fix the line"
         )
-    # The other keys that refuse_untrained knows are those of chat formats.
-    refuse_untrained({key: row[key] for key in ("weight", "train") if key in row}, where)
+    refuse_untrained(row, where, TRAINED_COLUMNS)
     return without_surrogates(row[text_column], where)

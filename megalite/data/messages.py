@@ -1,7 +1,7 @@
 """Messages of instruction data: each checked, with the role and the content that chat templates read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -137,16 +137,23 @@ def _trained(present: dict[str, Any], field: str, where: str) -> bool | None:
     return found.pop() if found else None
 
 
-def refuse_untrained(row: Mapping[str, Any], where: str) -> None:
-    """Raise DataError for a row with a column that says not to train on it."""
-    for key, values in _TRAINED.items():
+def untrained_column(row: Mapping[str, Any], columns: Iterable[str] = tuple(_TRAINED)) -> str | None:
+    """Return the first of `columns` that says not to train on the row; None: it may be trained."""
+    for key in columns:
         value = row.get(key)
         scalar = isinstance(value, bool) if key != "weight" else type(value) in (int, float)
-        if scalar and values.get(value) is False:
-            raise DataError(
-                f"{where}: {key} is {json.dumps(value)}, which says not to train on the row; remove the row, or the "
-                f"column {key}"
-            )
+        if scalar and _TRAINED[key].get(value) is False:
+            return key
+    return None
+
+
+def refuse_untrained(row: Mapping[str, Any], where: str, columns: Iterable[str] = tuple(_TRAINED)) -> None:
+    """Raise DataError for a row with a column that says not to train on it."""
+    if (key := untrained_column(row, columns)) is not None:
+        raise DataError(
+            f"{where}: {key} is {json.dumps(row[key])}, which says not to train on the row; remove the row, or the "
+            f"column {key}"
+        )
 
 
 def _part(part: Any, field: str, where: str) -> str:

@@ -14,7 +14,7 @@ _SHOWN = 8
 class RowCounts:
     """rows, messages: those read. columns: column without effect -> rows with it; keys: the same of messages.
 
-    more_samples: those that conversations became beyond one for each.
+    more_samples: those that conversations became beyond one for each. left_out: rows that say not to train on them.
     """
 
     rows: int = 0
@@ -22,6 +22,7 @@ class RowCounts:
     more_samples: int = 0
     columns: Counter[str] = field(default_factory=Counter)
     keys: Counter[str] = field(default_factory=Counter)
+    left_out: int = 0
 
     @classmethod
     def of_json(cls, content: Mapping[str, Any]) -> "RowCounts":
@@ -50,6 +51,7 @@ class RowCounts:
         self.rows += other.rows
         self.messages += other.messages
         self.more_samples += other.more_samples
+        self.left_out += other.left_out
         self.columns.update(other.columns)
         self.keys.update(other.keys)
 
@@ -59,6 +61,11 @@ class RowCounts:
         row: what was counted, for the text.
         """
         named, said = ", ".join(sources), []
+        if self.left_out:
+            yield (
+                f"data: {self.left_out:,} of {counted(self.rows + self.left_out, row)} of {named} say not to train on "
+                "them (weight 0, train false) and are left out, as are later ones"
+            )
         if self.more_samples:
             yield (
                 "data: the chat template rewrites earlier answers, so each is a sample behind its own prompt: "

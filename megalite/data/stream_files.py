@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
 
-from megalite.data.corpus import Corpus, json_text, unused_columns
+from megalite.data.corpus import TRAINED_COLUMNS, Corpus, json_text, unused_columns
+from megalite.data.messages import untrained_column
 from megalite.data.row_counts import RowCounts
 from megalite.data.source_files import SourceFile, cannot_read
 from megalite.data.source_stream import json_lines, parse_json, source_stream
@@ -49,7 +50,8 @@ class StreamFile:
     def documents(self, start: int, stop: int, text_column: str) -> Iterator[tuple[str, int]]:
         """Yield the text of each document with a place in [start, stop), and the place behind the document.
 
-        Rows without a value and blank lines are skipped. Raises DataError with file, line or row, and remedy.
+        Rows without a value, blank lines and lines that say not to train on them are skipped. Raises DataError with
+        file, line or row, and remedy.
         """
         return (self._rows if self.is_table else self._lines)(start, stop, text_column)
 
@@ -71,13 +73,16 @@ class StreamFile:
             for line in lines:
                 if start >= stop:
                     return
-                if line.strip():
-                    yield self._text(line, start, text_column), start + len(line)
+                text = self._text(line, start, text_column) if line.strip() else None
                 start += len(line)
+                if text is not None:
+                    yield text, start
 
-    def _text(self, line: bytes, start: int, text_column: str) -> str:
-        def read(number: int) -> str:
+    def _text(self, line: bytes, start: int, text_column: str) -> str | None:
+        def read(number: int) -> str | None:
             row = parse_json(line.rstrip(b"\r\n"), self.path, number, "fix the line")
+            if isinstance(row, dict) and untrained_column(row, TRAINED_COLUMNS):
+                return None
             return json_text(row, f"{self.path}, line {number}", text_column)
 
         try:
@@ -123,6 +128,9 @@ def first_rows(files: Sequence[StreamFile], text_column: str) -> RowCounts:
             continue
         with source_stream(SourceFile(file.path, file.path, "jsonl", file.size_bytes, 0)) as (stream, _):
             for row, where in islice(json_lines(file.path, stream), _FIRST_ROWS):
+                if isinstance(row, dict) and untrained_column(row, TRAINED_COLUMNS):
+                    counts.left_out += 1
+                    continue
                 json_text(row, where, text_column)
                 counts.add_row(unused_columns(row, text_column))
     return counts

@@ -297,6 +297,19 @@ def test_columns_of_the_first_rows_without_effect_are_named(tmp_path: Path) -> N
     assert list(first_rows(files, "text").sentences(["x"], "first row")) == [
         "data: keys without effect in x: 'foo' in 1, 'bar' in 1 of 3 first rows"
     ]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "a", "train": False}))
-    with pytest.raises(DataError, match="line 1: train is false"):
-        first_rows(stream_files(Corpus.open([str(tmp_path / "a.jsonl")])), "text")
+
+
+def test_rows_that_say_not_to_train_on_them_are_left_out_of_a_stream(tmp_path: Path) -> None:
+    rows = [
+        {"text": "a"},
+        {"text": "b", "train": False},
+        {"text": "c", "masked": True},
+        {"text": "d", "weight": 0},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    files = stream_files(Corpus.open([str(tmp_path)]))
+    documents = [text for text, _ in files[0].documents(0, files[0].size_bytes, "text")]
+    assert documents == ["a", "c"]
+    said, columns = first_rows(files, "text").sentences(["x"], "first row")
+    assert said.startswith("data: 2 of 4 first rows of x say not to train on them")
+    assert columns == "data: keys without effect in x: 'masked' in 1 of 2 first rows"
