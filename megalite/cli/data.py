@@ -91,7 +91,7 @@ def _prepare(options: argparse.Namespace) -> int:
             console.note(note)
     console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
     prepared = prepare_outputs(preparation, workers=workers, progress=console.progress)
-    seconds = console.end(counted(sum(facts.documents for facts in prepared), _document(prepared[0])))
+    seconds = console.end(counted(sum(facts.documents for facts in prepared), prepared[0].unit))
     for prefix, facts in zip(preparation.outputs, prepared, strict=True):
         print(f"{prefix}: {_counts(facts)}")
     tokens = sum(facts.tokens for facts in prepared)
@@ -188,11 +188,7 @@ def _counts(facts: "PreparedFacts") -> str:
     left_out += [f"{facts.truncated_documents:,} longer ones cut"] if facts.truncated_documents else []
     left_out += [f"{facts.dropped_documents:,} longer ones left out"] if facts.dropped_documents else []
     others = f" ({', '.join(left_out)})" if left_out else ""
-    return f"{facts.documents:,} {_document(facts)}s{others}, {facts.tokens:,} tokens of {facts.dtype}"
-
-
-def _document(facts: "PreparedFacts") -> str:
-    return {"instruct": "conversation", "preference": "answer"}.get(facts.kind, "document")
+    return f"{facts.documents:,} {facts.unit}s{others}, {facts.tokens:,} tokens of {facts.dtype}"
 
 
 class _Shares(argparse.Action):

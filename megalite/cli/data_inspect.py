@@ -46,7 +46,7 @@ def inspect(prefix: Path, documents: int, *, duplicates: bool) -> int:
         _show_repeated(file, decode)
     for index in range(min(documents, file.num_documents)):
         if facts is not None and facts.kind != "text":
-            name = f"conversation {index}"
+            name = f"{facts.unit} {index}"
             if facts.kind == "preference":
                 name = f"pair {index // 2}, {ANSWERS[index % 2]}"
             _show_conversation(name, file.document(index), decode)

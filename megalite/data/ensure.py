@@ -275,10 +275,15 @@ def _prepared(
             console.note(note)
     console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
     facts = prepare_outputs(preparation, workers=max(1, config.data.workers), progress=console.progress)
-    what, each_row = ("document", 1) if chat is None else (chat.unit, chat.documents)
+    what, each_row = ("document", 1) if chat is None else (_unit(chat.unit, facts[0]), chat.documents)
     documents, tokens = sum(each.documents for each in facts), sum(each.tokens for each in facts)
     console.end(f"data: {counted(documents // each_row, what)}, {tokens:,} tokens")
     return facts
+
+
+def _unit(unit: str, facts: PreparedFacts | None) -> str:
+    """Return `unit`, or "sample" where the chat template makes several of a conversation."""
+    return "sample" if facts is not None and facts.unit == "sample" else unit
 
 
 def _notes(preparation: Preparation, facts: Sequence[PreparedFacts]) -> Iterator[str]:
@@ -295,6 +300,7 @@ def _notes(preparation: Preparation, facts: Sequence[PreparedFacts]) -> Iterator
         whole = sum(each.documents for each in facts) + dropped
         # The two answers of a pair are cut each by itself, but left out together.
         unit, each_row = ("conversation", 1) if cut else (chat.unit, chat.documents)
+        unit = _unit(unit, facts[0])
         yield (
             f"data.too_long: {(cut or dropped) // each_row:,} of the {whole // each_row:,} {unit}s in "
             f"{', '.join(preparation.corpus.sources)} are longer than training.sequence_length, "
@@ -312,7 +318,8 @@ def _rows(config: RunConfig, found: Mapping[str, Sequence[Path]]) -> Iterator[st
                 continue
             rows = rows_of(TokenFile.open(prefix), length, packing_of(data), config.run.seed)
             cut = f", {rows.cut:,} cut at its end" if isinstance(rows, ConcatenatedRows) else ""
-            what = counted(rows.token_file.num_documents, "conversation")
+            unit = _unit("conversation", prepared_facts(prefix))
+            what = counted(rows.token_file.num_documents, unit)
             packed = f"(data.packing = {data.packing!r})"
             if data.kind == "preference":
                 _require_pairs(rows.token_file)
@@ -335,8 +342,9 @@ def _buckets(config: RunConfig, file: TokenFile) -> str:
     size, count = config.batch.global_batch_size, config.data.length_buckets
     buckets = buckets_of(file, config.training.sequence_length, size, count)
     lengths = ", ".join(str(bucket.length) for bucket in buckets)
+    unit = _unit("conversation", prepared_facts(file.prefix))
     return (
-        f"train: {counted(file.num_documents, 'conversation')} in {counted(len(buckets), 'bucket')} of {lengths} "
+        f"train: {counted(file.num_documents, unit)} in {counted(len(buckets), 'bucket')} of {lengths} "
         f"tokens, {fill(file.document_lengths - 1, buckets):.1%} filled (data.length_buckets = {count})"
     )
 

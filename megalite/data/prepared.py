@@ -57,6 +57,13 @@ class PreparedFacts:
     counts: dict[str, Any] = field(default_factory=dict)
     """RowCounts of the sources, all parts of a split together."""
 
+    @property
+    def unit(self) -> str:
+        """The word for a document; "sample" where the chat template makes several of a conversation."""
+        if RowCounts.of_json(self.counts).more_samples:
+            return "sample"
+        return {"instruct": "conversation", "preference": "answer"}.get(self.kind, "document")
+
 
 def prepared_facts(prefix: Path) -> PreparedFacts | None:
     """Return the facts of the token file at `prefix`; None unless all three files exist with matching sizes."""

@@ -126,6 +126,7 @@ def test_a_conversation_of_several_samples_is_spoken_of_and_not_divided(
     )
     out = capsys.readouterr().out
     assert f"so each is a sample behind its own prompt: 9 conversations in {source} became 18 samples" in out
+    assert "10 samples, " in out and "8 samples, " in out and "9 conversations," not in out
     parts = [prepared_facts(prefix.with_name(f"prepared-{part}")) for part in ("train", "validation")]
     assert all(facts is not None and facts.documents % 2 == 0 for facts in parts)
     assert sum(facts.documents for facts in parts if facts is not None) == 18
