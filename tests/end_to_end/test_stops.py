@@ -62,7 +62,7 @@ class Told:
 
 @pytest.mark.slow  # the next test waits for two
 def test_a_save_that_takes_longer_than_the_grace_time_is_completed(tmp_path):
-    run = Told(tmp_path, "slow", "--checkpoint.every", "none")
+    run = Told(tmp_path, "slow", "--checkpoint.every", "unset")
     assert run.code == 75 and run.saved_all, run.output
     assert run.seconds > 2 * GRACE_SECONDS
 
@@ -78,7 +78,7 @@ def test_a_checkpoint_in_flight_is_completed_too(tmp_path):
 
 @pytest.mark.extended
 def test_a_save_that_stands_still_is_ended(tmp_path):
-    run = Told(tmp_path, "hangs", "--checkpoint.every", "none")
+    run = Told(tmp_path, "hangs", "--checkpoint.every", "unset")
     assert run.code == 143 and run.last is None, run.output
     assert re.search(r"ended without saving a checkpoint: .* 2 s \(launch.grace_seconds\)", run.output)
     assert GRACE_SECONDS <= run.seconds < GRACE_SECONDS + 3
@@ -86,7 +86,7 @@ def test_a_save_that_stands_still_is_ended(tmp_path):
 
 @pytest.mark.extended
 def test_a_full_disk_at_the_last_save_is_a_failure_that_names_it(tmp_path):
-    run = Told(tmp_path, "full", "--checkpoint.every", "none")
+    run = Told(tmp_path, "full", "--checkpoint.every", "unset")
     assert run.code == 2 and "No space left on device" in run.output, run.output
     assert "interrupted:" not in run.output
 

@@ -6,6 +6,7 @@ tests/standin/test_device_branches.py finds these functions in the source and as
 # Called by a run on the stand-in accelerator (tests/standin/test_whole_life.py).
 ON_THE_STANDIN = {
     "checkpoint/host_buffer.py:HostBuffer.reserve",
+    "checkpoint/reader.py:CheckpointReader._fill",
     "checkpoint/staging.py:Staging.begin",
     "checkpoint/staging.py:Staging.hold_update",
     "cli/doctor.py:_proved",
