@@ -93,10 +93,14 @@ class StreamFile:
         try:
             return read(1 + self._lines_before(start))
         except DataError as error:
-            raise DataError(
-                f"{error}; a run with data.streaming goes on only if the file keeps its {self.size_bytes:,} bytes: "
-                "overwrite the line with spaces to skip it, and set checkpoint.resume_changed = true"
-            ) from error
+            raise self.bad_line(error) from error
+
+    def bad_line(self, error: DataError) -> DataError:
+        """Return the error of a line, with the remedy for a run that has begun."""
+        return DataError(
+            f"{error}; a run with data.streaming goes on only if the file keeps its {self.size_bytes:,} bytes: "
+            "overwrite the line with spaces to skip it, and set checkpoint.resume_changed = true"
+        )
 
     def _lines_before(self, byte: int) -> int:
         lines = 0
@@ -127,12 +131,15 @@ def first_rows(files: Sequence[StreamFile], text_column: str) -> RowCounts:
             counts.add_row(unused_columns(column_names(file.path), text_column))
             continue
         with source_stream(SourceFile(file.path, file.path, "jsonl", file.size_bytes, 0)) as (stream, _):
-            for row, where in islice(json_lines(file.path, stream), _FIRST_ROWS):
-                if isinstance(row, dict) and untrained_column(row, TRAINED_COLUMNS):
-                    counts.left_out += 1
-                    continue
-                json_text(row, where, text_column)
-                counts.add_row(unused_columns(row, text_column))
+            try:
+                for row, where in islice(json_lines(file.path, stream), _FIRST_ROWS):
+                    if isinstance(row, dict) and untrained_column(row, TRAINED_COLUMNS):
+                        counts.left_out += 1
+                        continue
+                    json_text(row, where, text_column)
+                    counts.add_row(unused_columns(row, text_column))
+            except DataError as error:
+                raise file.bad_line(error) from error
     return counts
 
 
