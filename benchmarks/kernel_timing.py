@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# As megalite itself does (launcher/environment.py): a thread that spins is counted as CPU time of the form it waits in.
+# As launcher/rank/environment.py does: a thread that spins is counted as CPU time of the form it waits in.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch

@@ -13,7 +13,7 @@ from typing import Any
 
 # One server imports these once, computes nothing with them, and forks every rank.
 PRELOADED = ["torch", "deepspeed"]
-# As megalite's own processes have it (launcher/environment.py).
+# As megalite's own processes have it (launcher/rank/environment.py).
 ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "GLOO_SOCKET_IFNAME": "lo",

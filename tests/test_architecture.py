@@ -46,6 +46,16 @@ ROWS = {
     "__main__": 12,
     "__init__": 12,
 }
+# Within a package of wings: a wing or a file beside the wings -> what it may import of the package besides itself.
+WINGS: dict[str, dict[str, set[str]]] = {
+    "launcher": {
+        "local": {"control", "rank", "process", "exit_codes"},
+        "hosts": {"control", "rank", "process", "exit_codes"},
+        "control": {"rank", "process", "exit_codes"},
+        "rank": {"process"},
+        "machine_report": {"process"},
+    },
+}
 # They take numbers, tensors and groups, so that they can be used without a run's configuration.
 WITHOUT_CONFIG = ("parallel", "ops")
 TORCH_FREE = ("__init__", "errors", "version", "topology", "families", "config", "launcher", "planner")
@@ -60,7 +70,7 @@ OWNERS = {
     "dill": (),
 }
 PRINTERS = ("cli/", "__main__.py", "monitor/console.py")
-ENVIRONMENT = ("launcher/detect.py", "launcher/environment.py")
+ENVIRONMENT = ("launcher/rank/detect.py", "launcher/rank/environment.py")
 OPERATOR_FLAGS = {"fused"}
 VAGUE_NAMES = re.compile(r"(utils?|helpers?|misc|common|.*_(part\d*|helpers?|utils?))\.py")
 FILE_LINES, FUNCTION_LINES, TEST_LINES, CSRC_LINES = 400, 60, 600, 800
@@ -115,6 +125,19 @@ def import_rows(module: Module) -> Iterator[str]:
             yield f"{line}: {importer} (row {ROWS.get(importer)}) imports {name} (row {ROWS[imported]})"
         elif imported == "config" and importer in WITHOUT_CONFIG:
             yield f"{line}: {importer} imports {name}"
+
+
+def wing_arrows(module: Module) -> Iterator[str]:
+    package, _, inner = module.path.partition("/")
+    if package not in WINGS or inner == "__init__.py":
+        return
+    importer = inner.split("/")[0].removesuffix(".py")
+    for line, name in imports(module.tree):
+        parts = name.split(".")
+        if parts[:2] == ["megalite", package] and len(parts) > 2:
+            allowed = WINGS[package].get(importer, set()) | {importer}
+            if parts[2] not in allowed:
+                yield f"{line}: {package}/{importer} imports {name}"
 
 
 def sole_owners(module: Module) -> Iterator[str]:
@@ -247,6 +270,7 @@ def plain_sentences(module: Module) -> Iterator[str]:
 
 RULES: list[Rule] = [
     import_rows,
+    wing_arrows,
     sole_owners,
     environment,
     calls,
@@ -287,6 +311,9 @@ BROKEN = [
     (import_rows, "errors.py", "from megalite.topology.axes import Layout"),
     (import_rows, "model/mlp.py", "from .norms import RMSNorm"),
     (import_rows, "model/mlp.py", "from megalite.extras import x"),
+    (wing_arrows, "launcher/rank/detect.py", "from megalite.launcher.control.member import Member"),
+    (wing_arrows, "launcher/control/member.py", "def late():\n    import megalite.launcher.local"),
+    (wing_arrows, "launcher/process.py", "from megalite.launcher import local"),
     (sole_owners, "train/trainer.py", "import torch.distributed as dist"),
     (sole_owners, "train/trainer.py", "from torch import distributed"),
     (sole_owners, "train/trainer.py", "import torch\nworld = torch.distributed.get_world_size()"),
@@ -294,7 +321,7 @@ BROKEN = [
     (sole_owners, "train/optimizer.py", "from deepspeed.ops import adam"),
     (sole_owners, "checkpoint/manifest.py", "import pickle"),
     (environment, "cli/train.py", "import os\nrank = os.environ['RANK']"),
-    (environment, "launcher/commands.py", "from os import getenv"),
+    (environment, "launcher/hosts/commands.py", "from os import getenv"),
     (calls, "train/trainer.py", "print('loss')"),
     (calls, "config/load.py", "eval('1')"),
     (calls, "checkpoint/load.py", "torch.load(path)"),

@@ -6,7 +6,7 @@ from benchmarks.peers.contender import PeerLayout, Start, Trained
 
 
 def build(layout: PeerLayout, start: Start) -> Trained:
-    from megalite.launcher.environment import prepare_process
+    from megalite.launcher.rank.environment import prepare_process
 
     prepare_process(start.threads, local_ranks=layout.ranks)
     return _build(layout, start)

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from megalite.cli.arguments import EVERYTHING, meant
 from megalite.errors import MegaliteError
-from megalite.launcher.local_rank import without_local_rank
+from megalite.launcher.rank.local_rank import without_local_rank
 from megalite.version import __version__
 
 # Command -> description. Each is a module here with `run(arguments) -> exit code`, imported only when it runs.

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.errors import CheckpointError
-from megalite.launcher.restarts import Ended
+from megalite.launcher.hosts.restarts import Ended
 from megalite.monitor.jsonl import read_metrics
 
 _RECORDS = "metrics.jsonl"

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.cli.arguments import Parser
-from megalite.launcher.detect import rank_info
-from megalite.launcher.environment import variables
-from megalite.launcher.exported import travelling, without_secrets
-from megalite.launcher.host_report import Wanted
-from megalite.launcher.hosts import HostOptions, find_hosts, place_ranks
-from megalite.launcher.machine import Finding, apex, packages, programs, system
-from megalite.launcher.preflight import SECONDS, preflight, transport_to
+from megalite.launcher.hosts.exported_variables import travelling, without_secrets
+from megalite.launcher.hosts.host_report import Wanted
+from megalite.launcher.hosts.job_hosts import HostOptions, find_hosts, place_ranks
+from megalite.launcher.hosts.preflight import SECONDS, preflight, transport_to
+from megalite.launcher.machine_report import Finding, apex, packages, programs, system
+from megalite.launcher.rank.detect import rank_info
+from megalite.launcher.rank.environment import variables
 from megalite.version import __version__
 
 if TYPE_CHECKING:

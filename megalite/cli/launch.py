@@ -18,22 +18,22 @@ from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.memory import least_memory
 from megalite.errors import LaunchError, RankFailure
-from megalite.launcher.address import named_interface
-from megalite.launcher.backends import Job, shell_lines
-from megalite.launcher.commands import BACKENDS, choose_backend, ssh_options
-from megalite.launcher.coordinator import Coordinator
-from megalite.launcher.detect import DEFAULT_PORT, rank_info
-from megalite.launcher.environment import variables
-from megalite.launcher.exported import named_variables, shown, travelling, without_secrets
-from megalite.launcher.host_report import Wanted
-from megalite.launcher.hosts import HostOptions, Hosts, Placed, find_hosts, place_ranks
-from megalite.launcher.messages import counted_ranks
-from megalite.launcher.placement import tensor_warning
-from megalite.launcher.preflight import SECONDS, Preflight, preflight, transport_to
-from megalite.launcher.programs import Programs, find_programs
-from megalite.launcher.restarts import Ended, run_with_restarts
-from megalite.launcher.slurm import in_shell
-from megalite.launcher.supervise import Result, listen, supervise
+from megalite.launcher.control.coordinator import Coordinator
+from megalite.launcher.control.messages import counted_ranks
+from megalite.launcher.hosts.backends import Job, shell_lines
+from megalite.launcher.hosts.commands import BACKENDS, choose_backend, ssh_options
+from megalite.launcher.hosts.exported_variables import named_variables, shown, travelling, without_secrets
+from megalite.launcher.hosts.host_report import Wanted
+from megalite.launcher.hosts.job_hosts import HostOptions, Hosts, Placed, find_hosts, place_ranks
+from megalite.launcher.hosts.preflight import SECONDS, Preflight, preflight, transport_to
+from megalite.launcher.hosts.programs import Programs, find_programs
+from megalite.launcher.hosts.restarts import Ended, run_with_restarts
+from megalite.launcher.hosts.supervise import Result, listen, supervise
+from megalite.launcher.rank.address import named_interface
+from megalite.launcher.rank.detect import DEFAULT_PORT, rank_info
+from megalite.launcher.rank.environment import variables
+from megalite.launcher.rank.placement import tensor_warning
+from megalite.launcher.rank.slurm import in_shell
 
 _HELP = """\
 usage: megalite launch RUN.toml [options] [--section.key value ...] [-- MORE]

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from megalite.errors import RankFailure
-from megalite.launcher.detect import RankInfo
-from megalite.launcher.environment import prepare_process
+from megalite.launcher.rank.detect import RankInfo
+from megalite.launcher.rank.environment import prepare_process
 from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:

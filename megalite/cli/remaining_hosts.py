@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.config.smaller_layout import smaller_layout
-from megalite.launcher.hosts import Hosts
-from megalite.launcher.preflight import Preflight
+from megalite.launcher.hosts.job_hosts import Hosts
+from megalite.launcher.hosts.preflight import Preflight
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.cli.arguments import Parser
 from megalite.config.flags import split_overrides
 from megalite.errors import ConfigError, Problem
-from megalite.launcher.environment import prepare_process
+from megalite.launcher.rank.environment import prepare_process
 from megalite.monitor.work import working
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from megalite.errors import ConfigError, Problem
 from megalite.generation.layout import layout_problems
 from megalite.generation.memory import DEFAULT_TOKENS, cache_problems
 from megalite.generation.source import ModelSource, find_source
-from megalite.launcher.environment import api_key
+from megalite.launcher.rank.environment import api_key
 from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:

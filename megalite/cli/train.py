@@ -10,8 +10,8 @@ from megalite.config.flags import COMMAND_LINE, split_overrides
 from megalite.config.load import load_run
 from megalite.config.starter import Starter
 from megalite.errors import ConfigError, Problem
-from megalite.launcher.detect import RankInfo, rank_info
-from megalite.launcher.environment import meets_others, watched_by_launcher
+from megalite.launcher.rank.detect import RankInfo, rank_info
+from megalite.launcher.rank.environment import meets_others, watched_by_launcher
 from megalite.train.meeting import tell_others
 from megalite.train.run import Trainer
 

@@ -15,7 +15,7 @@ from megalite.config.schema import (
     TrainingConfig,
 )
 from megalite.config.text_sections import DataConfig, TokenizerConfig, ValidationConfig
-from megalite.launcher.detect import RankInfo
+from megalite.launcher.rank.detect import RankInfo
 
 
 class Unknown(Exception):

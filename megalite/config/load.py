@@ -21,8 +21,8 @@ from megalite.config.starter import Starter
 from megalite.config.toml import read_toml
 from megalite.config.validate import validate
 from megalite.errors import ConfigError
-from megalite.launcher.detect import RankInfo, rank_info
-from megalite.launcher.local_rank import without_local_rank
+from megalite.launcher.rank.detect import RankInfo, rank_info
+from megalite.launcher.rank.local_rank import without_local_rank
 
 logger = logging.getLogger(__name__)
 

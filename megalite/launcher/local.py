@@ -24,10 +24,11 @@ from types import FrameType
 from typing import Any, Literal, NoReturn
 
 from megalite.errors import LaunchError, RankFailure
-from megalite.launcher.detect import RankInfo, local_rank_infos
-from megalite.launcher.environment import export_rank, exported_rank
-from megalite.launcher.failures import FailureFolder, FailureReport, first_cause
-from megalite.launcher.launched import RankEnd, run_rank
+from megalite.launcher.control.failures import FailureFolder, FailureReport, first_cause
+from megalite.launcher.control.progress import Progress, now
+from megalite.launcher.control.rank_process import RankEnd, run_rank
+from megalite.launcher.control.verdicts import describe_job
+from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, SAME_PRESS_SECONDS, STOPPED, TERMINATED
 from megalite.launcher.process import (
     adopt_orphans,
     children,
@@ -37,17 +38,13 @@ from megalite.launcher.process import (
     keep_freed_memory,
     session,
 )
-from megalite.launcher.progress import Progress, now
-from megalite.launcher.verdicts import describe_job
+from megalite.launcher.rank.detect import RankInfo, local_rank_infos
+from megalite.launcher.rank.environment import export_rank, exported_rank
 from megalite.topology.axes import Layout
 
 # Called with the RankInfo and the job's arguments; returns the exit code: 0, STOPPED or NOT_BEGUN.
 Worker = Callable[..., int]
 
-STOPPED = 75  # stopped in an orderly way, to be resumed: every step of this start is saved
-NOT_BEGUN = 76  # stopped before the end of the first step of this start: nothing to save
-INTERRUPTED = 128 + signal.SIGINT
-TERMINATED = 128 + signal.SIGTERM
 _ORDERLY = (0, STOPPED, NOT_BEGUN)
 
 # After a failure the other ranks get time to report theirs, then SIGKILL: a little after a first cause, more while all
@@ -55,9 +52,6 @@ _ORDERLY = (0, STOPPED, NOT_BEGUN)
 _AFTER_CAUSE_SECONDS, _AFTER_CONSEQUENCE_SECONDS = 0.3, 1.5
 # Ranks that stop together end within this time: one that does not has lost the others, which were told alone.
 _STOP_SECONDS = 15.0
-
-# A terminal and the program that started this one may both pass on one Ctrl-C.
-SAME_PRESS_SECONDS = 0.3
 
 # Batch systems send these before they end a job.
 _BATCH = (signal.SIGTERM, signal.SIGUSR1)

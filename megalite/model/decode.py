@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megalite.launcher.progress import Activity, now
+from megalite.launcher.control.progress import Activity, now
 from megalite.model.kv_cache import CachedStep, KeyValueCache, Room
 from megalite.model.replica import Replica
 from megalite.model.transformer import Chunk

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from megalite.launcher.environment import without_apex
+from megalite.launcher.rank.environment import without_apex
 from megalite.ops.adamw import AdamWRule, AdamWTensors, copy_rounded
 
 APEX = "apex"

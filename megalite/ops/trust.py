@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 
-from megalite.launcher.environment import trust_folder
+from megalite.launcher.rank.environment import trust_folder
 from megalite.ops import apex, extension
 from megalite.ops.choice import TORCH
 

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 from torch.distributed import DistError, TCPStore
 
-from megalite.launcher.detect import RankInfo
+from megalite.launcher.rank.detect import RankInfo
 
 _SECONDS = 60.0  # the agent's store is there before it starts a rank
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.launcher.progress import now
+from megalite.launcher.control.progress import now
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 
 # Waits for a started collective and returns its result.

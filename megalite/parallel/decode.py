@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalite.launcher.progress import now
+from megalite.launcher.control.progress import now
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import PipelineSplit

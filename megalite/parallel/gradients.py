@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.launcher.progress import now
+from megalite.launcher.control.progress import now
 from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup as ProcessGroup
 from torch.distributed import Store as Store
 
 from megalite.errors import CheckpointError, LaunchError
-from megalite.launcher.progress import now
+from megalite.launcher.control.progress import now
 from megalite.parallel.device import accelerator_id, require_distinct_accelerators
 from megalite.topology.axes import AXES, ROLES, Coordinates, Layout
 from megalite.topology.sharding import heads_held

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.launcher.progress import now
+from megalite.launcher.control.progress import now
 from megalite.parallel.gradient_sums import deferred_weight_gradients
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action

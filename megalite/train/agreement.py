@@ -9,8 +9,8 @@ from pathlib import Path
 from megalite.config.hub import HubName
 from megalite.config.schema import RunConfig
 from megalite.data.token_file import bin_path, idx_path
-from megalite.launcher.meeting import Meeting
-from megalite.launcher.progress import Activity, now
+from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.rendezvous import Meeting
 from megalite.monitor.console import announce
 from megalite.parallel.mesh import Store, reach_store, serve_store
 from megalite.train.inputs import RunInputs, prepare_inputs

@@ -15,17 +15,11 @@ from types import FrameType, TracebackType
 from megalite.checkpoint.folder import find_latest, progress_of_saves
 from megalite.config.schema import RunConfig
 from megalite.errors import CheckpointError
-from megalite.launcher.detect import RankInfo
-from megalite.launcher.environment import meets_others
-from megalite.launcher.local import (
-    INTERRUPTED,
-    NOT_BEGUN,
-    SAME_PRESS_SECONDS,
-    STOPPED,
-    TERMINATED,
-    Terminated,
-)
+from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, SAME_PRESS_SECONDS, STOPPED, TERMINATED
+from megalite.launcher.local import Terminated
 from megalite.launcher.process import caught_signals
+from megalite.launcher.rank.detect import RankInfo
+from megalite.launcher.rank.environment import meets_others
 from megalite.monitor.console import announce
 
 # Ctrl-C first: a launcher may send both.

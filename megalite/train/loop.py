@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.errors import TrainingError
-from megalite.launcher.local import INTERRUPTED, STOPPED
+from megalite.launcher.exit_codes import INTERRUPTED, STOPPED
 from megalite.monitor.metrics import SaveMetrics, ValidationMetrics
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
 from megalite.train.interruption import NAMES, StopSignals

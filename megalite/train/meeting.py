@@ -3,13 +3,13 @@
 from megalite.config.flat import flat_settings
 from megalite.config.schema import RunConfig
 from megalite.errors import LaunchError, MegaliteError
-from megalite.launcher.detect import RankInfo
-from megalite.launcher.environment import prepare_process, variables
-from megalite.launcher.launched import RankEnd
-from megalite.launcher.meeting import AgentStore, Limits, Meeting, meet
-from megalite.launcher.placement import tensor_warning
-from megalite.launcher.progress import Activity, now
-from megalite.launcher.versions import software
+from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.rank_process import RankEnd
+from megalite.launcher.control.rendezvous import AgentStore, Limits, Meeting, meet
+from megalite.launcher.rank.detect import RankInfo
+from megalite.launcher.rank.environment import prepare_process, variables
+from megalite.launcher.rank.placement import tensor_warning
+from megalite.launcher.rank.versions import software
 from megalite.monitor.console import announce
 from megalite.train.start import meeting_line
 

@@ -22,11 +22,11 @@ from megalite.data.loader import StepLoader
 from megalite.data.stream_loader import StreamLoader
 from megalite.data.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError
-from megalite.launcher.detect import RankInfo
-from megalite.launcher.environment import bind_rank
-from megalite.launcher.local import INTERRUPTED
-from megalite.launcher.meeting import Meeting
-from megalite.launcher.progress import Activity, now
+from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.rendezvous import Meeting
+from megalite.launcher.exit_codes import INTERRUPTED
+from megalite.launcher.rank.detect import RankInfo
+from megalite.launcher.rank.environment import bind_rank
 from megalite.monitor.work import working
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect

@@ -22,7 +22,7 @@ from megalite.data.fingerprint import content_fingerprint
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile, bin_path
 from megalite.errors import CheckpointError
-from megalite.launcher.progress import Activity, now
+from megalite.launcher.control.progress import Activity, now
 from megalite.train.reference import reference_losses
 from megalite.train.resume_check import REFERENCE
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from megalite.config.schema import RunConfig
-from megalite.launcher.detect import RankInfo
+from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.jsonl import MetricsFile, read_metrics

@@ -23,12 +23,13 @@ from megalite.config.deepspeed.read import offload_devices
 from megalite.config.memory import memory_problems
 from megalite.config.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
-from megalite.launcher.detect import RankInfo, rank_info
-from megalite.launcher.environment import meets_others, prepare_process, watched_by_launcher, with_master
-from megalite.launcher.launched import RankEnd, run_rank
-from megalite.launcher.local import INTERRUPTED, NOT_BEGUN, STOPPED, TERMINATED, Terminated, run_local_ranks
-from megalite.launcher.member import JobEnded
-from megalite.launcher.started import how_to_start, ranks_started
+from megalite.launcher.control.member import JobEnded
+from megalite.launcher.control.rank_process import RankEnd, run_rank
+from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, STOPPED, TERMINATED
+from megalite.launcher.local import Terminated, run_local_ranks
+from megalite.launcher.rank.detect import RankInfo, rank_info
+from megalite.launcher.rank.environment import meets_others, prepare_process, watched_by_launcher, with_master
+from megalite.launcher.rank.rank_count import how_to_start, ranks_started
 from megalite.monitor.console import announce, complain
 from megalite.monitor.jsonl import read_metrics
 from megalite.train.callbacks import Callback

@@ -14,8 +14,8 @@ from megalite.checkpoint.save import write_draft
 from megalite.checkpoint.staging import Staging
 from megalite.config.deepspeed.read import offload_devices
 from megalite.config.schema import RunConfig
+from megalite.launcher.control.progress import Activity, now
 from megalite.launcher.process import available_memory_bytes
-from megalite.launcher.progress import Activity, now
 from megalite.monitor.metrics import SaveMetrics
 from megalite.train.state import StepReport
 from megalite.train.step import TrainStep

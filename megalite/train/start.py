@@ -13,8 +13,8 @@ from megalite.config.summary import (
     shape_line,
 )
 from megalite.data.stream_files import StreamFile
-from megalite.launcher.detect import RankInfo
-from megalite.launcher.environment import watched_by_launcher
+from megalite.launcher.rank.detect import RankInfo
+from megalite.launcher.rank.environment import watched_by_launcher
 from megalite.monitor.preparation import megabytes
 from megalite.version import __version__
 

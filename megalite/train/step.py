@@ -28,7 +28,7 @@ from megalite.data.prefetch import Prefetch
 from megalite.data.stream_loader import TrainingLoader
 from megalite.data.transfer import ArrivingBatch, BatchTransfer
 from megalite.errors import CheckpointError, TrainingError
-from megalite.launcher.progress import Activity, now
+from megalite.launcher.control.progress import Activity, now
 from megalite.model.kernels import KernelChoice
 from megalite.model.replica import Replica
 from megalite.model.stages import initialise

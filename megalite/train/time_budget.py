@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from megalite.config.duration import seconds_of
 from megalite.config.schema import RunConfig
-from megalite.launcher.allocation import time_left
-from megalite.launcher.environment import slurm_variables
+from megalite.launcher.rank.allocation import time_left
+from megalite.launcher.rank.environment import slurm_variables
 
 # The slowest of these steps counts: data and other jobs slow steps down now and then.
 _RECENT_STEPS = 20

@@ -12,7 +12,7 @@ import torch
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile
 from megalite.errors import DataError
-from megalite.launcher.progress import Activity, now
+from megalite.launcher.control.progress import Activity, now
 from megalite.monitor.metrics import ValidationMetrics
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from megalite.cli import main
-from megalite.launcher import machine
+from megalite.launcher import machine_report as machine
 
 
 def test_the_report_names_every_package_and_what_would_be_used(capsys):
@@ -58,7 +58,7 @@ def test_a_hostfile_is_checked_before_a_launch(tmp_path, monkeypatch, capsys):
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(
-        "megalite.launcher.preflight._connect", lambda *_: None
+        "megalite.launcher.hosts.preflight._connect", lambda *_: None
     )  # it listens on all interfaces
     hosts = tmp_path / "hosts"
     hosts.write_text("n0 slots=1\nn1 slots=1\n")

@@ -64,7 +64,7 @@ def test_a_dry_run_prints_the_plan_and_a_command_for_each_host(folder, capsys, m
         words = shlex.split(remote)
         assert words[:2] == ["cd", str(folder)] and "NCCL_DEBUG=INFO" in words
         assert words[words.index(sys.executable) :][:5] == [
-            *(sys.executable, "-m", "megalite.launcher.node"),
+            *(sys.executable, "-m", "megalite.launcher.hosts.node"),
             *("--first-rank", first),
         ]
         assert words[-5:] == ["--", "train", "run.toml", "--training.steps", "3"]

@@ -3,9 +3,9 @@
 import pytest
 
 from megalite.cli import doctor, launch, main
-from megalite.launcher.host_report import Finding, HostReport
-from megalite.launcher.preflight import Preflight
-from megalite.launcher.supervise import Result
+from megalite.launcher.hosts.host_report import Finding, HostReport
+from megalite.launcher.hosts.preflight import Preflight
+from megalite.launcher.hosts.supervise import Result
 from tests.cli.test_launch_cli import RUN
 
 LOST = Result(137, "rank 3 on n1 was killed by SIGKILL", 7)
@@ -38,7 +38,7 @@ def begin(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("SLURM_JOB_ID", "RANK"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("megalite.launcher.restarts._LONGEST_PAUSE_SECONDS", 0)
+    monkeypatch.setattr("megalite.launcher.hosts.restarts._LONGEST_PAUSE_SECONDS", 0)
 
     def run(attempts: Attempts, *options: str) -> int:
         monkeypatch.setattr(launch, "_attempt", attempts.start)

@@ -6,10 +6,10 @@ import pytest
 
 from megalite.cli.remaining_hosts import Restart, remaining_hosts
 from megalite.errors import LaunchError
-from megalite.launcher.host_report import Finding, HostReport
-from megalite.launcher.hostfile import Host
-from megalite.launcher.hosts import Hosts
-from megalite.launcher.preflight import Preflight
+from megalite.launcher.hosts.host_report import Finding, HostReport
+from megalite.launcher.hosts.hostfile import Host
+from megalite.launcher.hosts.job_hosts import Hosts
+from megalite.launcher.hosts.preflight import Preflight
 
 RUN = """
 [model]

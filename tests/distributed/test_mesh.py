@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.launcher.progress import now
+from megalite.launcher.control.progress import now
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import AXES, ROLES, Layout

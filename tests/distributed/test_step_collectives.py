@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalite.launcher.detect import RankInfo
+from megalite.launcher.rank.detect import RankInfo
 from megalite.train.callbacks import Callback
 from megalite.train.loop import StopConditions, TrainingLoop
 from megalite.train.report import RunReporter

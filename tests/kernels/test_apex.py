@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.launcher.environment import without_apex
+from megalite.launcher.rank.environment import without_apex
 from megalite.ops import apex, trust
 from megalite.ops.adamw import AdamWRule, AdamWTensors
 from megalite.ops.choice import Operators

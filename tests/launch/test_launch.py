@@ -48,9 +48,9 @@ if sys.argv[1] != "train" or os.environ["TOY"].startswith("alone"):
 
     sys.modules["megalite.train.rank"] = types.SimpleNamespace(train_rank=train_rank)
     sys.exit(main())
-from megalite.launcher.detect import rank_info
-from megalite.launcher.member import Member
-from megalite.launcher.messages import Hello
+from megalite.launcher.rank.detect import rank_info
+from megalite.launcher.control.member import Member
+from megalite.launcher.control.messages import Hello
 info, toy, place = rank_info(), os.environ["TOY"], Path(os.environ["TOY_FOLDER"])
 if toy == "exits early" and info.rank == 3:
     sys.exit(7)

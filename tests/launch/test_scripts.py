@@ -29,7 +29,7 @@ LAUNCH = ROOT / "launch"
 SPEAKING_MAIN = """
 import json, os, sys
 from dataclasses import asdict
-from megalite.launcher.detect import rank_info
+from megalite.launcher.rank.detect import rank_info
 line = json.dumps({"arguments": sys.argv[1:], "rank": asdict(rank_info())})
 os.write(1, (line + "\\n").encode())
 sys.exit(int(os.environ.get("EXIT_CODE", "0")))

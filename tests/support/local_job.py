@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megalite.errors import DataError, MegaliteError
-from megalite.launcher.detect import RankInfo, rank_info
-from megalite.launcher.launched import RankEnd, run_rank
+from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.rank_process import RankEnd, run_rank
 from megalite.launcher.local import run_local_ranks
-from megalite.launcher.progress import Activity, now
+from megalite.launcher.rank.detect import RankInfo, rank_info
 from megalite.topology.axes import Layout
 
 FAILING = 3

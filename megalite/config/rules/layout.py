@@ -5,7 +5,7 @@ from math import isqrt
 
 from megalite.config.facts import Facts
 from megalite.errors import Problem
-from megalite.launcher.started import how_to_start, ranks_started
+from megalite.launcher.rank.rank_count import how_to_start, ranks_started
 from megalite.topology.sharding import heads_fit
 
 

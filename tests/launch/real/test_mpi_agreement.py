@@ -13,9 +13,9 @@ pytestmark = pytest.mark.extended
 RANK = """
 import os, sys, time
 from megalite.errors import LaunchError
-from megalite.launcher.address import route_to_master
-from megalite.launcher.detect import rank_info
-from megalite.launcher.mpi import master_over_mpi
+from megalite.launcher.rank.address import route_to_master
+from megalite.launcher.rank.detect import rank_info
+from megalite.launcher.rank.mpi import master_over_mpi
 info = rank_info()
 try:
     found = master_over_mpi(info, os.environ, seconds=60)

@@ -9,10 +9,10 @@ import pytest
 from megalite.config.load import load_run
 from megalite.data.ensure import RunData
 from megalite.data.stream_files import StreamFile
-from megalite.launcher.coordinator import Coordinator
-from megalite.launcher.meeting import Meeting
-from megalite.launcher.member import JobEnded, Member
-from megalite.launcher.messages import Hello
+from megalite.launcher.control.coordinator import Coordinator
+from megalite.launcher.control.member import JobEnded, Member
+from megalite.launcher.control.messages import Hello
+from megalite.launcher.control.rendezvous import Meeting
 from megalite.train import agreement
 from megalite.train.agreement import agreed_inputs
 from megalite.train.inputs import RunInputs

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from megalite.errors import DataError, TrainingError
-from megalite.launcher.failures import FailureFolder
+from megalite.launcher.control.failures import FailureFolder
 from megalite.topology.axes import Layout
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
 

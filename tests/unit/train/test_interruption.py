@@ -14,8 +14,8 @@ import pytest
 from megalite.config.load import load_run
 from megalite.config.schema import RunConfig
 from megalite.errors import CheckpointError
-from megalite.launcher.detect import RankInfo
 from megalite.launcher.local import Terminated
+from megalite.launcher.rank.detect import RankInfo
 from megalite.train import interruption
 from megalite.train.interruption import (
     StopSignals,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megalite.config.load import load_run
-from megalite.launcher.detect import RankInfo
+from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.memory import MemoryUse
 from megalite.monitor.metrics import is_own_metric

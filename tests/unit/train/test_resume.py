@@ -15,7 +15,7 @@ from megalite.checkpoint.regions import full_slice
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile
 from megalite.errors import CheckpointError
-from megalite.launcher.progress import Activity, now
+from megalite.launcher.control.progress import Activity, now
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.step import TrainStep
 from tests.support.checkpoint_pairs import COMMON, save

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalite.config.load import load_run
-from megalite.launcher.allocation import TimeLeft
+from megalite.launcher.rank.allocation import TimeLeft
 from megalite.train import time_budget as module
 from megalite.train.time_budget import MARGIN_SECONDS, Deadline, TimeBudget, time_budget
 from tests.unit.config.runs import changed, write_run

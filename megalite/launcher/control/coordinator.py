@@ -1,0 +1,459 @@
+"""The service that all ranks of a job are connected to: who is here, what they agree on, who failed first.
+
+It runs in a thread of rank 0, or in the process of `megalite launch`. It uses no torch, so that a rank can reach it
+before torch is imported.
+"""
+
+import hmac
+import math
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+from megalite.launcher.control.connection import host_answers, raise_file_limit, watch_link, why_lost
+from megalite.launcher.control.failures import FailureReport
+from megalite.launcher.control.messages import (
+    Hello,
+    LineReader,
+    MessageError,
+    Verdict,
+    counted_ranks,
+    differences,
+    encode,
+)
+from megalite.launcher.control.verdicts import of_lost, report_from, verdict_of
+from megalite.topology.axes import Layout
+
+WAITING_SECONDS = 10.0
+"""The time between two lines about missing ranks."""
+_HELLO_SECONDS = 10.0  # a connection that says nothing for so long is closed
+_PRIMARY_SECONDS, _SECONDARY_SECONDS = 0.3, 2.0
+"""The time to wait for earlier causes after a failure, and after the loss of a peer, which has another cause."""
+_LATE_SECONDS = 2.0  # in which ranks that were not there yet are told the verdict
+_UNSENT_BYTES = 2**24  # a rank that does not read for so long is lost
+
+
+@dataclass
+class RankState:
+    """The last news of a rank.
+
+    heard: the time of its last message (time.time()). left, exit_code: it ended in good order. silent: the user was
+    told that it says nothing.
+    """
+
+    host: str
+    pid: int
+    heard: float
+    step: int | None = None
+    activity: str = ""
+    left: bool = False
+    exit_code: int | None = None
+    silent: bool = False
+
+
+@dataclass(eq=False)
+class _Connection:
+    socket: socket.socket
+    peer: str
+    since: float
+    reader: LineReader = field(default_factory=LineReader)
+    unsent: bytes = b""
+    rank: int = -1
+    closing: bool = False
+
+
+class Coordinator:
+    """Collects the ranks of one job, compares their facts, passes values on, and decides the first cause of a failure.
+
+    listener: a listening socket, which the coordinator closes. job, nonce: a rank with others is refused. say: called
+    with the lines for the user, in the thread that serves. layout: None: unknown, so ranks are named by their numbers.
+    hosts: the host on which each rank is to run, if known.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        world_size: int,
+        *,
+        say: Callable[[str], None],
+        job: str = "",
+        nonce: str = "",
+        rendezvous_seconds: float = 300.0,
+        heartbeat_seconds: float = 30.0,
+        layout: Layout | None = None,
+        hosts: Sequence[str] = (),
+    ):
+        self.world_size, self.ranks = world_size, dict[int, RankState]()
+        self.verdict: Verdict | None = None
+        self._listener, self._say, self._job, self._nonce = listener, say, job, nonce
+        self._rendezvous_seconds, self._heartbeat_seconds = rendezvous_seconds, heartbeat_seconds
+        self._layout, self._hosts = layout, hosts
+        self._connections: list[_Connection] = []
+        self._facts: dict[str, dict[int, Mapping[str, str]]] = {}
+        self._values: dict[str, Any] = {}
+        self._reports: list[FailureReport] = []
+        self._decide_at: float | None = None
+        self._ended = math.inf
+        self._thread: threading.Thread | None = None
+        self._stopped = False
+        # Appending to a deque is safe in a signal handler; a queue's lock is not.
+        self._calls = deque[Callable[[], None]]()
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        raise_file_limit(world_size + 100)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The address and port that ranks connect to."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    @property
+    def complete(self) -> bool:
+        """Whether every rank has come."""
+        return len(self.ranks) == self.world_size
+
+    @property
+    def over(self) -> bool:
+        """Whether no rank is connected any more, after all left or a verdict was told, also to late ranks."""
+        connected = any(each.rank >= 0 for each in self._connections)
+        left = self.complete and all(state.left for state in self.ranks.values())
+        told = self.complete or time.monotonic() - self._ended > _LATE_SECONDS
+        return not connected and (left or (self.verdict is not None and told))
+
+    @property
+    def only_lost(self) -> bool:
+        """Whether ranks vanished, and no rank has told a failure."""
+        return bool(self._reports) and all(report.lost for report in self._reports)
+
+    def start(self) -> None:
+        """Serve in a daemon thread."""
+        self._thread = threading.Thread(target=self.serve, name="coordinator", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Make `serve` return soon; may be called from any thread and from a signal handler."""
+        self._stopped = True
+        self._wake()
+
+    def join(self, seconds: float) -> bool:
+        """Wait until every rank has left or was told the verdict; False after `seconds`."""
+        if self._thread is None:
+            return self.over
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def serve(self) -> Verdict | None:
+        """Serve until every rank has left or was told the verdict; return the verdict, None without a failure."""
+        self._began = self._told = time.monotonic()
+        self._listener.setblocking(False)
+        for each in (self._wake_receiver, self._wake_sender):
+            each.setblocking(False)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        try:
+            while not self.over and not self._stopped:
+                for key, events in self._selector.select(self._pause()):
+                    if key.fileobj is self._listener:
+                        self._accept()
+                    elif key.fileobj is self._wake_receiver:
+                        self._wake_receiver.recv(4096)
+                    elif key.data is not None:
+                        self._serve_connection(key.data, events)
+                while self._calls:
+                    self._calls.popleft()()
+                self._watch_time()
+        finally:
+            self._close()
+        return self.verdict
+
+    def fail(self, report: FailureReport) -> None:
+        """Add the report of a failed rank, from any thread; the verdict follows soon, with the earliest cause."""
+        self._call(partial(self._fail, report))
+
+    def end(self, verdict: Verdict) -> None:
+        """Tell every rank a verdict, from any thread; the first one counts."""
+        self._call(partial(self._end, verdict))
+
+    def signal(self, number: int) -> None:
+        """Have every rank send itself a signal, one of PASSED_ON; from any thread, and from a signal handler."""
+        self._call(partial(self._broadcast, "signal", number=int(number)))
+
+    def _call(self, call: Callable[[], None]) -> None:
+        """Have the thread that serves make a call."""
+        self._calls.append(call)
+        self._wake()
+
+    def _wake(self) -> None:
+        with suppress(OSError):
+            self._wake_sender.send(b".")
+
+    def _fail(self, report: FailureReport) -> None:
+        self._reports.append(report)
+        delay = _SECONDARY_SECONDS if report.secondary else _PRIMARY_SECONDS
+        at = time.monotonic() + delay
+        self._decide_at = at if self._decide_at is None else min(self._decide_at, at)
+
+    def _end(self, verdict: Verdict) -> None:
+        if self.verdict is not None:
+            return
+        self.verdict, self._ended = verdict, time.monotonic()
+        self._broadcast("verdict", **asdict(verdict))
+
+    def _pause(self) -> float:
+        if self.verdict is not None:
+            return _LATE_SECONDS / 4
+        if self._decide_at is not None:
+            return max(0.0, min(1.0, self._decide_at - time.monotonic()))
+        return 1.0
+
+    def _watch_time(self) -> None:
+        now = time.monotonic()
+        for each in list(self._connections):
+            if each.rank < 0 and now - each.since > _HELLO_SECONDS:
+                self._drop(each)
+        if self.verdict is not None:
+            return
+        if self._decide_at is not None and now >= self._decide_at:
+            self._end(verdict_of(self._reports, self.world_size))
+        elif not self.complete:
+            self._watch_arrivals(now)
+        else:
+            self._watch_silence()
+
+    def _watch_arrivals(self, now: float) -> None:
+        missing = self.missing()
+        if now - self._began > self._rendezvous_seconds:
+            text = (
+                f"{missing} did not arrive within {self._rendezvous_seconds:g} s (launch.rendezvous_seconds); "
+                f"{self._here()}; look at the output of the missing ranks, and whether their hosts reach this one"
+            )
+            self._end(Verdict(text, 1))
+        elif now - self._told >= WAITING_SECONDS:
+            self._told = now
+            self._say(f"waiting for {missing} ({now - self._began:.0f} s); {self._here()}")
+
+    def missing(self) -> str:
+        """Return the ranks that have not come, with their hosts where these are known: "ranks 2-3 on host n1"."""
+        missing = [rank for rank in range(self.world_size) if rank not in self.ranks]
+        names = list(dict.fromkeys(self._hosts[rank] for rank in missing)) if self._hosts else []
+        hosts = f" on {'host' if len(names) == 1 else 'hosts'} {', '.join(names)}" if names else ""
+        return counted_ranks(missing) + hosts
+
+    def _here(self) -> str:
+        ranks_of: dict[str, list[int]] = {}
+        for rank, state in self.ranks.items():
+            ranks_of.setdefault(state.host, []).append(rank)
+        here = ", ".join(f"{counted_ranks(ranks)} on {host}" for host, ranks in sorted(ranks_of.items()))
+        return f"here: {here}" if here else "no rank is here yet"
+
+    def _watch_silence(self) -> None:
+        for rank, state in self.ranks.items():
+            silence = time.time() - state.heard
+            if state.left or state.silent or silence <= self._heartbeat_seconds:
+                continue
+            connection = next((each for each in self._connections if each.rank == rank), None)
+            if connection is None:
+                continue
+            answers = host_answers(connection.socket, self._heartbeat_seconds)
+            if answers is False:
+                continue  # the kernel ends the connection soon, and the rank is lost
+            checked = ", though its host answers" if answers else ""
+            state.silent = True
+            self._say(
+                f"{self._name(rank)} on {state.host} has been silent for {silence:.0f} s{checked}: the process is "
+                f"stopped, or busy outside of Python{'' if answers else ', or its host is gone'}"
+            )
+
+    def _accept(self) -> None:
+        try:
+            accepted, peer = self._listener.accept()
+        except OSError:
+            return
+        accepted.setblocking(False)
+        watch_link(accepted, self._heartbeat_seconds)
+        connection = _Connection(accepted, str(peer[0]), time.monotonic())
+        self._connections.append(connection)
+        self._selector.register(accepted, selectors.EVENT_READ, connection)
+
+    def _serve_connection(self, connection: _Connection, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._flush(connection)
+        if not events & selectors.EVENT_READ or connection not in self._connections:
+            return
+        try:
+            received = connection.socket.recv(2**16)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(connection, why_lost(error))
+            return
+        if not received:
+            self._lose(connection, why_lost())
+            return
+        try:
+            for message in connection.reader.feed(received):
+                self._take(connection, message)
+                if connection not in self._connections:
+                    return
+        except MessageError as error:
+            self._lose(connection, f"it sent something that no rank sends: {error}")
+
+    def _take(self, connection: _Connection, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if connection.rank < 0:
+            if kind != "hello":
+                raise MessageError("the first message is not hello")
+            self._welcome(connection, message)
+            return
+        state = self.ranks.get(connection.rank)
+        if state is None:
+            return  # it came after the verdict
+        state.heard, state.silent = time.time(), False
+        if kind == "alive":
+            state.step, state.activity = message["step"], message["activity"]
+        elif kind == "facts":
+            self._compare(connection.rank, message)
+        elif kind == "announce":
+            self._publish(message["name"], message["value"])
+        elif kind == "failed":
+            self._fail(report_from(message))
+        elif kind == "stop":
+            self._end(Verdict(message["text"], message["exit_code"], connection.rank, state.host))
+        elif kind == "leave":
+            state.left, state.exit_code = True, message["exit_code"]
+        else:
+            raise MessageError(f"{kind} is not a message of a rank")
+
+    def _welcome(self, connection: _Connection, message: dict[str, Any]) -> None:
+        hello = Hello(**{name: message[name] for name in Hello.__dataclass_fields__})
+        refusal, final = self._refusal(hello)
+        if refusal:
+            self._send(connection, encode("refused", reason=refusal, final=final))
+            connection.closing = True
+            self._flush(connection)
+            return
+        connection.rank = hello.rank
+        if self.verdict is not None:
+            self._send(connection, encode("joined", address=connection.socket.getsockname()[0]))
+            self._send(connection, encode("verdict", **asdict(self.verdict)))
+            return
+        self.ranks[hello.rank] = RankState(hello.host, hello.pid, time.time())
+        self._send(connection, encode("joined", address=connection.socket.getsockname()[0]))
+        for name, value in self._values.items():
+            self._send(connection, encode("value", name=name, value=value))
+        if self.complete:
+            self._publish("hosts", [self.ranks[rank].host for rank in range(self.world_size)])
+
+    def _refusal(self, hello: Hello) -> tuple[str, bool]:
+        """Return why a rank is refused, or "", and whether another attempt of the same process is in vain."""
+        same = hmac.compare_digest(hello.nonce.encode(), self._nonce.encode()) and hello.job == self._job
+        if not same:
+            return "another job is at work there", False
+        if hello.world_size != self.world_size:
+            return f"the job there has {self.world_size} ranks, this one has {hello.world_size}", False
+        if not 0 <= hello.rank < self.world_size:
+            return f"rank {hello.rank} is not a rank of a job with {self.world_size} ranks", True
+        first = self.ranks.get(hello.rank)
+        if first is None:
+            return "", False
+        if self.complete:
+            return "all ranks of the job there are present", False
+        text = (
+            f"rank {hello.rank} was started twice: pid {first.pid} on {first.host} and pid {hello.pid} on "
+            f"{hello.host}; each process needs a rank of its own (RANK), and each job a port of its own (MASTER_PORT)"
+        )
+        self._say(text)
+        return text, True
+
+    def _compare(self, rank: int, message: dict[str, Any]) -> None:
+        """Note the facts of a rank; once all ranks have told theirs, pass on that they agree, or end the job."""
+        name = message["name"]
+        told = self._facts.setdefault(name, {})
+        told[rank] = message["facts"]
+        if len(told) < self.world_size:
+            return
+        lines = differences(told, {rank: state.host for rank, state in self.ranks.items()})
+        if lines:
+            self._end(Verdict("\n  ".join([message["about"], *lines]), 2))
+        else:
+            self._publish(name, None)
+
+    def _publish(self, name: str, value: Any) -> None:
+        """Give a value to the ranks that are here, and to those that come later."""
+        self._values[name] = value
+        self._broadcast("value", name=name, value=value)
+
+    def _lose(self, connection: _Connection, reason: str) -> None:
+        """Close a connection; a rank that has not left is lost."""
+        self._drop(connection)
+        state = self.ranks.get(connection.rank)
+        known = {report.rank for report in self._reports}
+        if state is None or state.left or self.verdict is not None or connection.rank in known:
+            return
+        self._fail(
+            of_lost(
+                connection.rank,
+                self._layout,
+                host=state.host,
+                pid=state.pid,
+                job=self._job,
+                step=state.step,
+                activity=state.activity,
+                reason=reason,
+                heard=state.heard,
+            )
+        )
+
+    def _name(self, rank: int) -> str:
+        return self._layout.describe(rank) if self._layout is not None else f"rank {rank}"
+
+    def _broadcast(self, kind: str, **fields: Any) -> None:
+        line = encode(kind, **fields)
+        # Rank 0 last: its process may hold this thread and ends when it knows.
+        for each in sorted(self._connections, key=lambda connection: -connection.rank):
+            if each.rank >= 0:
+                self._send(each, line)
+
+    def _send(self, connection: _Connection, line: bytes) -> None:
+        if connection in self._connections:
+            connection.unsent += line
+            self._flush(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            while connection.unsent:
+                sent = connection.socket.send(connection.unsent)
+                connection.unsent = connection.unsent[sent:]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lose(connection, why_lost(error))
+            return
+        if len(connection.unsent) > _UNSENT_BYTES:
+            self._lose(connection, "it does not read what it is sent: stopped, or busy outside of Python")
+        elif connection.closing and not connection.unsent:
+            self._drop(connection)
+        else:
+            writing = selectors.EVENT_WRITE if connection.unsent else 0
+            self._selector.modify(connection.socket, selectors.EVENT_READ | writing, connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+
+    def _close(self) -> None:
+        for each in list(self._connections):
+            self._drop(each)
+        self._selector.close()
+        for each_socket in (self._listener, self._wake_receiver, self._wake_sender):
+            each_socket.close()

@@ -1,0 +1,147 @@
+"""Places ranks on cores, by NUMA node, and says where the layout's tensor-parallel ranks are on different hosts."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from math import gcd
+from pathlib import Path
+from typing import Literal
+
+from megalite.launcher.process import available_cores
+from megalite.launcher.rank.detect import RankInfo
+from megalite.topology.axes import Layout
+
+_SYSTEM, _GPUS = Path("/sys/devices/system"), Path("/proc/driver/nvidia/gpus")
+
+
+def bind_cores(
+    info: RankInfo,
+    environ: Mapping[str, str],
+    wanted: bool | Literal["auto"] = "auto",
+    system: Path = _SYSTEM,
+    gpus: Path = _GPUS,
+) -> tuple[int, ...]:
+    """Bind this process, and the threads that it starts from now on, to its rank's cores; return them, or nothing.
+
+    "auto" binds on machines with several NUMA nodes or with GPUs: elsewhere all cores are as near, and the kernel
+    places threads better. Nothing is bound if a launcher has bound the ranks, if they outnumber the cores, or if
+    the cores cannot be known.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    bound = len(allowed) < (os.cpu_count() or 1) or available_cores() < len(allowed)
+    if wanted is False or bound or info.local_world_size > len(allowed):
+        return ()
+    nodes = numa_nodes(system)
+    near = nodes_of_gpus(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
+    if not nodes or (wanted == "auto" and len(nodes) == 1 and not near):
+        return ()
+    cores = cores_of_rank(info.local_rank, info.local_world_size, nodes, near)
+    if cores:
+        os.sched_setaffinity(0, cores)
+    return cores
+
+
+def cores_of_rank(
+    local_rank: int, ranks: int, nodes: Mapping[int, Sequence[int]], near: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Return the cores of one of a host's ranks: disjoint from the others', on one NUMA node or on whole nodes.
+
+    nodes: NUMA node -> its cores. near: the NUMA node of each rank's GPU, empty without GPUs. Returns nothing where
+    a rank would have no core of its own.
+    """
+    numbers = sorted(nodes)
+    if len(near) >= ranks and set(near[:ranks]) <= set(numbers):
+        homes = list(near[:ranks])
+    elif ranks < len(numbers):
+        own = numbers[local_rank * len(numbers) // ranks : (local_rank + 1) * len(numbers) // ranks]
+        return tuple(core for number in own for core in nodes[number])
+    else:
+        homes = [numbers[rank * len(numbers) // ranks] for rank in range(ranks)]
+    if any(count > len(nodes[home]) for home, count in Counter(homes).items()):
+        return ()
+    home = homes[local_rank]
+    sharing, place, cores = homes.count(home), homes[:local_rank].count(home), nodes[home]
+    return tuple(cores[place * len(cores) // sharing : (place + 1) * len(cores) // sharing])
+
+
+def numa_nodes(system: Path = _SYSTEM) -> dict[int, list[int]]:
+    """Return NUMA node -> its cores, hardware threads of a core side by side; empty if the kernel does not say."""
+    found = {}
+    for folder in (system / "node").glob("node[0-9]*"):
+        try:
+            cores = _numbers((folder / "cpulist").read_text())
+            # The first of a core's hardware threads, then the thread itself.
+            order = sorted(((_siblings(system / "cpu" / f"cpu{core}") or [core])[0], core) for core in cores)
+        except (OSError, ValueError):
+            return {}
+        if order:
+            found[int(folder.name.removeprefix("node"))] = [core for _, core in order]
+    return found
+
+
+def nodes_of_gpus(gpus: Path = _GPUS, visible: str | None = None) -> list[int]:
+    """Return the NUMA node of each visible GPU in CUDA's order; empty if there is none, or any is unknown."""
+    devices = Path("/sys/bus/pci/devices")
+    try:
+        nodes = [int((devices / each.name / "numa_node").read_text()) for each in sorted(gpus.iterdir())]
+    except (OSError, ValueError):
+        return []
+    if visible is not None:
+        chosen = [each.strip() for each in visible.split(",")]
+        if not all(each.isdecimal() and int(each) < len(nodes) for each in chosen):
+            return []
+        nodes = [nodes[int(each)] for each in chosen]
+    return nodes if min(nodes, default=-1) >= 0 else []
+
+
+def _siblings(core: Path) -> list[int]:
+    try:
+        return _numbers((core / "topology" / "thread_siblings_list").read_text())
+    except OSError:
+        return []
+
+
+def _numbers(ranges: str) -> list[int]:
+    """Expand the kernel's "0-3,8" to 0, 1, 2, 3, 8."""
+    numbers: list[int] = []
+    for item in filter(None, ranges.strip().split(",")):
+        first, _, last = item.partition("-")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
+
+
+def tensor_groups_across_hosts(layout: Layout, hosts: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the groups of tensor-parallel ranks that are not all on one host. hosts: the host of each rank."""
+    return [group for group in layout.groups("tp") if len({hosts[rank] for rank in group}) > 1]
+
+
+def tensor_warning(layout: Layout, hosts: Sequence[str]) -> str:
+    """Return a warning, with its remedy, if tensor-parallel ranks are on different hosts; empty if none are."""
+    apart = tensor_groups_across_hosts(layout, hosts)
+    if not apart:
+        return ""
+    first = apart[0]
+    places = _listed(f"{rank} on {hosts[rank]}" for rank in first)
+    count = f"{len(apart)} of {layout.world_size // layout.tensor} tensor-parallel groups"
+    text = f"{count} span hosts (ranks {places}), so that every layer waits for the network; "
+    names = list(dict.fromkeys(hosts))
+    in_order = [name for name in names for host in hosts if host == name]
+    if not tensor_groups_across_hosts(layout, in_order):
+        runs = sum(1 for _ in groupby(hosts))
+        assert runs > len(names)
+        return text + (
+            "give neighbouring ranks to the same host (Open MPI: --map-by slot, srun: --distribution=block, MPICH: "
+            "HOST:SLOTS lines in the host file)"
+        )
+    fitting = gcd(layout.tensor, *Counter(hosts).values())
+    if fitting == 1:
+        return text + f"start a multiple of {layout.tensor} ranks on each host"
+    return (
+        text + f"use parallel.tensor = {fitting}, or start a multiple of {layout.tensor} ranks on each host"
+    )
+
+
+def _listed(items: Iterable[str], most: int = 4) -> str:
+    words = list(items)
+    return ", ".join(words[:most]) + (" ..." if len(words) > most else "")

@@ -1,0 +1,507 @@
+"""Ranks that meet, agree, wait, fail and leave: a coordinator and its members in one process, on the loopback."""
+
+import errno
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict
+
+import pytest
+
+from megalite.launcher.control import coordinator, member
+from megalite.launcher.control.connection import host_answers, why_lost
+from megalite.launcher.control.coordinator import Coordinator, RankState
+from megalite.launcher.control.failures import FailureReport
+from megalite.launcher.control.member import JobEnded, Member, NotJoined
+from megalite.launcher.control.messages import (
+    LINE_BYTES,
+    Hello,
+    LineReader,
+    MessageError,
+    Verdict,
+    decode,
+    encode,
+)
+from megalite.launcher.control.verdicts import report_from
+from megalite.topology.axes import Layout
+
+SECONDS = 10.0
+
+
+class Job:
+    """A coordinator, and the members that joined it."""
+
+    def __init__(self, ranks: int, **settings):
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.said: list[str] = []
+        layout = Layout(tensor=1, pipeline=1, data=ranks)
+        self.coordinator = Coordinator(listener, ranks, say=self.said.append, layout=layout, **settings)
+        self.address = self.coordinator.address
+        self.members: list[Member] = []
+        self.coordinator.start()
+
+    def join(self, rank: int, *, host: str = "", pid: int = 0, seconds: float = 5.0, **settings) -> Member:
+        hello = Hello(
+            rank=rank,
+            world_size=settings.pop("world_size", self.coordinator.world_size),
+            host=host or f"n{rank // 2}",
+            pid=pid or 1000 + rank,
+            job=settings.pop("job", ""),
+        )
+        nonce = settings.pop("nonce", "")
+        self.members.append(Member.join(lambda: (*self.address, nonce), hello, seconds=seconds, **settings))
+        return self.members[-1]
+
+    def join_all(self, **settings) -> list[Member]:
+        return [self.join(rank, **settings) for rank in range(self.coordinator.world_size)]
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def start_job(ranks: int, **settings) -> Job:
+        jobs.append(Job(ranks, **settings))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        for each in job.members:
+            each.leave()
+        job.coordinator.stop()
+        assert job.coordinator.join(SECONDS)
+
+
+def together(*calls: Callable[[], object]) -> list[object]:
+    """Run the calls at the same time; return their results, or the errors that they raised."""
+    results: list[object] = [None] * len(calls)
+
+    def run(place: int, call: Callable[[], object]) -> None:
+        try:
+            results[place] = call()
+        except Exception as error:
+            results[place] = error
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(calls)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    return results
+
+
+def eventually(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def break_off(each: Member) -> None:
+    """End a member's connection as the death of its process does."""
+    each._left = True
+    each._socket.shutdown(socket.SHUT_RDWR)
+
+
+def report(rank: int, **fields) -> FailureReport:
+    given = {
+        "coordinates": {},
+        "node": "n0",
+        "pid": 1,
+        "job": "",
+        "time": time.time(),
+        "exception": "ValueError",
+    }
+    return FailureReport(rank=rank, **{**given, "message": "the moon", **fields})
+
+
+def test_ranks_agree_wait_for_a_value_and_leave(start):
+    job = start(4)
+    members = job.join_all()
+    facts = {"config: run.seed": "1"}
+    together(*(lambda each=each: each.agree("start", facts, "the same") for each in members))
+    waiting = threading.Thread(target=lambda: seen.append(members[3].wait("store")))
+    seen: list[object] = []
+    waiting.start()
+    members[0].announce("store", ["10.0.0.1", 5000])
+    waiting.join(SECONDS)
+    assert seen == [["10.0.0.1", 5000]]
+    for each in members:
+        each.leave()
+    assert job.coordinator.join(SECONDS)
+    assert job.coordinator.verdict is None
+    assert not job.said
+
+
+def test_differing_facts_end_the_job_with_each_value_and_its_hosts(start):
+    job = start(4)
+    members = job.join_all()
+    facts = [
+        {"optimizer.learning_rate": "0.003" if rank > 1 else "0.001", "run.seed": "1"} for rank in range(4)
+    ]
+    ended = together(
+        *(
+            lambda each=each, fact=fact: each.agree("start", fact, "copy the run file")
+            for each, fact in zip(members, facts, strict=True)
+        )
+    )
+    text = "copy the run file\n  optimizer.learning_rate: 0.001 on n0 (ranks 0-1), 0.003 on n1 (ranks 2-3)"
+    assert [str(each) for each in ended] == [text] * 4
+    assert all(isinstance(each, JobEnded) and each.exit_code == 2 for each in ended)
+
+
+def test_a_rank_without_facts_has_no_part_in_a_comparison(start):
+    members = start(2).join_all()
+    results = together(
+        lambda: members[0].agree("files", {"train.bin": "7 bytes"}, ""),
+        lambda: members[1].agree("files", {}, ""),
+    )
+    assert results == [None, None]
+
+
+def test_missing_ranks_are_named_and_waited_for_within_bounds(start, monkeypatch):
+    monkeypatch.setattr(coordinator, "WAITING_SECONDS", 0.05)
+    job = start(4, rendezvous_seconds=0.4, hosts=["n0", "n0", "n1", "n1"])
+    job.coordinator._pause = lambda: 0.02
+    first = job.join(0)
+    with pytest.raises(
+        JobEnded, match=r"ranks 1-3 on hosts n0, n1 did not arrive within 0\.4 s \(launch\.rend"
+    ):
+        first.wait("store")
+    assert any("waiting for ranks 1-3 on hosts n0, n1 (0 s); here: rank 0 on n0" in line for line in job.said)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"nonce": "of another start"}, "another job is at work there"),
+        ({"job": "1234.1"}, "another job is at work there"),
+        ({"world_size": 8}, "the job there has 2 ranks, this one has 8"),
+    ],
+)
+def test_a_rank_of_another_job_is_refused_and_disturbs_nobody(start, settings, reason):
+    job = start(2, nonce="fresh", job="1234.0")
+    with pytest.raises(NotJoined, match=f"rank 1 on n0 did not reach .* within 0 s .*{reason}"):
+        job.join(1, seconds=0, **{"nonce": "fresh", "job": "1234.0", **settings})
+    members = job.join_all(nonce="fresh", job="1234.0")
+    assert (
+        together(*(lambda each=each: each.agree("start", {"a": "1"}, "") for each in members)) == [None] * 2
+    )
+
+
+def test_a_rank_that_is_started_twice_names_both_processes(start):
+    job = start(2)
+    job.join(0, host="n0", pid=11)
+    with pytest.raises(NotJoined, match="rank 0 was started twice: pid 11 on n0 and pid 22 on n1"):
+        job.join(0, host="n1", pid=22)
+    assert any("pid 11 on n0 and pid 22 on n1" in line for line in job.said)
+
+
+def test_a_late_process_is_refused_once_all_ranks_are_present(start):
+    job = start(2)
+    job.join_all()
+    with pytest.raises(NotJoined, match="all ranks of the job there are present"):
+        job.join(1, seconds=0)
+
+
+NOISE = {
+    "http": b"GET / HTTP/1.1\r\n\r\n",
+    "no hello": encode("leave"),
+    "a field is missing": b'{"kind": "hello", "rank": 1}\n',
+    "true for a number": encode("hello", job="", nonce="", rank=True, world_size=2, host="", pid=1),
+    "deep": b"[" * 100_000 + b"\n",
+    "long": b" " * (LINE_BYTES + 2),
+    "not utf-8": b"\xff\xfe\n",
+}
+
+
+@pytest.mark.parametrize("noise", NOISE.values(), ids=NOISE)
+def test_noise_closes_its_own_connection_only(start, noise):
+    job = start(2)
+    members = job.join_all()
+    with socket.create_connection(job.address, timeout=SECONDS) as stranger:
+        stranger.sendall(noise)
+        # A close with unread bytes resets the connection.
+        with suppress(ConnectionResetError):
+            assert stranger.recv(100) == b""
+    assert (
+        together(*(lambda each=each: each.agree("start", {"a": "1"}, "") for each in members)) == [None] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"1",
+        b"{}",
+        b'{"kind": 1}',
+        b'{"kind": "facts", "name": "a", "about": "", "facts": {"a": 1}}',
+        b"[" * 9999,
+    ],
+)
+def test_a_malformed_line_is_a_message_error(line):
+    with pytest.raises(MessageError):
+        decode(line)
+
+
+def test_lines_are_put_together_from_pieces():
+    line, reader = encode("announce", name="store", value={"a": [1, None]}), LineReader()
+    pieces = [reader.feed(line[place : place + 1]) for place in range(len(line))]
+    assert [each for piece in pieces for each in piece] == [
+        {"kind": "announce", "name": "store", "value": {"a": [1, None]}}
+    ]
+
+
+def test_a_rank_that_vanishes_ends_the_others_with_its_last_step(start):
+    job, ended = start(4), list[Verdict]()
+    members = [
+        job.join(rank, ended=ended.append, progress=lambda: {"step": 12, "activity": "saving"})
+        for rank in range(4)
+    ]
+    eventually(lambda: all(state.step == 12 for state in job.coordinator.ranks.values()))
+    began = time.monotonic()
+    break_off(members[3])
+    eventually(lambda: len(ended) == 3)
+    assert time.monotonic() - began < 2
+    [verdict] = set(ended)
+    assert (verdict.rank, verdict.host) == (3, "n1")
+    assert verdict.text == (
+        "rank 3 (pp 0, dp 3, tp 0) on n1: vanished (pid 1003): killed, out of memory, or its host is gone\n"
+        "  last seen after step 12: saving\n  3 other ranks stopped because of it"
+    )
+
+
+def test_the_first_cause_is_told_although_its_consequence_is_reported_before(start):
+    job, ended = start(3), list[Verdict]()
+    members = [job.join(rank, ended=ended.append) for rank in range(3)]
+    now = time.time()
+    verdicts = together(
+        lambda: members[1].fail(report(1, secondary=True, message="connection reset by peer", time=now - 1)),
+        lambda: time.sleep(0.2) or members[2].fail(report(2, message="the moon", time=now)),
+    )
+    assert [verdict.rank for verdict in verdicts] == [2, 2]
+    assert "ValueError: the moon" in verdicts[0].text
+    eventually(lambda: len(ended) == 1)
+    assert job.coordinator.verdict == verdicts[0]
+
+
+def test_a_failure_is_dated_by_the_clock_of_the_coordinator():
+    clock = 1000.0  # of a host whose clock is years late
+    sent = {"report": asdict(report(1, time=clock)), "sent": clock + 2}
+    assert round((time.time() - report_from(sent).time) / 10, 0) == 0
+
+
+@pytest.mark.parametrize("sent", [{}, {"rank": "one"}, {"rank": 1, "time": "now"}, {"rank": 1, "time": []}])
+def test_a_malformed_report_is_a_message_error(sent):
+    with pytest.raises(MessageError):
+        report_from({"report": sent, "sent": 1.0})
+
+
+def test_an_orderly_stop_reaches_all_ranks(start):
+    job, ended = start(2), list[Verdict]()
+    members = [job.join(rank, ended=ended.append) for rank in range(2)]
+    assert members[1].stop("stopped before the first step", 75) == Verdict(
+        "stopped before the first step", 75, 1, "n0"
+    )
+    eventually(lambda: ended)
+    assert ended[0].exit_code == 75
+
+
+def test_a_signal_is_passed_on_to_all_ranks(start, monkeypatch):
+    job, sent = start(2), list[tuple[int, int]]()
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    job.join_all()
+    job.coordinator.signal(signal.SIGUSR1)
+    eventually(lambda: len(sent) == 2)
+    job.coordinator.signal(signal.SIGKILL)
+    eventually(lambda: job.members[0].verdict)
+    assert sent == [(os.getpid(), signal.SIGUSR1)] * 2
+    assert "number" in job.members[0].verdict.text
+
+
+def test_another_thread_ends_the_job_before_a_rank_came_and_after(start):
+    job, ended = start(2), list[Verdict]()
+    job.join(0, ended=ended.append)
+    job.coordinator.end(Verdict("srun ended with exit code 1", 1))
+    eventually(lambda: ended)
+    assert ended[0].text == "srun ended with exit code 1"
+    with pytest.raises(JobEnded, match="srun ended with exit code 1"):
+        job.join(1, seconds=0).wait("store")
+
+
+def test_a_rank_leaves_with_its_exit_code(start):
+    job = start(2)
+    for each, code in zip(job.join_all(), (0, 75), strict=True):
+        each.leave(code)
+    assert job.coordinator.join(SECONDS)
+    assert [job.coordinator.ranks[rank].exit_code for rank in range(2)] == [0, 75]
+
+
+def test_ranks_notice_the_loss_of_the_coordinator(start):
+    job, ended = start(2), list[Verdict]()
+    job.join_all(ended=ended.append)
+    job.coordinator.stop()
+    eventually(lambda: len(ended) == 2)
+    assert "the coordinator of the job at 127.0.0.1 vanished" in ended[0].text
+
+
+def test_a_silent_rank_is_named_and_no_failure(start):
+    job = start(1, heartbeat_seconds=0.05)
+    job.coordinator._pause = lambda: 0.02
+    job.join(0)
+    eventually(lambda: job.said)
+    assert "rank 0 (pp 0, dp 0, tp 0) on n0 has been silent" in job.said[0]
+    assert job.coordinator.verdict is None
+
+
+def test_ranks_that_were_just_heard_need_no_look_at_the_connections():
+    """With one look for each rank, every wake-up of a large job would take ranks x ranks steps."""
+
+    class Connections(list):
+        def __iter__(self):
+            pytest.fail("the connections were searched")
+
+    coordinator_ = Coordinator(socket.create_server(("127.0.0.1", 0)), 2, say=pytest.fail)
+    coordinator_._connections = Connections()
+    coordinator_.ranks |= {rank: RankState("n0", 1, time.time()) for rank in range(2)}
+    coordinator_._watch_silence()
+
+
+@pytest.mark.parametrize("answers", [True, False, None])
+def test_a_silent_ranks_host_is_said_to_answer_only_if_it_does(start, monkeypatch, answers):
+    monkeypatch.setattr(coordinator, "host_answers", lambda connection, seconds: answers)
+    job = start(2, heartbeat_seconds=0.05)
+    job.coordinator._pause = lambda: 0.02
+    silent, other = job.join_all()
+    # Several looks at the silence.
+    for name in ("a", "b", "c"):
+        other.announce(name, None)
+        silent.wait(name)
+        time.sleep(0.05)
+    lines = [line for line in job.said if "rank 0 " in line]
+    assert len(lines) == (answers is not False)
+    if lines:
+        assert (", though its host answers: the process is stopped" in lines[0]) is bool(answers)
+        assert lines[0].endswith(", or its host is gone") is (answers is None)
+
+
+def test_the_kernel_tells_whether_the_other_host_answers(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        connection = socket.create_connection(listener.getsockname())
+    assert host_answers(connection, 30) is True
+    # The host has not answered within the last 0 s.
+    monkeypatch.setattr("megalite.launcher.control.connection._pause_of_probes", lambda seconds: 0)
+    assert host_answers(connection, 30) is False
+    connection.close()
+    assert host_answers(connection, 30) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (None, "killed, out of memory, or its host is gone"),
+        (ConnectionResetError(errno.ECONNRESET, "reset"), "killed, out of memory, or its host is gone"),
+        (TimeoutError(errno.ETIMEDOUT, "timed out"), "its host or the network to it is gone (timed out)"),
+        (OSError(errno.EHOSTUNREACH, "no route"), "its host or the network to it is gone (no route)"),
+    ],
+)
+def test_only_a_host_that_does_not_answer_is_said_to_be_gone(error, said):
+    assert why_lost(error) == said
+
+
+def test_a_rank_that_sends_nonsense_is_not_taken_for_a_lost_host(start):
+    job = start(2)
+    job.join_all()[1]._socket.sendall(b"nonsense\n")
+    eventually(lambda: job.coordinator.verdict)
+    text = job.coordinator.verdict.text
+    assert "it sent something that no rank sends" in text and "network" not in text
+
+
+def test_a_rank_does_not_wait_for_long_where_another_program_answers(monkeypatch):
+    """Rank 0 ended, because its port was taken."""
+    monkeypatch.setattr(member, "_STRANGER_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            with suppress(OSError):
+                while True:
+                    with listener.accept()[0] as connection:
+                        connection.recv(1000)
+                        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        address = listener.getsockname()
+        with pytest.raises(NotJoined, match=f"rank 2 on n1 finds another program at 127.0.0.1:{address[1]}"):
+            Member.join(lambda: (*address, ""), Hello(2, 4, "n1", 1), seconds=60)
+
+
+def test_a_coordinator_that_comes_late_or_moves_is_found():
+    silent = socket.create_server(("127.0.0.1", 0))
+    places = [(*silent.getsockname(), "stale")]
+    silent.close()
+    job: list[Job] = []
+
+    def find():
+        if len(places) == 1:
+            job.append(Job(1, nonce="fresh"))
+            places.append((*job[0].address, "fresh"))
+            return places[0]
+        return places[1]
+
+    found = Member.join(find, Hello(0, 1, "n0", 1), seconds=SECONDS)
+    found.agree("start", {}, "")
+    found.leave()
+    assert job[0].coordinator.join(SECONDS)
+
+
+def test_a_rank_says_what_it_waits_for(monkeypatch):
+    monkeypatch.setattr(member, "NOTE_SECONDS", 0.0)
+    said: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = closed.getsockname()
+    with pytest.raises(NotJoined, match="rank 2 on n1 did not reach the coordinator of the job at 127"):
+        Member.join(lambda: (*address, ""), Hello(2, 4, "n1", 1), seconds=0.3, say=said.append)
+    [line] = said
+    assert line.startswith(f"rank 2 on n1 waits for the coordinator of the job at 127.0.0.1:{address[1]}")
+    assert "refused" in line
+
+
+def test_a_rank_that_waits_for_a_value_says_so_once(start, monkeypatch):
+    monkeypatch.setattr(member, "NOTE_SECONDS", 0.02)
+    [one] = start(1).join_all()
+    notes: list[int] = []
+    threading.Timer(0.1, lambda: one.announce("inputs", "made")).start()
+    assert one.wait("inputs", lambda: notes.append(1)) == "made"
+    assert notes == [1]
+
+
+def test_more_ranks_than_open_files_by_default(monkeypatch):
+    limits = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr("resource.setrlimit", lambda _, new: limits.append(new))
+    listener = socket.create_server(("127.0.0.1", 0))
+    Coordinator(listener, 1000, say=print)
+    listener.close()
+    assert limits == [(1356, 4096)]
+
+
+def test_a_killed_process_is_a_lost_rank(start):
+    job = start(2)
+    other = job.join(0)
+    child = os.fork()
+    if child == 0:
+        try:
+            job.join(1)
+            time.sleep(60)
+        finally:
+            os._exit(0)
+    eventually(lambda: job.coordinator.complete)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with pytest.raises(JobEnded, match=r"rank 1 .* vanished"):
+        other.wait("store")

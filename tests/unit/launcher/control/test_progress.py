@@ -1,0 +1,69 @@
+"""Marks of what a rank does: what they say, who can read them after the rank's death, which code leaves them."""
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from megalite.launcher.control.progress import Activity, Progress
+
+KILLED_IN_A_COLLECTIVE = """
+import os, signal, sys
+from pathlib import Path
+from megalite.launcher.control.progress import Activity, now
+now.keep_in(Path(sys.argv[1]), 2)
+now.finished(12)
+now.begin(Activity.FORWARD_BACKWARD)
+now.collective("all_reduce", "tp")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_before_its_first_step_a_rank_has_an_activity_and_no_step():
+    progress = Progress()
+    assert progress.heartbeat() == {"step": None, "activity": "starting"}
+    progress.begin(Activity.MEETING)
+    assert progress.heartbeat() == {"step": None, "activity": "meeting the other ranks"}
+    assert (progress.phase, progress.last_collective) == ("meeting the other ranks", "")
+
+
+def test_a_step_and_a_collective_are_named_until_the_next_ones():
+    progress = Progress()
+    progress.finished(0)
+    assert progress.heartbeat() == {"step": 0, "activity": "between two steps"}
+    progress.begin(Activity.REDUCING)
+    progress.collective("all_reduce", "dp")
+    progress.collective("barrier", "")
+    assert progress.heartbeat()["activity"] == "reducing gradients, last collective: barrier"
+    progress.collective("all_gather", "dense_gradients")
+    assert progress.last_collective == "all_gather over dense_gradients"
+    progress.finished(41)
+    assert progress.step == 41
+    progress.restart()
+    assert progress.heartbeat() == {"step": None, "activity": "starting"}
+
+
+def test_the_marks_of_a_killed_rank_can_be_read(tmp_path):
+    path = tmp_path / "progress"
+    Progress.create_file(path, 4)
+    ended = subprocess.run([sys.executable, "-c", KILLED_IN_A_COLLECTIVE, str(path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert Progress.read(path, 2).heartbeat() == {
+        "step": 12,
+        "activity": "forward and backward, last collective: all_reduce over tp",
+    }
+    assert Progress.read(path, 1).step is None
+
+
+def test_without_a_file_there_are_no_marks(tmp_path):
+    assert Progress.read(tmp_path / "nowhere", 0).heartbeat() == Progress().heartbeat()
+    (tmp_path / "short").write_bytes(b"12345")
+    assert Progress.read(tmp_path / "short", 3).step is None
+
+
+@pytest.mark.parametrize("activity", Activity)
+def test_every_activity_is_a_phrase(activity):
+    progress = Progress()
+    progress.begin(activity)
+    assert progress.phase == activity.value and activity.value[0].islower()
