@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pydantic.fields import FieldInfo
 
-from megalite.config.describe import section_models, type_names
-from megalite.config.schema import ParameterGroupConfig
-from megalite.config.section import Section
-from megalite.config.text_sections import BlendPart, CurriculumPart
-from megalite.config.toml import format_value
+from megalite.config.sections.describe import section_models, type_names
+from megalite.config.sections.schema import ParameterGroupConfig
+from megalite.config.sections.section import Section
+from megalite.config.sections.text_sections import BlendPart, CurriculumPart
+from megalite.config.sections.toml import format_value
 
 PAGE = Path(__file__).parent / "configuration.md"
 PREAMBLE = """# Configuration

@@ -13,7 +13,7 @@ from megalite.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from megalite.config.load import load_config as load_config
-    from megalite.config.schema import RunConfig as RunConfig
+    from megalite.config.sections.schema import RunConfig as RunConfig
     from megalite.generation.loaded import load as load
     from megalite.generation.text import generate as generate
     from megalite.train.callbacks import ActiveRun as ActiveRun
@@ -25,7 +25,7 @@ __all__ = ["ActiveRun", "Callback", "RunConfig", "Trainer", "generate", "load", 
 _HOMES = {
     "ActiveRun": "megalite.train.callbacks",
     "Callback": "megalite.train.callbacks",
-    "RunConfig": "megalite.config.schema",
+    "RunConfig": "megalite.config.sections.schema",
     "Trainer": "megalite.train.run",
     "generate": "megalite.generation.text",
     "load": "megalite.generation.loaded",

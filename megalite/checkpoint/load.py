@@ -13,8 +13,8 @@ from megalite.checkpoint.folder import older_checkpoints
 from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader, TensorTarget
 from megalite.checkpoint.regions import rows_of, split_flat_range
-from megalite.config.shape_settings import as_settings
-from megalite.config.toml import shown
+from megalite.config.sections.shape_settings import as_settings
+from megalite.config.sections.toml import shown
 from megalite.errors import CheckpointError
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import ParallelMesh, all_or_none

@@ -9,10 +9,8 @@ from typing import Any
 from megalite.cli.arguments import Parser, whole_number
 from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
-from megalite.config.memory import memory_beyond_any_machine, memory_problems
-from megalite.config.presets import PRESETS
-from megalite.config.schema import STARTING_POINTS, ModelConfig
-from megalite.config.summary import (
+from megalite.config.output.memory import memory_beyond_any_machine, memory_problems
+from megalite.config.output.summary import (
     STATE_BYTES,
     TOKENS_PER_PARAMETER,
     memory_text,
@@ -20,7 +18,9 @@ from megalite.config.summary import (
     rank_share_line,
     tokens_text,
 )
-from megalite.config.toml import format_key, format_value
+from megalite.config.sections.schema import STARTING_POINTS, ModelConfig
+from megalite.config.sections.toml import format_key, format_value
+from megalite.config.sources.presets import PRESETS
 from megalite.errors import ConfigError
 from megalite.topology.parameters import parameter_count
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from megalite.checkpoint.folder import find_latest, require_whole
 from megalite.checkpoint.manifest import MANIFEST
-from megalite.config.hub import HubName
-from megalite.config.huggingface import notes_of, shape_of_folder
+from megalite.config.sources.hub import HubName
+from megalite.config.sources.huggingface import notes_of, shape_of_folder
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.megatron.folder import is_megatron_folder
 from megalite.convert.universal.folder import LATEST_UNIVERSAL, ZERO, find_config, find_universal

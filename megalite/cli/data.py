@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.cli.arguments import Parser, whole_number
 from megalite.cli.tokenizer import add_source_options
-from megalite.config.describe import setting, type_names
+from megalite.config.sections.describe import setting, type_names
 
 if TYPE_CHECKING:
     from megalite.data.conversation_encoding import ChatEncoding
@@ -138,7 +138,7 @@ def _tokenizer_folder(options: argparse.Namespace) -> Path:
 
 def _with_added_tokens(options: argparse.Namespace) -> Path:
     """Return the folder of the tokenizer with --add-tokens, the same one that a run makes of tokenizer.add_tokens."""
-    from megalite.config.text_sections import TokenizerConfig
+    from megalite.config.sections.text_sections import TokenizerConfig
     from megalite.data.run_tokenizer import TokenizerRequest, run_tokenizer
     from megalite.monitor.preparation import PreparationConsole
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
-from megalite.config.text_sections import DataConfig
+from megalite.config.sections.text_sections import DataConfig
 from megalite.data.conversation_rows import rows_of
 from megalite.data.preference import ANSWERS
 from megalite.data.prepared import PreparedFacts, prepared_facts, recorded_tokenizer, source_notes

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.config.draft import Draft
+from megalite.config.first_run import SIZES, Starter
 from megalite.config.flags import COMMAND_LINE, apply_overrides
 from megalite.config.rules.places import exists, is_prepared, prefix_of
-from megalite.config.starter import SIZES, Starter
+from megalite.config.sections.unchecked import Draft
 from megalite.data.conversation_corpus import CORPUS_OF
 from megalite.data.measure import measure_text
 from megalite.data.standard_library import STANDARD_LIBRARY

@@ -9,12 +9,12 @@ from typing import Any
 
 from megalite.cli.arguments import Parser, whole_number
 from megalite.cli.first_run import starter_for
-from megalite.config.draft import Draft
+from megalite.config.first_run import SIZES, Size
 from megalite.config.flags import apply_overrides
 from megalite.config.load import load_run
-from megalite.config.starter import SIZES, Size
-from megalite.config.summary import needs_line, parameters_line
-from megalite.config.toml import format_value
+from megalite.config.output.summary import needs_line, parameters_line
+from megalite.config.sections.toml import format_value
+from megalite.config.sections.unchecked import Draft
 from megalite.errors import ConfigError, Problem
 
 _COMMENT_COLUMN = 32

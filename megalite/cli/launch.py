@@ -16,7 +16,7 @@ from megalite.cli.attempt_end import attempt_end, published_step, records_mark
 from megalite.cli.remaining_hosts import remaining_hosts
 from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
-from megalite.config.memory import least_memory
+from megalite.config.output.memory import least_memory
 from megalite.errors import LaunchError, RankFailure
 from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.messages import counted_ranks

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megalite.cli.arguments import Parser, add_adapters, add_chat_template, whole_number
 from megalite.cli.local_ranks import on_local_ranks
-from megalite.config.shape_settings import longest_sequence_setting
+from megalite.config.sections.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
 from megalite.generation.layout import layout_problems
 from megalite.generation.memory import DEFAULT_TOKENS, cache_problems

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megalite.cli.arguments import Parser
-from megalite.config.describe import setting, type_names
+from megalite.config.sections.describe import setting, type_names
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.cli.arguments import EVERYTHING, Parser, meant
-from megalite.config.describe import describe_keys, section_models
+from megalite.config.first_run import Starter
 from megalite.config.flags import COMMAND_LINE, split_overrides
 from megalite.config.load import load_run
-from megalite.config.starter import Starter
+from megalite.config.sections.describe import describe_keys, section_models
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.detect import RankInfo, rank_info
 from megalite.launcher.rank.environment import meets_others, watched_by_launcher

@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.config.describe import section_models, type_names
-from megalite.config.draft import Draft, did_you_mean
 from megalite.config.foreign_flags import DEEPSPEED, megatron_problems, with_deepspeeds_flags
-from megalite.config.toml import format_value, parse_value, shown
+from megalite.config.sections.describe import section_models, type_names
+from megalite.config.sections.toml import format_value, parse_value, shown
+from megalite.config.sections.unchecked import Draft, did_you_mean
 from megalite.errors import ConfigError, Problem
 
 _FLAG = re.compile(r"--(?P<name>\w+(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)

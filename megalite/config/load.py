@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.deepspeed.read import apply_deepspeed
-from megalite.config.draft import DEFAULT, DERIVED, Draft
-from megalite.config.facts import Facts
+from megalite.config.first_run import Starter
 from megalite.config.flags import COMMAND_LINE, apply_overrides, as_flags
-from megalite.config.huggingface import apply_hf_config
-from megalite.config.peft import apply_peft
-from megalite.config.presets import apply_preset, require_shape
 from megalite.config.rules.batch import most_ranks, plan_batch
 from megalite.config.rules.every import notes_of, problems_of
 from megalite.config.rules.pipeline import chunks_per_stage, layers_per_chunk
-from megalite.config.schema import DEFAULT_MOMENTUM, RunConfig
-from megalite.config.starter import Starter
-from megalite.config.toml import read_toml
+from megalite.config.sections.checked import Facts
+from megalite.config.sections.schema import DEFAULT_MOMENTUM, RunConfig
+from megalite.config.sections.toml import read_toml
+from megalite.config.sections.unchecked import DEFAULT, DERIVED, Draft
+from megalite.config.sources.huggingface import apply_hf_config
+from megalite.config.sources.peft import apply_peft
+from megalite.config.sources.presets import apply_preset, require_shape
 from megalite.config.validate import validate
 from megalite.errors import ConfigError
 from megalite.launcher.rank.detect import RankInfo, rank_info

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megalite.config.flags import as_flags
 from megalite.config.load import LoadedRun, load_run
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError
 from megalite.topology.axes import Layout
 

@@ -7,11 +7,11 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megalite.config.describe import item_model, section_models
-from megalite.config.draft import DERIVED, Draft, did_you_mean
-from megalite.config.facts import Facts, KnownValues
-from megalite.config.section import Section
-from megalite.config.toml import shown
+from megalite.config.sections.checked import Facts, KnownValues
+from megalite.config.sections.describe import item_model, section_models
+from megalite.config.sections.section import Section
+from megalite.config.sections.toml import shown
+from megalite.config.sections.unchecked import DERIVED, Draft, did_you_mean
 from megalite.errors import Problem
 
 # pydantic's name of a type -> ours.

@@ -19,7 +19,7 @@ from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.region_reader import RegionReader
 from megalite.checkpoint.regions import full_slice
-from megalite.config.hub import INDEX
+from megalite.config.sources.hub import INDEX
 from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface.files import headers, weight_map
 from megalite.convert.peft.merged import MergedCheckpoints

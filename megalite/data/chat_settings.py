@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from megalite.config.text_sections import DataConfig
+from megalite.config.sections.text_sections import DataConfig
 from megalite.data.chat_template import TrainOn, load_chat_template
 from megalite.data.conversation_encoding import ChatEncoding, TooLong
 from megalite.data.prepared import PreparedFacts

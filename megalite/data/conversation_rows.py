@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.config.text_sections import DataConfig
+from megalite.config.sections.text_sections import DataConfig
 from megalite.data.bins import Bins, Strategy, fill, pack
 from megalite.data.concatenated_rows import ConcatenatedRows
 from megalite.data.packing import IGNORE_INDEX, PackedSamples, SampleRows, Samples

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from megalite.config.schema import RunConfig
-from megalite.config.text_sections import DataConfig
+from megalite.config.sections.schema import RunConfig
+from megalite.config.sections.text_sections import DataConfig
 from megalite.data.chat_settings import chat_encoding, require_same_chat
 from megalite.data.concatenated_rows import ConcatenatedRows
 from megalite.data.conversation_corpus import CORPUS_OF

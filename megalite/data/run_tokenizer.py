@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.config.text_sections import TokenizerConfig
+from megalite.config.sections.text_sections import TokenizerConfig
 from megalite.data.corpus import Corpus
 from megalite.data.partial_files import replace_json
 from megalite.data.prepared import prepared_facts, recorded_tokenizer

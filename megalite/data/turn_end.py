@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.config.toml import shown
+from megalite.config.sections.toml import shown
 from megalite.data.chat_template import BUILT_IN, ChatTemplate
 from megalite.data.conversation import Conversation
 from megalite.data.tokenizer import Tokenizer, load_tokenizer

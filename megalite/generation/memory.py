@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.summary import memory_text
+from megalite.config.output.summary import memory_text
 from megalite.errors import Problem
 from megalite.generation.source import ModelSource
 from megalite.launcher.process import has_accelerator, total_memory_bytes

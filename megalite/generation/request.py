@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from megalite.config.shape_settings import longest_sequence_setting
+from megalite.config.sections.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
 from megalite.topology.shape import ModelShape
 

@@ -14,10 +14,10 @@ from megalite.checkpoint.folder import (
     require_whole,
 )
 from megalite.checkpoint.manifest import MANIFEST
-from megalite.config.hub import HubName
-from megalite.config.huggingface import shape_of_folder
-from megalite.config.peft import ADAPTER_CONFIG, adapter_of_folder
-from megalite.config.quantisation import holds_int8
+from megalite.config.sources.hub import HubName
+from megalite.config.sources.huggingface import shape_of_folder
+from megalite.config.sources.peft import ADAPTER_CONFIG, adapter_of_folder
+from megalite.config.sources.quantisation import holds_int8
 from megalite.convert.huggingface.files import is_folder_of_weights, local_folder
 from megalite.convert.huggingface.origin import CONFIG, end_ids, find_origin
 from megalite.convert.peft.base import base_of_adapter, folder_of_base

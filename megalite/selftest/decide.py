@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.errors import KernelError
 from megalite.ops import trust
 from megalite.ops.choice import COMPILED, NAMES

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from megalite.config.hub import HubName
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
+from megalite.config.sources.hub import HubName
 from megalite.data.token_file import bin_path, idx_path
 from megalite.launcher.control.progress import Activity, now
 from megalite.launcher.control.rendezvous import Meeting

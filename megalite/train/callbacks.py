@@ -11,7 +11,7 @@ from megalite.monitor.metrics import ValidationMetrics, is_own_metric
 if TYPE_CHECKING:
     from torch import nn
 
-    from megalite.config.schema import RunConfig
+    from megalite.config.sections.schema import RunConfig
     from megalite.train.state import StepReport, TrainerState
     from megalite.train.step import TrainStep
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.folder import find_checkpoint, find_latest
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.huggingface.origin import find_origin, keep_origin
 from megalite.data.ensure import RunData, ensure_data

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from megalite.checkpoint.folder import find_latest, progress_of_saves
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.errors import CheckpointError
 from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, SAME_PRESS_SECONDS, STOPPED, TERMINATED
 from megalite.launcher.local import Terminated

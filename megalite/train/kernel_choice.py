@@ -2,7 +2,7 @@
 
 import torch
 
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.model.kernels import KernelChoice, choose_kernels
 from megalite.ops import trust
 from megalite.parallel.mesh import ParallelMesh

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.data.bucket_loader import BucketLoader
 from megalite.data.conversation_rows import samples_of
 from megalite.data.ensure import RunData

@@ -1,7 +1,7 @@
 """How the ranks of a launcher meet, and agree on settings and software, before torch is imported."""
 
-from megalite.config.flat import flat_settings
-from megalite.config.schema import RunConfig
+from megalite.config.output.dotted_keys import flat_settings
+from megalite.config.sections.schema import RunConfig
 from megalite.errors import LaunchError, MegaliteError
 from megalite.launcher.control.progress import Activity, now
 from megalite.launcher.control.rank_process import RankEnd

@@ -1,6 +1,6 @@
 """Turns the configuration into options of the model and settings of the optimizer."""
 
-from megalite.config.schema import RunConfig, TrainingConfig, warmup_of
+from megalite.config.sections.schema import RunConfig, TrainingConfig, warmup_of
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.objective import NEXT_TOKEN, Objective, Preference

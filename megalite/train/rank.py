@@ -11,9 +11,9 @@ import torch
 from megalite.checkpoint.failures import explain
 from megalite.checkpoint.folder import find_best, read_manifest
 from megalite.checkpoint.load import intact_instead
-from megalite.config.memory import memory_line
-from megalite.config.schema import RunConfig
-from megalite.config.write import write_resolved
+from megalite.config.output.memory import memory_line
+from megalite.config.output.write import write_resolved
+from megalite.config.sections.schema import RunConfig
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.huggingface.new_rows import NewRows, new_rows

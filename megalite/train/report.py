@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary

@@ -7,8 +7,8 @@ from typing import Any
 
 from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.manifest import Manifest
-from megalite.config.flat import flat
-from megalite.config.schema import RunConfig, RunSection
+from megalite.config.output.dotted_keys import flat
+from megalite.config.sections.schema import RunConfig, RunSection
 from megalite.data.ensure import RunData
 from megalite.data.stream_files import StreamFile
 from megalite.errors import ConfigError, Problem, listed

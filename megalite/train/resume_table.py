@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-from megalite.config.shape_settings import shape_settings
+from megalite.config.sections.shape_settings import shape_settings
 
 
 class Rule(Enum):

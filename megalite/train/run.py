@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest
-from megalite.config.deepspeed.read import offload_devices
-from megalite.config.memory import memory_problems
-from megalite.config.schema import RunConfig
+from megalite.config.output.memory import memory_problems
+from megalite.config.sections.derived import offload_devices
+from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.control.member import JobEnded
 from megalite.launcher.control.rank_process import RankEnd, run_rank

@@ -12,8 +12,8 @@ from megalite.checkpoint.folder import published_name
 from megalite.checkpoint.publish import remove_older, write_best
 from megalite.checkpoint.save import write_draft
 from megalite.checkpoint.staging import Staging
-from megalite.config.deepspeed.read import offload_devices
-from megalite.config.schema import RunConfig
+from megalite.config.sections.derived import offload_devices
+from megalite.config.sections.schema import RunConfig
 from megalite.launcher.control.progress import Activity, now
 from megalite.launcher.process import available_memory_bytes
 from megalite.monitor.metrics import SaveMetrics

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Sequence
 from math import ceil
 
-from megalite.config.schema import RunConfig
-from megalite.config.summary import (
+from megalite.config.output.summary import (
     batch_line,
     layout_line,
     length_line,
@@ -12,6 +11,7 @@ from megalite.config.summary import (
     rank_share_line,
     shape_line,
 )
+from megalite.config.sections.schema import RunConfig
 from megalite.data.stream_files import StreamFile
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import watched_by_launcher

@@ -18,7 +18,7 @@ from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.manifest import Base
 from megalite.checkpoint.save import draft_checkpoint
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.convert.huggingface.load import load_huggingface
 from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.peft.base import base_of, require_base

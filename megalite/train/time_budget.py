@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megalite.config.duration import seconds_of
-from megalite.config.schema import RunConfig
+from megalite.config.sections.duration import seconds_of
+from megalite.config.sections.schema import RunConfig
 from megalite.launcher.rank.allocation import time_left
 from megalite.launcher.rank.environment import slurm_variables
 

@@ -11,8 +11,8 @@ import pytest
 
 from megalite.cli import COMMANDS, main
 from megalite.config.load import load_run
-from megalite.config.presets import PRESETS
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
+from megalite.config.sources.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart" / "run.toml"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import convert
-from megalite.config.huggingface import shape_of_folder
 from megalite.config.load import load_run
-from megalite.config.quantisation import KEY, is_int8
+from megalite.config.sources.huggingface import shape_of_folder
+from megalite.config.sources.quantisation import KEY, is_int8
 from megalite.errors import CheckpointError, ConfigError
 from megalite.generation.loaded import load
 from tests.support.evaluated import Evaluated, write_evaluated

@@ -10,7 +10,7 @@ import pytest
 
 from megalite import load_config
 from megalite.cli import data, tokenizer
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.data.ensure import ensure_data
 from megalite.data.prepared import prepared_facts
 from megalite.data.token_file import TokenFile, bin_path

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import main
+from megalite.config.first_run import SIZES
 from megalite.config.load import load_run
-from megalite.config.starter import SIZES
 
 
 @pytest.fixture

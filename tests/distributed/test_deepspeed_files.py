@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.data.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.step import TrainStep

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.cli import convert
-from megalite.config.huggingface import shape_of_folder
+from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.huggingface.export import read_family_tensor
 from megalite.data.loader import StepLoader
 from megalite.families.registry import family_tensors, hf_config

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import megalite
 from megalite import Trainer
 from megalite.cli import convert
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.convert.huggingface.export import export
 from megalite.data.conversation_rows import samples_of
 from megalite.data.loader import StepLoader

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megalite import Trainer
 from megalite.cli import main
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.data.bucket_loader import BucketLoader
 from megalite.data.conversation_rows import samples_of
 from megalite.data.loader import StepLoader

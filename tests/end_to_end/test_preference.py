@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megalite import Trainer
 from megalite.cli import main
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.data.conversation_rows import samples_of
 from megalite.data.loader import StepLoader
 from megalite.data.token_file import TokenFile

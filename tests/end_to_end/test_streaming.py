@@ -8,7 +8,7 @@ import pytest
 
 from megalite import Trainer, load_config
 from megalite.checkpoint.folder import read_manifest
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError, DataError
 from tests.support.jobs import curve, training_here
 from tests.support.parity import LAYOUT_RTOL, assert_close

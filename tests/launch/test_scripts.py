@@ -17,8 +17,8 @@ import pytest
 import yaml
 
 import megalite
-from megalite.config.launch_section import LaunchSection
 from megalite.config.load import load_run
+from megalite.config.sections.launch_section import LaunchSection
 from tests.cli.test_launch_cli import RUN
 from tests.support.selection import cases
 

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from megalite.checkpoint.save import save_checkpoint
-from megalite.config.huggingface import shape_of_folder
 from megalite.config.peft_names import peft_names
+from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.peft.base import base_of
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_replica

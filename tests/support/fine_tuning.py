@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite import load_config
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 
 Sections = dict[str, dict[str, Any]]
 

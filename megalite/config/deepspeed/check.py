@@ -7,8 +7,8 @@ from megalite.config.deepspeed.effects import IDLE, PASSED_ON, REFUSED, is_off
 from megalite.config.deepspeed.json_file import AUTO, Block
 from megalite.config.deepspeed.keys import KEYS, REMOVED, VERSION
 from megalite.config.deepspeed.values import problem_of
-from megalite.config.draft import did_you_mean
-from megalite.config.toml import shown
+from megalite.config.sections.toml import shown
+from megalite.config.sections.unchecked import did_you_mean
 from megalite.errors import Problem
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.config.draft import Draft
-from megalite.config.toml import shown
+from megalite.config.sections.toml import shown
+from megalite.config.sections.unchecked import Draft
 from megalite.errors import Problem
 
 AUTO = "auto"

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalite.config.deepspeed.json_file import AUTO, Block
-from megalite.config.draft import Draft
-from megalite.config.toml import shown
+from megalite.config.sections.toml import shown
+from megalite.config.sections.unchecked import Draft
 
 _OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 _COMMENTS = ("comment", "comments")

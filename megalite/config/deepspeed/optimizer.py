@@ -4,8 +4,8 @@ from typing import Any
 
 from megalite.config.deepspeed.json_file import AUTO, Block
 from megalite.config.deepspeed.keys import VERSION
-from megalite.config.draft import Draft, did_you_mean
-from megalite.config.toml import shown
+from megalite.config.sections.toml import shown
+from megalite.config.sections.unchecked import Draft, did_you_mean
 
 # DeepSpeed takes "Adam" for AdamW unless adam_w_mode is false.
 _OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "lion": "lion"}

@@ -10,9 +10,9 @@ from megalite.config.deepspeed.older_forms import in_todays_form
 from megalite.config.deepspeed.optimizer import read_optimizer
 from megalite.config.deepspeed.scheduler import read_scheduler, sets_the_peak
 from megalite.config.deepspeed.values import problem_of
-from megalite.config.draft import Draft
-from megalite.config.schema import DEEPSPEED_LOSS_SCALE
-from megalite.config.toml import shown
+from megalite.config.sections.schema import DEEPSPEED_LOSS_SCALE
+from megalite.config.sections.toml import shown
+from megalite.config.sections.unchecked import Draft
 
 _BATCH = {
     "train_batch_size": "global_batch_size",
@@ -23,7 +23,6 @@ _HYSTERESIS = 2
 """DeepSpeed's default of fp16.hysteresis; its other defaults of the loss scale are those of [training]."""
 _GRADIENT_CLIPPING = 1.0
 """DeepSpeed's default of gradient_clipping."""
-_OFFLOADS = ("offload_optimizer", "offload_param")
 
 
 def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
@@ -57,15 +56,6 @@ def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
     draft.values["deepspeed"] = ours | handed
     for key in handed:
         draft.origins.setdefault(f"deepspeed.{key}", block.file or draft.source)
-
-
-def offload_devices(zero: object) -> dict[str, Any]:
-    """Return the tables of `zero_optimization` that ask for offload -> their device."""
-    tables = {name: zero.get(name) for name in _OFFLOADS} if isinstance(zero, Mapping) else {}
-    devices = {
-        name: table.get("device", "none") for name, table in tables.items() if isinstance(table, Mapping)
-    }
-    return {name: device for name, device in devices.items() if device != "none"}
 
 
 def _read_batch(draft: Draft, block: Block) -> None:

@@ -6,8 +6,8 @@ from megalite.config.deepspeed.json_file import AUTO, Block
 from megalite.config.deepspeed.keys import VERSION
 from megalite.config.deepspeed.schedulers import MOMENTUM, REQUIRED, SCHEDULERS, TORCH_SCHEDULERS
 from megalite.config.deepspeed.values import problem_of
-from megalite.config.draft import Draft, did_you_mean
-from megalite.config.toml import shown
+from megalite.config.sections.toml import shown
+from megalite.config.sections.unchecked import Draft, did_you_mean
 
 _RATIOS = "set learning_rate_ratio in [[optimizer.groups]]"
 _PEAKS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from megalite.config.toml import shown
+from megalite.config.sections.toml import shown
 
 
 def problem_of(kind: str, value: Any) -> tuple[str, str] | None:

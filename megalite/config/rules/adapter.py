@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megalite.config.adapter_section import SETTINGS_OF, AdapterConfig, described_adapter
-from megalite.config.facts import Facts
 from megalite.config.peft_names import fused_with_others
 from megalite.config.rules.pipeline import split_of
-from megalite.config.shape_settings import model_shape
-from megalite.config.toml import shown
+from megalite.config.sections.adapter_section import SETTINGS_OF, AdapterConfig, described_adapter
+from megalite.config.sections.checked import Facts
+from megalite.config.sections.shape_settings import model_shape
+from megalite.config.sections.toml import shown
 from megalite.errors import Problem, listed
 from megalite.topology.adapter import Adapter, Lora, names_module
 from megalite.topology.parameters import EMBEDDING, HEAD, Parameter, model_parameters, stage_parameters

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megalite.config.facts import Facts, Unknown
-from megalite.config.schema import BatchPlan
+from megalite.config.sections.checked import Facts, Unknown
+from megalite.config.sections.schema import BatchPlan
 from megalite.errors import Problem
 
 _GLOBAL, _SIZE, _COUNT = "training.global_batch_size", "training.micro_batch_size", "training.micro_batches"

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from megalite.config.deepspeed.read import offload_devices
-from megalite.config.facts import Facts
+from megalite.config.sections.checked import Facts
+from megalite.config.sections.derived import offload_devices
 from megalite.errors import Problem
 from megalite.topology.schedules import SCHEDULES
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 
-from megalite.config.facts import Facts, Unknown
 from megalite.config.rules.adapter import ADAPTER_NOTES, ADAPTER_RULES
 from megalite.config.rules.batch import BATCH_RULES
 from megalite.config.rules.computation import COMPUTATION_NOTES, COMPUTATION_RULES
@@ -16,6 +15,7 @@ from megalite.config.rules.preference import PREFERENCE_RULES
 from megalite.config.rules.streaming import STREAMING_RULES
 from megalite.config.rules.training import TRAINING_RULES
 from megalite.config.rules.validation import VALIDATION_RULES
+from megalite.config.sections.checked import Facts, Unknown
 from megalite.errors import Problem
 
 Rule = Callable[[Facts], Iterator[Problem]]

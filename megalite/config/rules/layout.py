@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import isqrt
 
-from megalite.config.facts import Facts
+from megalite.config.sections.checked import Facts
 from megalite.errors import Problem
 from megalite.launcher.rank.rank_count import how_to_start, ranks_started
 from megalite.topology.sharding import heads_fit

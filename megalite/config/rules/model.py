@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from math import ceil
 
-from megalite.config.facts import Facts
 from megalite.config.rules.layout import divisors
-from megalite.config.schema import ModelConfig
-from megalite.config.shape_settings import model_shape, rope_setting
-from megalite.config.toml import shown
+from megalite.config.sections.checked import Facts
+from megalite.config.sections.schema import ModelConfig
+from megalite.config.sections.shape_settings import model_shape, rope_setting
+from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 from megalite.families.registry import FAMILIES, inexpressible
 from megalite.families.rope import SCALINGS

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megalite.config.adapter_section import described_adapter
-from megalite.config.facts import Facts
 from megalite.config.rules.pipeline import split_of
-from megalite.config.schema import DEFAULT_MOMENTUM, warmup_of
-from megalite.config.shape_settings import model_shape
+from megalite.config.sections.adapter_section import described_adapter
+from megalite.config.sections.checked import Facts
+from megalite.config.sections.schema import DEFAULT_MOMENTUM, warmup_of
+from megalite.config.sections.shape_settings import model_shape
 from megalite.errors import Problem
 from megalite.topology.parameter_groups import group_problems, update_rules
 from megalite.topology.parameters import model_parameters, stage_parameters

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Literal
 
-from megalite.config.facts import Facts, Unknown
 from megalite.config.rules.batch import BatchProblem, plan_batch
-from megalite.config.schema import BatchPlan
-from megalite.config.shape_settings import model_shape
-from megalite.config.summary import vocabulary
+from megalite.config.sections.checked import Facts, Unknown
+from megalite.config.sections.derived import vocabulary
+from megalite.config.sections.schema import BatchPlan
+from megalite.config.sections.shape_settings import model_shape
 from megalite.errors import Problem
 from megalite.topology.balance import balanced_layers
 from megalite.topology.flops import forward_flops

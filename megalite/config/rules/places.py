@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from megalite.config.facts import Facts
-from megalite.config.toml import shown
+from megalite.config.sections.checked import Facts
+from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 
 STANDARD_LIBRARY = "stdlib"

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from megalite.config.facts import Facts
-from megalite.config.preference_section import PreferenceConfig
 from megalite.config.rules.batch import BatchProblem, plan_batch
-from megalite.config.toml import shown
+from megalite.config.sections.checked import Facts
+from megalite.config.sections.preference_section import PreferenceConfig
+from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 
 _SIZE, _GLOBAL = "training.micro_batch_size", "training.global_batch_size"

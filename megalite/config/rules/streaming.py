@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from megalite.config.facts import Facts
+from megalite.config.sections.checked import Facts
 from megalite.errors import Problem
 
 

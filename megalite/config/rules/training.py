@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megalite.config.adapter_section import described_adapter
-from megalite.config.duration import seconds_of
-from megalite.config.facts import Facts
-from megalite.config.shape_settings import longest_sequence_setting, model_shape
-from megalite.config.toml import format_value
+from megalite.config.sections.adapter_section import described_adapter
+from megalite.config.sections.checked import Facts
+from megalite.config.sections.duration import seconds_of
+from megalite.config.sections.shape_settings import longest_sequence_setting, model_shape
+from megalite.config.sections.toml import format_value
 from megalite.errors import Problem
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from megalite.config.facts import Facts
-from megalite.config.text_sections import ValidationConfig
-from megalite.config.toml import shown
+from megalite.config.sections.checked import Facts
+from megalite.config.sections.text_sections import ValidationConfig
+from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 
 

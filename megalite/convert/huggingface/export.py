@@ -15,7 +15,7 @@ from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor_file
-from megalite.config.hub import INDEX
+from megalite.config.sources.hub import INDEX
 from megalite.convert.average import AveragedWeights
 from megalite.convert.exported_folder import exported_folder
 from megalite.convert.huggingface.files import SINGLE

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megalite.checkpoint.strict_json import parse
 from megalite.checkpoint.tensor_header import HeaderEntry, read_header
-from megalite.config.hub import DESCRIPTION, INDEX, HubName, fetch, fetch_description
+from megalite.config.sources.hub import DESCRIPTION, INDEX, HubName, fetch, fetch_description
 from megalite.errors import CheckpointError
 
 SINGLE = "model.safetensors"

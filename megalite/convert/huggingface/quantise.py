@@ -16,9 +16,9 @@ from megalite.checkpoint.region_reader import TYPES, RegionReader
 from megalite.checkpoint.regions import full_slice, rows_of
 from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
 from megalite.checkpoint.tensor_header import HeaderEntry
-from megalite.config.hub import INDEX
-from megalite.config.huggingface import shape_of_folder
-from megalite.config.quantisation import KEY, int8_config
+from megalite.config.sources.hub import INDEX
+from megalite.config.sources.huggingface import shape_of_folder
+from megalite.config.sources.quantisation import KEY, int8_config
 from megalite.convert.exported_folder import exported_folder
 from megalite.convert.huggingface.export import CARD, Export
 from megalite.convert.huggingface.files import headers

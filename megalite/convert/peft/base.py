@@ -7,8 +7,8 @@ from pathlib import Path
 from megalite.checkpoint.durable import write_durably
 from megalite.checkpoint.manifest import Base
 from megalite.checkpoint.strict_json import parse
-from megalite.config.hub import HubName
-from megalite.config.peft import ADAPTER_CONFIG
+from megalite.config.sources.hub import HubName
+from megalite.config.sources.peft import ADAPTER_CONFIG
 from megalite.convert.huggingface.files import local_folder, weight_files
 from megalite.errors import CheckpointError
 

@@ -14,8 +14,8 @@ from megalite.checkpoint.durable import write_durably
 from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
-from megalite.config.peft import ADAPTER_CONFIG, ADAPTER_FILE
 from megalite.config.peft_names import fused_with_others, peft_names
+from megalite.config.sources.peft import ADAPTER_CONFIG, ADAPTER_FILE
 from megalite.convert.average import AveragedWeights
 from megalite.convert.exported_folder import exported_folder
 from megalite.convert.huggingface.export import CARD, rounded, write_tokenizer

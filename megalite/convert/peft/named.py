@@ -6,8 +6,8 @@ from pathlib import Path
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_checkpoint, require_whole
 from megalite.checkpoint.manifest import Base
-from megalite.config.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_of_folder
 from megalite.config.peft_names import fused_with_others, peft_names
+from megalite.config.sources.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_of_folder
 from megalite.convert.huggingface.files import header_of, is_folder_of_weights
 from megalite.convert.peft.base import base_of, stated_base
 from megalite.errors import CheckpointError, ConfigError, listed

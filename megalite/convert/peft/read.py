@@ -9,8 +9,8 @@ from torch import Tensor
 from megalite.checkpoint.failures import explain
 from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.region_reader import TYPES, RegionReader
-from megalite.config.peft import ADAPTER_FILE
 from megalite.config.peft_names import peft_names
+from megalite.config.sources.peft import ADAPTER_FILE
 from megalite.convert.finite import require_finite
 from megalite.convert.huggingface.files import header_of
 from megalite.errors import CheckpointError, listed

@@ -17,7 +17,7 @@ from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBu
 from torch import nn
 from torch.utils import cpp_extension
 
-from megalite.config.deepspeed.read import offload_devices
+from megalite.config.sections.derived import offload_devices
 from megalite.errors import ConfigError, Problem
 from megalite.topology.parameters import Parameter
 from megalite.train.optimizer.settings import OptimizerSettings, filled_groups

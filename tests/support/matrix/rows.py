@@ -13,13 +13,13 @@ from math import prod
 from typing import Any, cast
 from unittest import mock
 
-from megalite.config.draft import Draft
-from megalite.config.facts import Facts, Unknown
 from megalite.config.load import load_run
 from megalite.config.rules import every
 from megalite.config.rules.adapter import an_adapter_has_a_model
-from megalite.config.schema import RunConfig
-from megalite.config.toml import format_value
+from megalite.config.sections.checked import Facts, Unknown
+from megalite.config.sections.schema import RunConfig
+from megalite.config.sections.toml import format_value
+from megalite.config.sections.unchecked import Draft
 from megalite.config.validate import validate
 from megalite.errors import ConfigError, Problem
 from tests.support.matrix.axes import AXES, BASE, COMPILED_LAYOUTS, ELSEWHERE, Row, Settings

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.data.loader import StepLoader
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh

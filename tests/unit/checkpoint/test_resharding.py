@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.manifest_json import to_json
-from megalite.config.toml import shown
+from megalite.config.sections.toml import shown
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.load import LoadedRun, load_run
-from megalite.config.toml import format_table
+from megalite.config.sections.toml import format_table
 from megalite.errors import ConfigError, Problem
 
 REMOVED = object()

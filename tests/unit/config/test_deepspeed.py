@@ -14,7 +14,7 @@ from megalite.config.deepspeed.effects import IDLE, IMPLIED, PASSED_ON, READ, RE
 from megalite.config.deepspeed.keys import KEYS, REMOVED, VERSION
 from megalite.config.deepspeed.optimizer import DEFAULTS, parameters_of
 from megalite.config.deepspeed.values import problem_of
-from megalite.config.schema import DEEPSPEED_LOSS_SCALE
+from megalite.config.sections.schema import DEEPSPEED_LOSS_SCALE
 from tests.unit.config.runs import REMOVED as NOT_SET
 from tests.unit.config.runs import load, problems
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import main
-from megalite.config.describe import setting
 from megalite.config.flags import split_overrides
 from megalite.config.foreign_flags import MEGATRON, with_deepspeeds_flags
 from megalite.config.load import load_config
+from megalite.config.sections.describe import setting
 from megalite.errors import ConfigError
 from tests.unit.config.runs import changed, load, problems, write_run
 

@@ -11,8 +11,8 @@ from megalite.config.deepspeed.keys import KEYS
 from megalite.config.deepspeed.optimizer import parameters_of
 from megalite.config.deepspeed.schedulers import SCHEDULERS
 from megalite.config.load import load_run
-from megalite.config.schema import RunConfig
-from megalite.config.write import write_resolved
+from megalite.config.output.write import write_resolved
+from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError
 from tests.unit.config.runs import RUN, changed, write_run
 

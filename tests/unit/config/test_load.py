@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 
 from megalite.config.load import load_run
-from megalite.config.presets import PRESETS
-from megalite.config.schema import ParallelConfig
-from megalite.config.write import write_resolved
+from megalite.config.output.write import write_resolved
+from megalite.config.sections.schema import ParallelConfig
+from megalite.config.sources.presets import PRESETS
 from megalite.errors import ConfigError
 from megalite.families.registry import FAMILIES
 from megalite.topology.axes import Layout

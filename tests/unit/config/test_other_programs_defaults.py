@@ -7,9 +7,9 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from megalite.config import peft
 from megalite.config.deepspeed import read
 from megalite.config.deepspeed.optimizer import DEFAULTS, TORCH_ADAMW_DECAY
+from megalite.config.sources import peft
 from megalite.parallel.gradients import clip_factor
 from tests.support.parity import assert_close
 from tests.unit.config.runs import load

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from megalite.config.facts import Unknown
 from megalite.config.rules.batch import BatchProblem
 from megalite.config.rules.every import RULES
 from megalite.config.rules.layout import divisors
+from megalite.config.sections.checked import Unknown
 from tests.unit.config.rule_cases import (
     CURRICULUM_CASES,
     FAMILY_CASES,

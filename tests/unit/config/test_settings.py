@@ -9,13 +9,13 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from megalite.config.deepspeed.keys import KEYS
-from megalite.config.describe import item_model, section_models, type_names
-from megalite.config.draft import Draft
 from megalite.config.flags import UNSET, apply_overrides, as_flags
 from megalite.config.load import load_run
-from megalite.config.schema import RunConfig
+from megalite.config.output.write import write_resolved
+from megalite.config.sections.describe import item_model, section_models, type_names
+from megalite.config.sections.schema import RunConfig
+from megalite.config.sections.unchecked import Draft
 from megalite.config.validate import validate
-from megalite.config.write import write_resolved
 from tests.unit.config.runs import RUN, changed, load, problems, write_run
 
 SETTINGS = {

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from megalite.config import huggingface
 from megalite.config.deepspeed.effects import IDLE, PASSED_ON, READ, REFUSED
 from megalite.config.deepspeed.keys import KEYS
-from megalite.config.describe import section_models
-from megalite.config.huggingface import shape_of_folder
 from megalite.config.load import load_run
-from megalite.config.peft import ADAPTER_CONFIG, adapter_of_folder
-from megalite.config.toml import format_table
+from megalite.config.sections.describe import section_models
+from megalite.config.sections.toml import format_table
+from megalite.config.sources import huggingface
+from megalite.config.sources.huggingface import shape_of_folder
+from megalite.config.sources.peft import ADAPTER_CONFIG, adapter_of_folder
 from megalite.errors import ConfigError
 from megalite.families.registry import hf_config
 from tests.support.tiny import FAMILY_SHAPES

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.describe import item_model, section_models, setting
+from megalite.config.sections.describe import item_model, section_models, setting
 from tests.unit.config.test_rules import CASES
 
 PACKAGE = Path(__file__).parents[3] / "megalite"

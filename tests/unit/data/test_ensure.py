@@ -14,7 +14,7 @@ from unittest.mock import ANY
 import pytest
 from sentencepiece import SentencePieceProcessor
 
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.data.corpus import Corpus
 from megalite.data.ensure import ensure_data
 from megalite.data.prepare import prepare

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import main
-from megalite.config.text_sections import TokenizerConfig
+from megalite.config.sections.text_sections import TokenizerConfig
 from megalite.data.chat_template import BUILT_IN, ChatTemplate
 from megalite.data.prepared import prepared_facts
 from megalite.data.tokenizer import Tokenizer, add_special_tokens, load_tokenizer, save_tokenizer

@@ -11,8 +11,8 @@ import torch
 from megalite import families
 from megalite.cli import convert
 from megalite.config.load import load_run
-from megalite.config.schema import ModelConfig
-from megalite.config.shape_settings import rope_setting
+from megalite.config.sections.schema import ModelConfig
+from megalite.config.sections.shape_settings import rope_setting
 from megalite.convert.huggingface.export import as_family_tensor
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors, hf_config

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.huggingface import shape_of_folder
+from megalite.config.sources.huggingface import shape_of_folder
 from megalite.errors import ConfigError
 from megalite.topology.parameters import parameter_count
 from tests.support.published_configs import PUBLISHED

@@ -11,7 +11,7 @@ from transformers import AutoConfig, LlamaConfig, PhiConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi.modeling_phi import PhiRotaryEmbedding
 
-from megalite.config.huggingface import shape_of_folder
+from megalite.config.sources.huggingface import shape_of_folder
 from megalite.errors import ConfigError
 from megalite.families.registry import hf_config
 from megalite.model.rope import LayerRotations

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megalite.config.load import load_run
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.errors import CheckpointError
 from megalite.launcher.local import Terminated
 from megalite.launcher.rank.detect import RankInfo

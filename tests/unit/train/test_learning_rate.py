@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megalite.config.schema import OptimizerConfig, warmup_of
+from megalite.config.sections.schema import OptimizerConfig, warmup_of
 from megalite.train.learning_rate import LearningRate
 from megalite.train.options import schedule_of
 from tests.support.parity import about

@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 
-from megalite.config.memory import memory_line, memory_of_stages
+from megalite.config.output.memory import memory_line, memory_of_stages
 from megalite.data.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train import step as train_step

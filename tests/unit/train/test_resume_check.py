@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from megalite import load_config
-from megalite.config.describe import section_models
-from megalite.config.schema import RunConfig
-from megalite.config.shape_settings import shape_settings
+from megalite.config.sections.describe import section_models
+from megalite.config.sections.schema import RunConfig
+from megalite.config.sections.shape_settings import shape_settings
 from megalite.errors import ConfigError
 from megalite.train import resume_check
 from megalite.train.resume_check import ResumeCheck, change_notes, changed_settings

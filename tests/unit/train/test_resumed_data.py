@@ -11,7 +11,7 @@ import pytest
 from megalite.checkpoint.folder import LATEST, published_name, read_manifest
 from megalite.checkpoint.manifest import MANIFEST, Manifest, Stream
 from megalite.checkpoint.manifest_json import to_json
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.data.corpus import Corpus
 from megalite.data.ensure import RunData, ensure_data
 from megalite.data.fingerprint import content_fingerprint

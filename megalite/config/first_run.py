@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.config.draft import Draft
+from megalite.config.sections.unchecked import Draft
 
 STARTER = "fitted to the text"
 

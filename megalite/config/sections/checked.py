@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.config.adapter_section import AdapterConfig
-from megalite.config.preference_section import PreferenceConfig
-from megalite.config.schema import (
+from megalite.config.sections.adapter_section import AdapterConfig
+from megalite.config.sections.preference_section import PreferenceConfig
+from megalite.config.sections.schema import (
     CheckpointConfig,
     ModelConfig,
     OptimizerConfig,
@@ -14,7 +14,7 @@ from megalite.config.schema import (
     RunSection,
     TrainingConfig,
 )
-from megalite.config.text_sections import DataConfig, TokenizerConfig, ValidationConfig
+from megalite.config.sections.text_sections import DataConfig, TokenizerConfig, ValidationConfig
 from megalite.launcher.rank.detect import RankInfo
 
 

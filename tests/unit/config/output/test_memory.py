@@ -4,14 +4,19 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config import memory
-from megalite.config.memory import least_memory, memory_beyond_any_machine, memory_of_stages, memory_problems
-from megalite.config.schema import RunConfig
+from megalite.config.output import memory
+from megalite.config.output.memory import (
+    least_memory,
+    memory_beyond_any_machine,
+    memory_of_stages,
+    memory_problems,
+)
+from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError
 from tests.support.parity import about
 from tests.unit.config.runs import load
 
-GIB, BASE = 2**30, Path(__file__).with_name("small_llama")
+GIB, BASE = 2**30, Path(__file__).parents[1] / "small_llama"
 
 
 @pytest.fixture(autouse=True)

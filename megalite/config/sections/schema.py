@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, create_model
 
-from megalite.config.adapter_section import AdapterConfig, described_adapter
-from megalite.config.launch_section import LaunchSection
-from megalite.config.preference_section import PreferenceConfig
-from megalite.config.section import Count, Fraction, Lenient, Section, Text
-from megalite.config.shape_settings import model_shape, shape_settings
-from megalite.config.text_sections import DataConfig, TokenizerConfig, ValidationConfig
+from megalite.config.sections.adapter_section import AdapterConfig, described_adapter
+from megalite.config.sections.launch_section import LaunchSection
+from megalite.config.sections.preference_section import PreferenceConfig
+from megalite.config.sections.section import Count, Fraction, Lenient, Section, Text
+from megalite.config.sections.shape_settings import model_shape, shape_settings
+from megalite.config.sections.text_sections import DataConfig, TokenizerConfig, ValidationConfig
 from megalite.families.registry import names_in_files
 from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup

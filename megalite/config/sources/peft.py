@@ -8,10 +8,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megalite.config.adapter_section import AdapterConfig, described_adapter
-from megalite.config.draft import Draft
 from megalite.config.peft_names import canonical_word
-from megalite.config.toml import shown
+from megalite.config.sections.adapter_section import AdapterConfig, described_adapter
+from megalite.config.sections.toml import shown
+from megalite.config.sections.unchecked import Draft
 from megalite.errors import ConfigError, listed
 from megalite.families.registry import FAMILIES
 from megalite.topology.adapter import Adapter

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from megalite.config.schema import DeepSpeedSection, RunConfig
-from megalite.config.section import Section
-from megalite.config.toml import format_value
+from megalite.config.sections.schema import DeepSpeedSection, RunConfig
+from megalite.config.sections.section import Section
+from megalite.config.sections.toml import format_value
 
 _NAMES = {int: "INT", float: "NUMBER", str: "TEXT", bool: "true | false"}
 _INDENT = 30

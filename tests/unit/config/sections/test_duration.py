@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megalite.config.duration import seconds_of
 from megalite.config.load import load_run
+from megalite.config.sections.duration import seconds_of
 from megalite.errors import ConfigError
 from tests.unit.config.runs import changed, write_run
 

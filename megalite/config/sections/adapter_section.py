@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megalite.config.section import Count, Fraction, Lenient, Section, Text
+from megalite.config.sections.section import Count, Fraction, Lenient, Section, Text
 from megalite.topology.adapter import PROJECTIONS, Adapter, Lora, Prefix
 
 

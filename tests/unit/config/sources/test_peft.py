@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from megalite.config.peft import ADAPTER_CONFIG, adapter_of_folder
+from megalite.config.sources.peft import ADAPTER_CONFIG, adapter_of_folder
 from megalite.convert.peft.base import base_of_adapter
 from megalite.errors import CheckpointError, ConfigError
 from megalite.topology.adapter import Lora, Prefix
 from tests.unit.config.runs import problems
 
 LORA: dict[str, Any] = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "target_modules": ["v_proj", "q_proj"]}
-MODEL = {"model.weights": str(Path(__file__).parent / "small_llama")}
+MODEL = {"model.weights": str(Path(__file__).parents[1] / "small_llama")}
 
 
 def written(folder: Path, text: str) -> Path:

@@ -14,9 +14,9 @@ import pytest
 from huggingface_hub import constants, errors
 
 from megalite.cli import convert
-from megalite.config.hub import HubName
-from megalite.config.huggingface import shape_of_folder
 from megalite.config.load import load_run
+from megalite.config.sources.hub import HubName
+from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.huggingface.files import local_folder
 from megalite.data.tokenizer import load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError, ConfigError

@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 from math import prod
-from typing import Literal
 
-from megalite.config.adapter_section import described_adapter
-from megalite.config.facts import Facts
-from megalite.config.schema import RunConfig
+from megalite.config.sections.adapter_section import described_adapter
+from megalite.config.sections.derived import vocabulary
+from megalite.config.sections.schema import RunConfig
 from megalite.topology.parameters import (
     EMBEDDING,
     HEAD,
@@ -21,13 +20,6 @@ STATE_BYTES = 18
 """Bytes per parameter of AdamW in bf16: weights 2, gradients 4, fp32 weights 4, moments 8."""
 TOKENS_PER_PARAMETER = 20
 """Tokens that train a parameter (Hoffmann et al., "Training compute-optimal large language models", 2022)."""
-
-
-def vocabulary(config: RunConfig | Facts) -> int | None:
-    """Return the rows of the embedding; None where a tokenizer that is not read or trained yet decides."""
-    rows: int | Literal["auto"] = config.model.vocab_size
-    rows = config.tokenizer.vocab_size if rows == "auto" else rows
-    return None if rows == "auto" else rows
 
 
 def shape_line(config: RunConfig) -> str:

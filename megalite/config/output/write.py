@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from megalite.config.schema import RunConfig
-from megalite.config.toml import format_table
+from megalite.config.sections.schema import RunConfig
+from megalite.config.sections.toml import format_table
 
 
 def write_resolved(config: RunConfig, path: Path) -> None:

@@ -3,9 +3,9 @@
 from difflib import get_close_matches
 from typing import Any
 
-from megalite.config.draft import Draft
-from megalite.config.schema import ModelConfig
-from megalite.config.toml import shown
+from megalite.config.sections.schema import ModelConfig
+from megalite.config.sections.toml import shown
+from megalite.config.sections.unchecked import Draft
 from megalite.families.family import sizes
 from megalite.families.registry import FAMILIES
 

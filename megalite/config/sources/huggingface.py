@@ -9,12 +9,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megalite.config.draft import Draft
-from megalite.config.hub import HubName, fetch_description
-from megalite.config.quantisation import KEY, is_int8
-from megalite.config.schema import ModelConfig
-from megalite.config.shape_settings import as_settings
-from megalite.config.toml import shown
+from megalite.config.sections.schema import ModelConfig
+from megalite.config.sections.shape_settings import as_settings
+from megalite.config.sections.toml import shown
+from megalite.config.sections.unchecked import Draft
+from megalite.config.sources.hub import HubName, fetch_description
+from megalite.config.sources.quantisation import KEY, is_int8
 from megalite.errors import CheckpointError, ConfigError, listed
 from megalite.families.family import Family
 from megalite.families.inert import INERT

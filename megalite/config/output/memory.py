@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from megalite.config.deepspeed.read import offload_devices
-from megalite.config.schema import RunConfig
-from megalite.config.summary import memory_text, vocabulary
+from megalite.config.output.summary import memory_text
+from megalite.config.sections.derived import offload_devices, vocabulary
+from megalite.config.sections.schema import RunConfig
 from megalite.errors import Problem
 from megalite.launcher.process import has_accelerator, total_memory_bytes
 from megalite.topology.parameters import (

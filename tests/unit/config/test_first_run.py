@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from megalite.config.first_run import STARTER, Starter
 from megalite.config.load import load_run
-from megalite.config.starter import STARTER, Starter
 
 BOOK = Starter("texts/book.txt", characters=1_000_000, words=12_000, documents=1, cores=2)
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from megalite.config.section import Section
+from megalite.config.sections.section import Section
 
 
 class LaunchSection(Section):

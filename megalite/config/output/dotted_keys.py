@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megalite.config.schema import RunConfig
+from megalite.config.sections.schema import RunConfig
 
 
 def flat_settings(config: RunConfig) -> dict[str, str]:

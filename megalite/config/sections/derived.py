@@ -1,0 +1,25 @@
+"""Values that follow from several settings, for the rules and for whoever uses a resolved run."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from megalite.config.sections.checked import Facts
+from megalite.config.sections.schema import RunConfig
+
+_OFFLOADS = ("offload_optimizer", "offload_param")
+
+
+def vocabulary(config: RunConfig | Facts) -> int | None:
+    """Return the rows of the embedding; None where a tokenizer that is not read or trained yet decides."""
+    rows: int | Literal["auto"] = config.model.vocab_size
+    rows = config.tokenizer.vocab_size if rows == "auto" else rows
+    return None if rows == "auto" else rows
+
+
+def offload_devices(zero: object) -> dict[str, Any]:
+    """Return the tables of `zero_optimization` that ask for offload -> their device."""
+    tables = {name: zero.get(name) for name in _OFFLOADS} if isinstance(zero, Mapping) else {}
+    devices = {
+        name: table.get("device", "none") for name, table in tables.items() if isinstance(table, Mapping)
+    }
+    return {name: device for name, device in devices.items() if device != "none"}
