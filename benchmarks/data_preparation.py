@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks import report
-from megalite.data.corpus import Corpus
-from megalite.data.standard_library import STANDARD_LIBRARY
+from megalite.data.text.corpus import Corpus
+from megalite.data.text.standard_library import STANDARD_LIBRARY
 
 ROOT = Path(__file__).parents[1]
 WORKERS = 2

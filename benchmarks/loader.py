@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.ranks import run_ranks
 from benchmarks.workload import SEQUENCE_LENGTH, SHAPE
-from megalite.data.token_file import TokenWriter, bin_path, idx_path
+from megalite.data.files.token_file import TokenWriter, bin_path, idx_path
 
 MB = 10**6
 IDS = 256  # in the token file; a larger vocabulary would be most of the tiny model's step
@@ -69,8 +69,8 @@ def measure(case: Case, prefix: Path, steps: int) -> tuple[list[float], list[flo
     import torch
 
     from megalite.config.load import load_run
-    from megalite.data.loader import StepLoader
-    from megalite.data.token_file import TokenFile
+    from megalite.data.batches.loader import StepLoader
+    from megalite.data.files.token_file import TokenFile
     from megalite.parallel.mesh import ParallelMesh
     from megalite.train.step import TrainStep
 

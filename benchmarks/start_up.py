@@ -32,7 +32,7 @@ from benchmarks import report
 from benchmarks.peers.preparation import build_deepspeed_operators
 from benchmarks.ranks import run_fresh_ranks
 from benchmarks.start_up_model import MODEL, SEQUENCE_LENGTH, SEQUENCES_PER_RANK
-from megalite.data.token_file import TokenWriter
+from megalite.data.files.token_file import TokenWriter
 from megalite.launcher.process import parent_of
 
 RANKS = 8

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from megalite.data.transfer import BatchTransfer
+from megalite.data.batches.transfer import BatchTransfer
 from megalite.model.options import PLAIN, ModelOptions
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import weight_share

@@ -66,6 +66,14 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "validate": {"sections"},
         "first_run": {"sections"},
     },
+    "data": {
+        "ensure": {"prepare", "batches", "chat", "tokenizers", "files", "text"},
+        "prepare": {"chat", "tokenizers", "files", "text"},
+        "batches": {"tokenizers", "files", "text"},
+        "chat": {"tokenizers", "files", "text"},
+        "tokenizers": {"files", "text"},
+        "files": {"text"},
+    },
 }
 # They take numbers, tensors and groups, so that they can be used without a run's configuration.
 WITHOUT_CONFIG = ("parallel", "ops")
@@ -315,7 +323,7 @@ def test_tests_and_benchmarks_speak_plainly(folder: str) -> None:
 
 
 BROKEN = [
-    (import_rows, "data/loader.py", "from megalite.train.step import TrainStep"),
+    (import_rows, "data/batches/loader.py", "from megalite.train.step import TrainStep"),
     (import_rows, "monitor/jsonl.py", "import megalite.parallel.mesh"),
     (import_rows, "parallel/mesh.py", "from megalite.config import schema"),
     (import_rows, "ops/norms.py", "def late():\n    from megalite.config.sections.schema import RunConfig"),
@@ -327,6 +335,8 @@ BROKEN = [
     (wing_arrows, "launcher/process.py", "from megalite.launcher import local"),
     (wing_arrows, "config/sections/schema.py", "from megalite.config.rules import every"),
     (wing_arrows, "config/rules/layout.py", "from megalite.config.output.summary import shape_line"),
+    (wing_arrows, "data/text/corpus.py", "from megalite.data.chat.messages import Message"),
+    (wing_arrows, "data/batches/loader.py", "from megalite.data.prepare.prepare import prepare"),
     (sole_owners, "train/trainer.py", "import torch.distributed as dist"),
     (sole_owners, "train/trainer.py", "from torch import distributed"),
     (sole_owners, "train/trainer.py", "import torch\nworld = torch.distributed.get_world_size()"),
@@ -342,14 +352,14 @@ BROKEN = [
     (calls, "convert/huggingface/export.py", "AutoModel.from_pretrained(path, trust_remote_code=True)"),
     (torch_free, "config/rules/check.py", "def late():\n    import torch"),
     (torch_free, "cli/__init__.py", "from transformers import AutoConfig"),
-    (annotated, "data/loader.py", "def load(path) -> None: ..."),
-    (annotated, "data/loader.py", "def load(path: str): ..."),
-    (sizes, "data/loader.py", "\n".join(f"call({line})" for line in range(FILE_LINES + 1))),
-    (sizes, "data/loader.py", "def long():\n" + "    call()\n" * FUNCTION_LINES),
+    (annotated, "data/batches/loader.py", "def load(path) -> None: ..."),
+    (annotated, "data/batches/loader.py", "def load(path: str): ..."),
+    (sizes, "data/batches/loader.py", "\n".join(f"call({line})" for line in range(FILE_LINES + 1))),
+    (sizes, "data/batches/loader.py", "def long():\n" + "    call()\n" * FUNCTION_LINES),
     (operators_without_flags, "ops/norms.py", "def norm(x: Tensor, *, fused: bool) -> Tensor: ..."),
     (operators_without_flags, "model/options.py", "class Options:\n    fused: bool = False"),
-    (plain_sentences, "data/loader.py", '"""Of a batch, its rows."""'),
-    (plain_sentences, "data/loader.py", "rows = 1  # Read once. What is left stays."),
+    (plain_sentences, "data/batches/loader.py", '"""Of a batch, its rows."""'),
+    (plain_sentences, "data/batches/loader.py", "rows = 1  # Read once. What is left stays."),
 ]
 
 
@@ -363,12 +373,12 @@ KEPT = [
     (import_rows, "cli/__init__.py", "from megalite.version import __version__"),
     (sole_owners, "checkpoint/save.py", "import torch.distributed.checkpoint as dcp"),
     (calls, "model/stages.py", "stage.eval()"),
-    (plain_sentences, "data/loader.py", '"""Return the rows of a batch."""'),
+    (plain_sentences, "data/batches/loader.py", '"""Return the rows of a batch."""'),
     (operators_without_flags, "ops/choice.py", "class Operators:\n    fused: bool = False"),
     (sizes, "config/tables.py", "KEYS = [\n" + '    "key",\n' * (FILE_LINES + 1) + "]"),
     (
         sizes,
-        "data/loader.py",
+        "data/batches/loader.py",
         'def short():\n    """' + "words\n\n" * FUNCTION_LINES + '    """\n    call()\n',
     ),
 ]

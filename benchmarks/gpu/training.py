@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.ranks import run_ranks
 from benchmarks.workload import TOKENS, Setup, Training
-from megalite.data.token_file import TokenWriter, bin_path, idx_path
+from megalite.data.files.token_file import TokenWriter, bin_path, idx_path
 from megalite.launcher.process import available_cores
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.memory import device_memory
@@ -55,8 +55,8 @@ def _write_tokens(prefix: Path, count: int, vocab_size: int) -> None:
 def train(kernels: str, *, device: str, product: float | None, tiny: bool = False) -> dict[str, Any]:
     """A few steps of the Trainer with `model.kernels` so set; one row. product: measured FLOP/s of bf16 products."""
     from megalite.config.load import load_run
-    from megalite.data.loader import StepLoader
-    from megalite.data.token_file import TokenFile
+    from megalite.data.batches.loader import StepLoader
+    from megalite.data.files.token_file import TokenFile
     from megalite.parallel.mesh import ParallelMesh
     from megalite.train.step import TrainStep
 

@@ -12,7 +12,7 @@ import numpy
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megalite.data.token_file import token_dtype
+from megalite.data.files.token_file import token_dtype
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 16,

@@ -31,8 +31,8 @@ def check_quantise(options: argparse.Namespace, tokenizer: Path | None) -> None:
         raise ConfigError(problems, "the request")
     if options.data:
         # Imported here: other commands of `convert` need no numpy.
-        from megalite.data.corpus import Corpus
-        from megalite.data.token_file import prepared_prefix
+        from megalite.data.files.token_file import prepared_prefix
+        from megalite.data.text.corpus import Corpus
 
         if prepared_prefix(options.data, "--data") is None:
             Corpus.open(options.data, pattern="*", key="--data")

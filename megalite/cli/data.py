@@ -11,10 +11,10 @@ from megalite.cli.tokenizer import add_source_options
 from megalite.config.sections.describe import setting, type_names
 
 if TYPE_CHECKING:
-    from megalite.data.conversation_encoding import ChatEncoding
-    from megalite.data.prepared import PreparedFacts
-    from megalite.data.split import Split
-    from megalite.data.tokenizer import Tokenizer
+    from megalite.data.chat.conversation_encoding import ChatEncoding
+    from megalite.data.files.prepared import PreparedFacts
+    from megalite.data.prepare.split import Split
+    from megalite.data.tokenizers.tokenizer import Tokenizer
 
 _OF_CONVERSATIONS = ("chat_template", "train_on", "sequence_length", "too_long")
 
@@ -49,12 +49,12 @@ def _check_kind(parser: Parser, options: argparse.Namespace) -> None:
 
 def _prepare(options: argparse.Namespace) -> int:
     # Imported here, so that --help does not wait for these libraries.
-    from megalite.data.conversation_corpus import CORPUS_OF
-    from megalite.data.prepare import Preparation, prepare_outputs
-    from megalite.data.prepared import source_notes
-    from megalite.data.split import Split
-    from megalite.data.tokenizer import load_tokenizer
-    from megalite.data.turn_end import turn_end_notes
+    from megalite.data.chat.conversation_corpus import CORPUS_OF
+    from megalite.data.chat.turn_end import turn_end_notes
+    from megalite.data.files.prepared import source_notes
+    from megalite.data.prepare.prepare import Preparation, prepare_outputs
+    from megalite.data.prepare.split import Split
+    from megalite.data.tokenizers.tokenizer import load_tokenizer
     from megalite.launcher.process import available_cores
     from megalite.monitor.preparation import PreparationConsole, counted, megabytes
 
@@ -107,7 +107,7 @@ def _chat(options: argparse.Namespace, tokenizer: "Tokenizer") -> "ChatEncoding 
     """Return how conversations are encoded; None for text."""
     if options.kind == "text":
         return None
-    from megalite.data.chat_settings import chat_encoding
+    from megalite.data.chat.chat_settings import chat_encoding
 
     train_on = options.train_on or setting("data.train_on").default
     too_long = options.too_long or setting("data.too_long").default
@@ -123,7 +123,7 @@ def _chat(options: argparse.Namespace, tokenizer: "Tokenizer") -> "ChatEncoding 
 
 def _tokenizer_folder(options: argparse.Namespace) -> Path:
     """Return the tokenizer's folder; one of another format, or with added tokens, is made next to the output."""
-    from megalite.data.tokenizer_import import foreign_tokenizer
+    from megalite.data.tokenizers.tokenizer_import import foreign_tokenizer
 
     if options.add_tokens:
         return _with_added_tokens(options)
@@ -139,7 +139,7 @@ def _tokenizer_folder(options: argparse.Namespace) -> Path:
 def _with_added_tokens(options: argparse.Namespace) -> Path:
     """Return the folder of the tokenizer with --add-tokens, the same one that a run makes of tokenizer.add_tokens."""
     from megalite.config.sections.text_sections import TokenizerConfig
-    from megalite.data.run_tokenizer import TokenizerRequest, run_tokenizer
+    from megalite.data.tokenizers.run_tokenizer import TokenizerRequest, run_tokenizer
     from megalite.monitor.preparation import PreparationConsole
 
     settings = TokenizerConfig(
@@ -155,7 +155,7 @@ def _with_added_tokens(options: argparse.Namespace) -> Path:
 
 
 def _outputs(prefix: Path, split: "Split") -> list[Path]:
-    from megalite.data.split import PARTS
+    from megalite.data.prepare.split import PARTS
 
     if len(split.shares) == 1:
         return [prefix]
@@ -164,8 +164,8 @@ def _outputs(prefix: Path, split: "Split") -> list[Path]:
 
 def _refuse_foreign(prefixes: Sequence[Path]) -> None:
     """Raise DataError if an output exists that another program wrote: files of ours have a .json, maybe partial."""
-    from megalite.data.partial_files import json_path, partial
-    from megalite.data.token_file import bin_path, idx_path
+    from megalite.data.files.partial_files import json_path, partial
+    from megalite.data.files.token_file import bin_path, idx_path
     from megalite.errors import DataError
 
     for prefix in prefixes:

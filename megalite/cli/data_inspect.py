@@ -11,13 +11,13 @@ from rich.console import Console
 from rich.text import Text
 
 from megalite.config.sections.text_sections import DataConfig
-from megalite.data.conversation_rows import rows_of
-from megalite.data.preference import ANSWERS
-from megalite.data.prepared import PreparedFacts, prepared_facts, recorded_tokenizer, source_notes
-from megalite.data.summary import length_counts, repeated_documents
-from megalite.data.token_file import TokenFile
-from megalite.data.tokenizer import load_tokenizer
-from megalite.data.trained_tokens import ids_of, is_trained
+from megalite.data.batches.conversation_rows import rows_of
+from megalite.data.chat.preference import ANSWERS
+from megalite.data.files.prepared import PreparedFacts, prepared_facts, recorded_tokenizer, source_notes
+from megalite.data.files.token_file import TokenFile
+from megalite.data.files.trained_tokens import ids_of, is_trained
+from megalite.data.prepare.length_summary import length_counts, repeated_documents
+from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.monitor.preparation import counted
 from megalite.monitor.work import working
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.cli.evaluate_options import MEBIBYTES, SAMPLES, SECONDS, TOKENS, evaluate_parser, problems
 from megalite.cli.local_ranks import on_local_ranks
-from megalite.data.corpus import Corpus
-from megalite.data.token_file import prepared_prefix
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.files.token_file import prepared_prefix
+from megalite.data.text.corpus import Corpus
+from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.evaluate.documents import TextSource
 from megalite.evaluate.questions import ChoiceQuestion, CodeProblem

@@ -7,9 +7,9 @@ from megalite.config.first_run import SIZES, Starter
 from megalite.config.flags import COMMAND_LINE, apply_overrides
 from megalite.config.rules.places import exists, is_prepared, prefix_of
 from megalite.config.sections.unchecked import Draft
-from megalite.data.conversation_corpus import CORPUS_OF
-from megalite.data.measure import measure_text
-from megalite.data.standard_library import STANDARD_LIBRARY
+from megalite.data.chat.conversation_corpus import CORPUS_OF
+from megalite.data.chat.text_size import measure_text
+from megalite.data.text.standard_library import STANDARD_LIBRARY
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.process import available_cores
 

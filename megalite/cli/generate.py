@@ -48,7 +48,7 @@ _TASKS = {"prompt": continue_prompt, "beams": search_prompt, "batch": run_file, 
 
 def _job(options: argparse.Namespace, source: ModelSource) -> Job:
     """Return what every rank gets; every request is checked here. Raises ConfigError, DataError."""
-    from megalite.data.tokenizer import load_tokenizer
+    from megalite.data.tokenizers.tokenizer import load_tokenizer
     from megalite.generation.prompts import Chat, chat_template, prompt_ids
     from megalite.generation.request_file import read_requests
     from megalite.generation.stops import stops_of

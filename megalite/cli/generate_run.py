@@ -17,7 +17,7 @@ from megalite.monitor.work import is_screen, working
 from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:
-    from megalite.data.chat_template import ChatTemplate
+    from megalite.data.chat.chat_template import ChatTemplate
     from megalite.generation.batch_engine import Event
     from megalite.generation.loaded import LoadedModel
     from megalite.generation.request_file import FileRequest

@@ -18,9 +18,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def _train(options: argparse.Namespace) -> int:
     # Imported here, so that --help does not wait for these libraries.
-    from megalite.data.corpus import Corpus
-    from megalite.data.tokenizer import END_OF_DOCUMENT, load_tokenizer
-    from megalite.data.tokenizer_training import fitting_vocab_size, train_into
+    from megalite.data.text.corpus import Corpus
+    from megalite.data.tokenizers.tokenizer import END_OF_DOCUMENT, load_tokenizer
+    from megalite.data.tokenizers.tokenizer_training import fitting_vocab_size, train_into
     from megalite.monitor.preparation import PreparationConsole, counted, megabytes
 
     _refuse_standing(options)
@@ -49,15 +49,15 @@ def _train(options: argparse.Namespace) -> int:
 
 def _left_over(kind: str) -> set[str]:
     """Return file names that only an earlier tokenizer can have left: AutoTokenizer would read some of them."""
-    from megalite.data.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_FILES
+    from megalite.data.tokenizers.tokenizer import SENTENCEPIECE_FILE, TOKENIZER_FILES
 
     written = {"tokenizer.json", "tokenizer_config.json"} | ({SENTENCEPIECE_FILE} if kind != "bpe" else set())
     return set(TOKENIZER_FILES) - written
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from megalite.data.tokenizer import load_tokenizer
-    from megalite.data.tokenizer_import import import_tokenizer
+    from megalite.data.tokenizers.tokenizer import load_tokenizer
+    from megalite.data.tokenizers.tokenizer_import import import_tokenizer
 
     _refuse_standing(options)
     import_tokenizer(options.path, options.output, options.end_of_document)
@@ -69,7 +69,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 def _refuse_standing(options: argparse.Namespace) -> None:
     """Raise DataError if the output folder has a tokenizer: its token files and models would no longer fit."""
-    from megalite.data.tokenizer import TOKENIZER_FILES
+    from megalite.data.tokenizers.tokenizer import TOKENIZER_FILES
     from megalite.errors import DataError
 
     standing = next((name for name in TOKENIZER_FILES if (options.output / name).exists()), None)

@@ -10,25 +10,25 @@ from pathlib import Path
 
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.text_sections import DataConfig
-from megalite.data.chat_settings import chat_encoding, require_same_chat
-from megalite.data.concatenated_rows import ConcatenatedRows
-from megalite.data.conversation_corpus import CORPUS_OF
-from megalite.data.conversation_encoding import ChatEncoding, TooLong
-from megalite.data.conversation_rows import packing_of, rows_of
-from megalite.data.corpus import Corpus
-from megalite.data.documents import require_ends
-from megalite.data.fingerprint import content_fingerprint
-from megalite.data.length_buckets import buckets_of, fill
-from megalite.data.prepare import Preparation, prepare_outputs
-from megalite.data.prepared import PreparedFacts, prepared_facts, source_notes
-from megalite.data.run_tokenizer import TokenizerRequest, run_tokenizer
-from megalite.data.split import PARTS, Split
-from megalite.data.stream_files import StreamFile, first_rows, stream_files
-from megalite.data.stream_lane import require_documents
-from megalite.data.token_file import TokenFile, bin_path, idx_path, prepared_prefix
-from megalite.data.token_ids import largest_id, require_ids
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
-from megalite.data.turn_end import turn_end_notes
+from megalite.data.batches.concatenated_rows import ConcatenatedRows
+from megalite.data.batches.conversation_rows import packing_of, rows_of
+from megalite.data.batches.documents import require_ends
+from megalite.data.batches.length_buckets import buckets_of, fill
+from megalite.data.batches.stream_files import StreamFile, first_rows, stream_files
+from megalite.data.batches.stream_lane import require_documents
+from megalite.data.chat.chat_settings import chat_encoding, require_same_chat
+from megalite.data.chat.conversation_corpus import CORPUS_OF
+from megalite.data.chat.conversation_encoding import ChatEncoding, TooLong
+from megalite.data.chat.turn_end import turn_end_notes
+from megalite.data.files.fingerprint import content_fingerprint
+from megalite.data.files.prepared import PreparedFacts, prepared_facts, source_notes
+from megalite.data.files.token_file import TokenFile, bin_path, idx_path, prepared_prefix
+from megalite.data.prepare.prepare import Preparation, prepare_outputs
+from megalite.data.prepare.split import PARTS, Split
+from megalite.data.prepare.token_ids import largest_id, require_ids
+from megalite.data.text.corpus import Corpus
+from megalite.data.tokenizers.run_tokenizer import TokenizerRequest, run_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import DataError
 from megalite.monitor.preparation import PreparationConsole, counted, megabytes
 

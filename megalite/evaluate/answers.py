@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.evaluate.encoding import TextEncoder
 from megalite.evaluate.scoring import Advance, ignore

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.corpus import Corpus
-from megalite.data.encoding import PieceEncoder
-from megalite.data.prepared import prepared_facts
-from megalite.data.token_file import TokenFile, bin_path, prepared_prefix
-from megalite.data.tokenizer import Tokenizer
-from megalite.data.trained_tokens import ids_of, is_trained
+from megalite.data.files.prepared import prepared_facts
+from megalite.data.files.token_file import TokenFile, bin_path, prepared_prefix
+from megalite.data.files.trained_tokens import ids_of, is_trained
+from megalite.data.text.corpus import Corpus
+from megalite.data.tokenizers.encoding import PieceEncoder
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import DataError
 
 _IDS = np.dtype(np.int64)

@@ -5,7 +5,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megalite.data.tokenizer import Tokenizer, start_token_id
+from megalite.data.tokenizers.tokenizer import Tokenizer, start_token_id
 from megalite.evaluate.windows import Window
 
 

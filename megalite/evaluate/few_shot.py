@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.evaluate.encoding import TextEncoder
 from megalite.evaluate.questions import ChoiceQuestion, OpenQuestion, Question
 from megalite.generation.prompts import Chat

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megalite.data.tokenizer import Tokenizer, start_token_id
+from megalite.data.tokenizers.tokenizer import Tokenizer, start_token_id
 from megalite.errors import DataError
 from megalite.evaluate.documents import Document, TextSource, documents
 from megalite.evaluate.scoring import Advance, ignore, total_log_likelihood

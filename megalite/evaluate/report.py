@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.data.partial_files import partial
+from megalite.data.files.partial_files import partial
 from megalite.errors import DataError
 from megalite.evaluate.statistics import Rate
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalite.data.source_stream import json_type
+from megalite.data.text.source_stream import json_type
 from megalite.errors import DataError
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.data.records import records
-from megalite.data.source_files import source_files
+from megalite.data.text.records import records
+from megalite.data.text.source_files import source_files
 from megalite.errors import DataError
 from megalite.evaluate.forms import FORMS, Form, Kind
 from megalite.evaluate.questions import ChoiceQuestion, CodeProblem, OpenQuestion

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
 # The tokens in front of the new ones that decide how they are decoded, such as whether a leading space stays.

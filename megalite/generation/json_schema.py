@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.generation.request import Request
 from megalite.generation.schema_trial import LIMITS, OPTIONS, compile_problem

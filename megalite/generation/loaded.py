@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.convert.huggingface.load import load_huggingface
 from megalite.convert.peft.load import load_adapters, load_beside, load_merged
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.generation.engine import build_model, load_model
 from megalite.generation.source import ModelSource, find_source
 from megalite.generation.stops import Stops, stops_of

@@ -5,10 +5,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megalite.data.chat_template import ChatTemplate, has_chat_template, load_chat_template
-from megalite.data.conversation import Conversation
-from megalite.data.messages import TEMPLATE_KEYS, message_list
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.chat.chat_template import ChatTemplate, has_chat_template, load_chat_template
+from megalite.data.chat.conversation import Conversation
+from megalite.data.chat.messages import TEMPLATE_KEYS, message_list
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.generation.source import ModelSource
 from megalite.generation.stops import chat_stops
 from megalite.generation.tool_calls import ToolForm, learn_tool_form

@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from megalite.data.chat_template import ChatTemplate
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.chat.chat_template import ChatTemplate
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import ConfigError, DataError, Problem
 from megalite.generation.json_schema import JSON_OBJECT, JsonGrammars, schema_text
 from megalite.generation.prompts import Chat, prompt_ids

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from megalite.data.chat_template import ChatTemplate, has_chat_template, load_chat_template
-from megalite.data.tokenizer import Tokenizer
-from megalite.data.turn_end import marks_in_pieces, turn_end
+from megalite.data.chat.chat_template import ChatTemplate, has_chat_template, load_chat_template
+from megalite.data.chat.turn_end import marks_in_pieces, turn_end
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.generation.source import ModelSource
 
 

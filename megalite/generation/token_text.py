@@ -3,7 +3,7 @@
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from megalite.generation.batch_engine import Event

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import ConfigError, DataError
 from megalite.generation.json_schema import JSON_OBJECT, JsonGrammars, schema_text
 from megalite.generation.prompts import Chat, prompt_ids

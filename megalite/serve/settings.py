@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from megalite.data.chat_template import ChatTemplate
+from megalite.data.chat.chat_template import ChatTemplate
 from megalite.generation.source import ModelSource
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

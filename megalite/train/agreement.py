@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sources.hub import HubName
-from megalite.data.token_file import bin_path, idx_path
+from megalite.data.files.token_file import bin_path, idx_path
 from megalite.launcher.control.progress import Activity, now
 from megalite.launcher.control.rendezvous import Meeting
 from megalite.monitor.console import announce

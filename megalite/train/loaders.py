@@ -5,14 +5,14 @@ from functools import partial
 from typing import Any
 
 from megalite.config.sections.schema import RunConfig
-from megalite.data.bucket_loader import BucketLoader
-from megalite.data.conversation_rows import samples_of
+from megalite.data.batches.bucket_loader import BucketLoader
+from megalite.data.batches.conversation_rows import samples_of
+from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.stream_lane import StreamText
+from megalite.data.batches.stream_loader import StreamLoader, TrainingLoader
 from megalite.data.ensure import RunData
-from megalite.data.loader import StepLoader
-from megalite.data.stream_lane import StreamText
-from megalite.data.stream_loader import StreamLoader, TrainingLoader
-from megalite.data.token_file import TokenFile
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.files.token_file import TokenFile
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.validation import HeldOutSet, held_out_set
 

@@ -18,9 +18,9 @@ from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.huggingface.new_rows import NewRows, new_rows
 from megalite.convert.peft.export import export_adapter
-from megalite.data.loader import StepLoader
-from megalite.data.stream_loader import StreamLoader
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.stream_loader import StreamLoader
+from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError
 from megalite.launcher.control.progress import Activity, now
 from megalite.launcher.control.rendezvous import Meeting

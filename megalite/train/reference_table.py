@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from megalite.checkpoint.durable import sync_folder, write_durably
 from megalite.checkpoint.folder import read_manifest
-from megalite.data.fingerprint import content_fingerprint
-from megalite.data.loader import StepLoader
-from megalite.data.token_file import TokenFile, bin_path
+from megalite.data.batches.loader import StepLoader
+from megalite.data.files.fingerprint import content_fingerprint
+from megalite.data.files.token_file import TokenFile, bin_path
 from megalite.errors import CheckpointError
 from megalite.launcher.control.progress import Activity, now
 from megalite.train.reference import reference_losses

@@ -9,8 +9,8 @@ from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.manifest import Manifest
 from megalite.config.output.dotted_keys import flat
 from megalite.config.sections.schema import RunConfig, RunSection
+from megalite.data.batches.stream_files import StreamFile
 from megalite.data.ensure import RunData
-from megalite.data.stream_files import StreamFile
 from megalite.errors import ConfigError, Problem, listed
 from megalite.train.resume_table import Effect, Rule, effect_of
 

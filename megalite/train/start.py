@@ -12,7 +12,7 @@ from megalite.config.output.summary import (
     shape_line,
 )
 from megalite.config.sections.schema import RunConfig
-from megalite.data.stream_files import StreamFile
+from megalite.data.batches.stream_files import StreamFile
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import watched_by_launcher
 from megalite.monitor.preparation import megabytes

@@ -23,10 +23,10 @@ from megalite.convert.huggingface.load import load_huggingface
 from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.peft.base import base_of, require_base
 from megalite.convert.peft.read import load_adapter
-from megalite.data.loader import StepLoader
-from megalite.data.prefetch import Prefetch
-from megalite.data.stream_loader import TrainingLoader
-from megalite.data.transfer import ArrivingBatch, BatchTransfer
+from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.prefetch import Prefetch
+from megalite.data.batches.stream_loader import TrainingLoader
+from megalite.data.batches.transfer import ArrivingBatch, BatchTransfer
 from megalite.errors import CheckpointError, TrainingError
 from megalite.launcher.control.progress import Activity, now
 from megalite.model.kernels import KernelChoice

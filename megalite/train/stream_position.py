@@ -3,8 +3,8 @@
 from dataclasses import astuple
 
 from megalite.checkpoint.manifest import Stream
-from megalite.data.stream_lane import LanePlace
-from megalite.data.stream_loader import StreamLoader, TrainingLoader
+from megalite.data.batches.stream_lane import LanePlace
+from megalite.data.batches.stream_loader import StreamLoader, TrainingLoader
 from megalite.parallel.mesh import ParallelMesh
 
 

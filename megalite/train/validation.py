@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megalite.data.loader import StepLoader
-from megalite.data.token_file import TokenFile
+from megalite.data.batches.loader import StepLoader
+from megalite.data.files.token_file import TokenFile
 from megalite.errors import DataError
 from megalite.launcher.control.progress import Activity, now
 from megalite.monitor.metrics import ValidationMetrics

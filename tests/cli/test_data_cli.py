@@ -12,9 +12,9 @@ from megalite import load_config
 from megalite.cli import data, tokenizer
 from megalite.config.sections.schema import RunConfig
 from megalite.data.ensure import ensure_data
-from megalite.data.prepared import prepared_facts
-from megalite.data.token_file import TokenFile, bin_path
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.files.prepared import prepared_facts
+from megalite.data.files.token_file import TokenFile, bin_path
+from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.errors import DataError
 from tests.support.tiny import tiny_corpus
 

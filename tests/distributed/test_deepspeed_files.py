@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from megalite.config.sections.schema import RunConfig
-from megalite.data.loader import StepLoader
+from megalite.data.batches.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.step import TrainStep
 from tests.support.matrix.train import TinyLoader

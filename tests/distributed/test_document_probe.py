@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.data import documents
+from megalite.data.batches import documents
 from megalite.model import transformer
 from megalite.model.attention import SelfAttention
 from megalite.model.options import Dropout, Recompute

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.generation.batch_engine import BatchEngine
 from megalite.generation.engine import generate_ids, load_model
 from megalite.generation.json_schema import JSON_OBJECT

@@ -15,7 +15,7 @@ from megalite.checkpoint.reader import CheckpointReader
 from megalite.cli import convert
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.huggingface.export import read_family_tensor
-from megalite.data.loader import StepLoader
+from megalite.data.batches.loader import StepLoader
 from megalite.families.registry import family_tensors, hf_config
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.step_batch import StepBatch

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from megalite.data.packing import PackedSamples
-from megalite.data.token_file import TokenFile
+from megalite.data.batches.packing import PackedSamples
+from megalite.data.files.token_file import TokenFile
 from megalite.monitor.metrics import ValidationMetrics
 from megalite.train.validation import held_out_set, validate
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL, assert_close

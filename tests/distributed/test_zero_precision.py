@@ -16,7 +16,7 @@ from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.save import save_checkpoint
-from megalite.data.loader import StepLoader
+from megalite.data.batches.loader import StepLoader
 from megalite.errors import TrainingError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Coordinates, Layout

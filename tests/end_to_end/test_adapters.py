@@ -18,9 +18,9 @@ from megalite import Trainer
 from megalite.cli import convert
 from megalite.config.sections.schema import RunConfig
 from megalite.convert.huggingface.export import export
-from megalite.data.conversation_rows import samples_of
-from megalite.data.loader import StepLoader
-from megalite.data.token_file import TokenFile
+from megalite.data.batches.conversation_rows import samples_of
+from megalite.data.batches.loader import StepLoader
+from megalite.data.files.token_file import TokenFile
 from megalite.errors import CheckpointError, ConfigError
 from megalite.generation.engine import generate_ids
 from megalite.generation.source import find_source

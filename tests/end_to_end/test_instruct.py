@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megalite import Trainer
 from megalite.cli import main
 from megalite.config.sections.schema import RunConfig
-from megalite.data.bucket_loader import BucketLoader
-from megalite.data.conversation_rows import samples_of
-from megalite.data.loader import StepLoader
-from megalite.data.token_file import TokenFile
+from megalite.data.batches.bucket_loader import BucketLoader
+from megalite.data.batches.conversation_rows import samples_of
+from megalite.data.batches.loader import StepLoader
+from megalite.data.files.token_file import TokenFile
 from megalite.errors import ConfigError, DataError
 from tests.support.fine_tuning import Sections, fine_tuning_run
 from tests.support.jobs import training_here

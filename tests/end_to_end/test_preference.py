@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM
 from megalite import Trainer
 from megalite.cli import main
 from megalite.config.sections.schema import RunConfig
-from megalite.data.conversation_rows import samples_of
-from megalite.data.loader import StepLoader
-from megalite.data.token_file import TokenFile
-from megalite.data.trained_tokens import ids_of, is_trained
+from megalite.data.batches.conversation_rows import samples_of
+from megalite.data.batches.loader import StepLoader
+from megalite.data.files.token_file import TokenFile
+from megalite.data.files.trained_tokens import ids_of, is_trained
 from megalite.errors import CheckpointError, DataError
 from tests.support.fine_tuning import Sections, fine_tuning_run
 from tests.support.jobs import training_here

@@ -12,7 +12,7 @@ import pytest
 from torch import Tensor
 
 from megalite.checkpoint.staging import Staging
-from megalite.data.transfer import ArrivingBatch, BatchTransfer
+from megalite.data.batches.transfer import ArrivingBatch, BatchTransfer
 from megalite.model.kv_cache import CachedStep
 from megalite.parallel import pipeline
 from megalite.train import step as train_step

@@ -2,7 +2,7 @@
 
 import torch
 
-from megalite.data.transfer import BatchTransfer
+from megalite.data.batches.transfer import BatchTransfer
 from megalite.ops.documents import row_cu_seqlens
 from tests.support.tiny import in_documents, tiny_batch, tiny_shape
 

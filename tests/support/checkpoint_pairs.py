@@ -19,7 +19,7 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.save import write_draft
-from megalite.data.loader import StepLoader
+from megalite.data.batches.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.state import EMA, MASTER, WEIGHT
 from megalite.train.step import TrainStep

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 
 from megalite.checkpoint.folder import find_latest
-from megalite.data.token_file import TokenFile
+from megalite.data.files.token_file import TokenFile
 from megalite.generation.engine import generate_ids, load_model
 from megalite.generation.request import Sampling
 from megalite.parallel import layers

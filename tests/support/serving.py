@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx2
 
-from megalite.data.chat_template import load_chat_template
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.chat.chat_template import load_chat_template
+from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.generation.batch_engine import Event
 from megalite.generation.json_schema import JsonGrammars

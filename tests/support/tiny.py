@@ -136,7 +136,7 @@ def in_documents(batch: "StepBatch", *, end_of_document_id: int = 0) -> "StepBat
     """The same rows cut into documents of 1 to S tokens, four on average, as a loader gives them."""
     import torch
 
-    from megalite.data.documents import document_ids_and_positions
+    from megalite.data.batches.documents import document_ids_and_positions
 
     ends = torch.rand(
         batch.input_ids.shape, generator=torch.Generator().manual_seed(int(batch.sample_indices[0]))

@@ -9,8 +9,8 @@ import numpy as np
 import torch.distributed as dist
 
 from megalite.config.load import load_run
-from megalite.data.loader import StepLoader
-from megalite.data.token_file import TokenFile, TokenWriter
+from megalite.data.batches.loader import StepLoader
+from megalite.data.files.token_file import TokenFile, TokenWriter
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.step import TrainStep

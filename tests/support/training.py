@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.data.transfer import BatchTransfer
+from megalite.data.batches.transfer import BatchTransfer
 from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
 from megalite.model.replica import Replica
 from megalite.model.stages import fill

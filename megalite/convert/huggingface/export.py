@@ -24,9 +24,15 @@ from megalite.convert.huggingface.origin import CONFIG, GENERATION, Origin, find
 from megalite.convert.parity import Comparison, WholeWeights, compare_with_transformers
 from megalite.convert.peft.base import folder_of_base
 from megalite.convert.peft.merged import MergedCheckpoints
-from megalite.data.chat_template import load_chat_template
-from megalite.data.tokenizer import Tokenizer, copy_others, copy_tokenizer, load_tokenizer, save_tokenizer
-from megalite.data.turn_end import turn_end
+from megalite.data.chat.chat_template import load_chat_template
+from megalite.data.chat.turn_end import turn_end
+from megalite.data.tokenizers.tokenizer import (
+    Tokenizer,
+    copy_others,
+    copy_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
+)
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
 from megalite.families.tensors import FamilyTensor

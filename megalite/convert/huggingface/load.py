@@ -21,7 +21,7 @@ from megalite.convert.huggingface.origin import CONFIG, keep_origin
 from megalite.convert.huggingface.packed import is_packed, scale_of, unpacked
 from megalite.convert.huggingface.packed_header import SCALE, weights_of
 from megalite.convert.step_zero import write_step_zero
-from megalite.data.tokenizer import copy_tokenizer
+from megalite.data.tokenizers.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError, listed
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.families.tensors import FamilyTensor

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer as Backend
 from torch import Tensor
 
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

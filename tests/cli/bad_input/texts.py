@@ -12,8 +12,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from megalite.data.partial_files import locked, partial
-from megalite.data.token_file import TokenWriter
+from megalite.data.files.partial_files import locked, partial
+from megalite.data.files.token_file import TokenWriter
 from tests.cli.bad_input.case import Case, prepare, write
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megalite.data.token_file import TokenWriter, bin_path, idx_path
+from megalite.data.files.token_file import TokenWriter, bin_path, idx_path
 from tests.cli.bad_input.case import Case, train
 from tests.support.tiny import tiny_tokenizer
 

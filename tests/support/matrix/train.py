@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.sections.schema import RunConfig
-from megalite.data.loader import StepLoader
+from megalite.data.batches.loader import StepLoader
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.step_batch import StepBatch

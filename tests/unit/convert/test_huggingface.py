@@ -17,10 +17,10 @@ from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface import export as huggingface
 from megalite.convert.huggingface.export import Export, export, plan_files, rounded
 from megalite.convert.huggingface.model_card import model_card
-from megalite.data.corpus import Piece
-from megalite.data.sentencepiece_model import PROBE_TEXTS
-from megalite.data.tokenizer import load_tokenizer
-from megalite.data.tokenizer_training import KINDS, train_into
+from megalite.data.text.corpus import Piece
+from megalite.data.tokenizers.sentencepiece_model import PROBE_TEXTS
+from megalite.data.tokenizers.tokenizer import load_tokenizer
+from megalite.data.tokenizers.tokenizer_training import KINDS, train_into
 from megalite.errors import CheckpointError, DataError
 from megalite.families.registry import FAMILIES, hf_config
 from megalite.topology.axes import Layout

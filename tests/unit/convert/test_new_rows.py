@@ -10,7 +10,7 @@ from megalite.convert.huggingface import load
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.load import HuggingFaceReader
 from megalite.convert.huggingface.new_rows import NewRows, new_rows
-from megalite.data.tokenizer import add_special_tokens, load_tokenizer, save_tokenizer
+from megalite.data.tokenizers.tokenizer import add_special_tokens, load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError
 from megalite.topology.parameters import EMBEDDING, HEAD
 from megalite.topology.sharding import TensorSlice

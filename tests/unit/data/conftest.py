@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from tests.support.tiny import tiny_tokenizer
 
 

@@ -15,15 +15,15 @@ import pytest
 from sentencepiece import SentencePieceProcessor
 
 from megalite.config.sections.schema import RunConfig
-from megalite.data.corpus import Corpus
 from megalite.data.ensure import ensure_data
-from megalite.data.prepare import prepare
-from megalite.data.prepared import prepared_facts
-from megalite.data.token_file import TokenFile
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.files.prepared import prepared_facts
+from megalite.data.files.token_file import TokenFile
+from megalite.data.prepare.prepare import prepare
+from megalite.data.text.corpus import Corpus
+from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import DataError
 from tests.support.tiny import tiny_corpus
-from tests.unit.data.test_sentencepiece_model import VARIANTS, model
+from tests.unit.data.tokenizers.test_sentencepiece_model import VARIANTS, model
 
 ROOT = Path(__file__).parents[3]
 
@@ -538,7 +538,9 @@ def test_ids_outside_the_vocabulary_are_found_at_the_start_by_one_pass(
     small = config(pair, tokenizer={}, model={"vocab_size": largest})
     for passes in ("a pass", "none"):
         if passes == "none":
-            monkeypatch.setattr("megalite.data.token_ids._CHUNK_TOKENS", 0)  # a second pass would fail
+            monkeypatch.setattr(
+                "megalite.data.prepare.token_ids._CHUNK_TOKENS", 0
+            )  # a second pass would fail
         with pytest.raises(
             DataError, match=rf"ids\.bin: its largest id, {largest}, is outside .* to {largest + 1} or"
         ):

@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from megalite.data import batches as batches_module
-from megalite.data import prepare as prepare_module
-from megalite.data.batches import _EncodeText
-from megalite.data.corpus import Corpus
-from megalite.data.prepare import Preparation, prepare_outputs
-from megalite.data.split import Split
-from megalite.data.token_file import TokenFile
-from megalite.data.tokenizer import Tokenizer
-from megalite.data.workers import WorkerDied
+from megalite.data.files.token_file import TokenFile
+from megalite.data.files.workers import WorkerDied
+from megalite.data.prepare import encoded_batches as batches_module
+from megalite.data.prepare import prepare as prepare_module
+from megalite.data.prepare.encoded_batches import _EncodeText
+from megalite.data.prepare.prepare import Preparation, prepare_outputs
+from megalite.data.prepare.split import Split
+from megalite.data.text.corpus import Corpus
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.monitor.preparation import PreparationProgress
 from tests.support.tiny import tiny_corpus
 
@@ -32,8 +32,8 @@ SPLIT = Split((0.6, 0.2, 0.2), 3)
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches_module, "_BATCH_CHARACTERS", 400)
     monkeypatch.setattr(prepare_module, "_JOURNAL_BATCHES", 1)
-    monkeypatch.setattr("megalite.data.corpus.PIECE_CHARACTERS", 300)
-    monkeypatch.setattr("megalite.data.corpus.cut_document.__defaults__", (300,))
+    monkeypatch.setattr("megalite.data.text.corpus.PIECE_CHARACTERS", 300)
+    monkeypatch.setattr("megalite.data.text.corpus.cut_document.__defaults__", (300,))
 
 
 @pytest.fixture
@@ -174,12 +174,12 @@ def test_killed_with_workers_it_goes_on(preparation: Preparation, tmp_path: Path
     script = f"""if True:
         import os, signal
         from pathlib import Path, PosixPath
-        import megalite.data.batches as batches
-        import megalite.data.prepare as module
-        from megalite.data.corpus import Corpus, cut_document
-        from megalite.data.prepare import Preparation, prepare_outputs
-        from megalite.data.split import Split
-        from megalite.data.tokenizer import load_tokenizer
+        import megalite.data.prepare.encoded_batches as batches
+        import megalite.data.prepare.prepare as module
+        from megalite.data.text.corpus import Corpus, cut_document
+        from megalite.data.prepare.prepare import Preparation, prepare_outputs
+        from megalite.data.prepare.split import Split
+        from megalite.data.tokenizers.tokenizer import load_tokenizer
 
         def killed(progress, seen=[]):
             seen.append(progress)

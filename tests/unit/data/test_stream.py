@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megalite.data.corpus import PIECE_CHARACTERS, Corpus
-from megalite.data.stream_files import StreamFile, first_rows, lane_segments, stream_files
-from megalite.data.stream_lane import DocumentEncoder, Lane, StreamText, require_documents
-from megalite.data.stream_loader import StreamLoader
-from megalite.data.tokenizer import Tokenizer
+from megalite.data.batches.stream_files import StreamFile, first_rows, lane_segments, stream_files
+from megalite.data.batches.stream_lane import DocumentEncoder, Lane, StreamText, require_documents
+from megalite.data.batches.stream_loader import StreamLoader
+from megalite.data.text.corpus import PIECE_CHARACTERS, Corpus
+from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import DataError
 from tests.support.tiny import tiny_corpus
 
@@ -137,7 +137,7 @@ def test_a_lane_goes_on_at_any_sequence(
 def test_blocks_are_shuffled_anew_in_each_epoch(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megalite.data.stream_lane._BLOCK_DOCUMENTS", 10)
+    monkeypatch.setattr("megalite.data.batches.stream_lane._BLOCK_DOCUMENTS", 10)
     path = jsonl(tmp_path / "a.jsonl", TEXTS[:30])
     text = StreamText((StreamFile(path, path.stat().st_size),), seed=1)
     read = Lane(text, 0, 1, encode=lambda each: np.array([TEXTS.index(each), 0]), sequence_length=60)

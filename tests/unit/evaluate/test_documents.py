@@ -9,7 +9,7 @@ import pytest
 from pyarrow import parquet
 
 from megalite.cli import main
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import DataError
 from megalite.evaluate.documents import Document, TextSource, count_words, documents
 from tests.support.tiny import tiny_corpus, tiny_tokenizer

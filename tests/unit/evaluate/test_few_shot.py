@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.data.chat_template import load_chat_template
-from megalite.data.tokenizer import Tokenizer, load_tokenizer
+from megalite.data.chat.chat_template import load_chat_template
+from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.evaluate.few_shot import FewShot
 from megalite.evaluate.questions import ChoiceQuestion, OpenQuestion
 from megalite.generation.prompts import Chat

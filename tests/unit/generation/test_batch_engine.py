@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.errors import ConfigError
 from megalite.generation.batch_engine import BatchEngine, Event
 from megalite.generation.detokenise import Detokeniser, StopScan

@@ -9,7 +9,7 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from pydantic_core import from_json
 
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.errors import ConfigError
 from megalite.generation import json_schema
 from megalite.generation.batch_engine import BatchEngine

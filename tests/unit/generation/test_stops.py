@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.origin import FOLDER
-from megalite.data.tokenizer import END_OF_DOCUMENT, Tokenizer, add_special_tokens, load_tokenizer
+from megalite.data.tokenizers.tokenizer import END_OF_DOCUMENT, Tokenizer, add_special_tokens, load_tokenizer
 from megalite.evaluate.answers import Wanted, answers
 from megalite.generation import text
 from megalite.generation.engine import generate_ids
@@ -23,7 +23,7 @@ from megalite.generation.stops import stops_of
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
-from tests.unit.data.test_turn_end import GEMMA
+from tests.unit.data.chat.test_turn_end import GEMMA
 
 
 def saved(folder: Path, *, added: bool, kind: str = "instruct") -> tuple[Path, Tokenizer]:

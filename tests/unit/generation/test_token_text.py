@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.generation.batch_engine import Event
 from megalite.generation.token_text import TokenText
 from megalite.serve.token_text import ServedTokenText

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from megalite.data.chat_template import ChatTemplate
-from megalite.data.conversation import Conversation
-from megalite.data.tokenizer import load_tokenizer
+from megalite.data.chat.chat_template import ChatTemplate
+from megalite.data.chat.conversation import Conversation
+from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.generation.prompts import Chat
 from megalite.generation.schema_trial import compile_problem
 from megalite.generation.tool_calls import Call, ToolForm, learn_tool_form

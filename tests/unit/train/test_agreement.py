@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megalite.config.load import load_run
+from megalite.data.batches.stream_files import StreamFile
 from megalite.data.ensure import RunData
-from megalite.data.stream_files import StreamFile
 from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.member import JobEnded, Member
 from megalite.launcher.control.messages import Hello

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 
 from megalite.config.output.memory import memory_line, memory_of_stages
-from megalite.data.loader import StepLoader
+from megalite.data.batches.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train import step as train_step
 from megalite.train.step import TrainStep

@@ -12,8 +12,8 @@ from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.manifest_json import to_json
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
-from megalite.data.loader import StepLoader
-from megalite.data.token_file import TokenFile
+from megalite.data.batches.loader import StepLoader
+from megalite.data.files.token_file import TokenFile
 from megalite.errors import CheckpointError
 from megalite.launcher.control.progress import Activity, now
 from megalite.parallel.mesh import ParallelMesh

@@ -12,10 +12,10 @@ from megalite.checkpoint.folder import LATEST, published_name, read_manifest
 from megalite.checkpoint.manifest import MANIFEST, Manifest, Stream
 from megalite.checkpoint.manifest_json import to_json
 from megalite.config.sections.schema import RunConfig
-from megalite.data.corpus import Corpus
 from megalite.data.ensure import RunData, ensure_data
-from megalite.data.fingerprint import content_fingerprint
-from megalite.data.tokenizer_training import train_into
+from megalite.data.files.fingerprint import content_fingerprint
+from megalite.data.text.corpus import Corpus
+from megalite.data.tokenizers.tokenizer_training import train_into
 from megalite.errors import ConfigError, DataError, MegaliteError
 from megalite.topology.axes import Layout
 from megalite.train.inputs import prepare_inputs
@@ -224,8 +224,8 @@ def test_the_fingerprint_is_of_size_order_and_content(
     renamed = [file.rename(tmp_path / f"{file.name}{file.name}") for file in files]
     assert content_fingerprint(renamed) == whole
     with monkeypatch.context() as patch:
-        patch.setattr("megalite.data.fingerprint._WHOLE_BYTES", 100_000)
-        patch.setattr("megalite.data.fingerprint._SAMPLE_BYTES", 1_000)
+        patch.setattr("megalite.data.files.fingerprint._WHOLE_BYTES", 100_000)
+        patch.setattr("megalite.data.files.fingerprint._SAMPLE_BYTES", 1_000)
         sampled = content_fingerprint(renamed)
         for position in (0, 69_999):
             renamed[1].write_bytes(b"\1" * position + b"x" + b"\1" * (69_999 - position))

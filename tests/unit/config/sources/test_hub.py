@@ -18,7 +18,7 @@ from megalite.config.load import load_run
 from megalite.config.sources.hub import HubName
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.huggingface.files import local_folder
-from megalite.data.tokenizer import load_tokenizer, save_tokenizer
+from megalite.data.tokenizers.tokenizer import load_tokenizer, save_tokenizer
 from megalite.errors import CheckpointError, ConfigError
 from tests.support.tiny import END_OF_DOCUMENT, tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage

@@ -1,0 +1,94 @@
+"""Loads batches of a length bucket each: the same token budget a step, in fewer or more rows of one length."""
+
+from fractions import Fraction
+from math import ceil
+
+import numpy as np
+import torch
+
+from megalite.data.batches.blend import SetOrder, seed_of_set, whole_shares
+from megalite.data.batches.conversation_rows import rows_of_documents
+from megalite.data.batches.documents import documents_of
+from megalite.data.batches.length_buckets import buckets_of
+from megalite.data.batches.loader import LoadedBatch, loaded_batch, rank_offsets
+from megalite.data.batches.sampler import Sampler
+from megalite.data.files.token_file import TokenFile
+
+
+class BucketLoader:
+    """Reads the share of data-parallel rank `dp_rank` in global batches of one length bucket each.
+
+    In place of StepLoader, for one file of conversations with data.packing = "none". A global batch is up to
+    G = M * dp_size * b rows of S positions: with length L it has G * (S // L) rows, and a micro batch b * (S // L).
+    `consumed_samples` counts G a step, whatever the rows. The buckets take turns in proportion to their batches, as the
+    sets of a blend do, and each has its own epochs: any step can be read alone, in any layout.
+    """
+
+    def __init__(
+        self,
+        token_file: TokenFile,
+        *,
+        buckets: int,
+        sequence_length: int,
+        micro_batch_size: int,
+        micro_batches: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int,
+        shuffle: bool = True,
+    ):
+        """buckets: data.length_buckets. dp_rank, dp_size: as StepLoader's.
+
+        Raises DataError for conversations longer than sequence_length.
+        """
+        self.global_batch_size = micro_batches * dp_size * micro_batch_size
+        self._file = token_file
+        self._buckets = buckets_of(token_file, sequence_length, self.global_batch_size, buckets)
+        repeats = [sequence_length // bucket.length for bucket in self._buckets]
+        shares = [len(bucket.members) / repeat for bucket, repeat in zip(self._buckets, repeats, strict=True)]
+        self._order = SetOrder(whole_shares(shares))
+        self._slots = sum(
+            Fraction(len(bucket.members), repeat)
+            for bucket, repeat in zip(self._buckets, repeats, strict=True)
+        )
+        self._most_rows = max(bucket.rows for bucket in self._buckets)
+        self._samplers = [
+            Sampler(len(bucket.members), seed_of_set(seed, number), shuffle)
+            for number, bucket in enumerate(self._buckets)
+        ]
+        self._offsets = [
+            rank_offsets(micro_batches, micro_batch_size * repeat, dp_rank, dp_size) for repeat in repeats
+        ]
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """The rows of S positions that hold an epoch: an epoch has this divided by G steps."""
+        return ceil(self._slots)
+
+    def steps_for_epochs(self, epochs: float | Fraction, *, after: int = 0) -> int:
+        """Return the steps of `epochs` epochs, at least one; with `after` consumed samples, the remaining steps.
+
+        They end within one batch of each bucket from the end of its epochs.
+        """
+        steps = ceil(Fraction(str(epochs)) * self._slots / self.global_batch_size)
+        done = after // self.global_batch_size
+        return max(steps - done, 0 if after else 1)
+
+    def step_batch(self, consumed_samples: int, *, dtype: torch.dtype = torch.float32) -> LoadedBatch:
+        """Return this rank's batch after `consumed_samples`: [M * b * (S // L), L]; the loss mask has `dtype`."""
+        step = consumed_samples // self.global_batch_size
+        [number], [turn] = self._order.look_up(np.array([step]))
+        bucket, offsets = self._buckets[number], self._offsets[number]
+        ids = bucket.members[self._samplers[number].sample_ids(turn * bucket.rows + offsets)]
+        rows = rows_of_documents(self._file, ids[:, None], bucket.length, pad_id=0)
+        assert rows.begins is not None
+        documents, positions = documents_of(rows.begins)
+        return loaded_batch(
+            rows.input_ids,
+            rows.labels,
+            positions=torch.from_numpy(positions),
+            documents=torch.from_numpy(documents),
+            places=step * self._most_rows + offsets,
+            sample_ids=ids,
+            dtype=dtype,
+        )

@@ -1,0 +1,111 @@
+"""Rows of whole conversations: packed without cutting, each sees its own tokens only."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megalite.config.sections.text_sections import DataConfig
+from megalite.data.batches.bin_packing import Bins, Strategy, fill, pack
+from megalite.data.batches.concatenated_rows import ConcatenatedRows
+from megalite.data.batches.packing import IGNORE_INDEX, PackedSamples, SampleRows, Samples
+from megalite.data.files.token_file import TokenFile
+from megalite.data.files.trained_tokens import ids_of, is_trained
+from megalite.errors import DataError
+
+
+@dataclass(frozen=True)
+class ConversationRows:
+    """Sample i is row i of `packing`: conversations side by side in `sequence_length` positions, then padding.
+
+    A conversation of n tokens has n - 1 positions: inputs are all tokens but the last, labels all but the first,
+    and the loss ignores labels that are not trained.
+    """
+
+    token_file: TokenFile
+    sequence_length: int
+    packing: Strategy
+    seed: int
+
+    def __post_init__(self) -> None:
+        require_short(self.token_file, self.sequence_length)
+
+    def __len__(self) -> int:
+        return len(self._bins)
+
+    @property
+    def fill(self) -> float:
+        """The share of all positions that hold a token."""
+        return fill(self._lengths, self._bins, self.sequence_length)
+
+    def read(self, sample_ids: NDArray[np.int64], pad_id: int) -> SampleRows:
+        """Return the rows; each conversation and the padding begins a document."""
+        rows = [self._bins.row(sample) for sample in sample_ids.tolist()]
+        return rows_of_documents(self.token_file, rows, self.sequence_length, pad_id)
+
+    @cached_property
+    def _lengths(self) -> NDArray[np.int64]:
+        return self.token_file.document_lengths - 1
+
+    @cached_property
+    def _bins(self) -> Bins:
+        return pack(self._lengths, self.sequence_length, self.packing, self.seed)
+
+
+def rows_of_documents(
+    file: TokenFile, rows: Sequence[NDArray[np.int64]], length: int, pad_id: int
+) -> SampleRows:
+    """Return rows of `length` positions with the given documents side by side, each row with room for its own."""
+    shape = (len(rows), length)
+    input_ids = np.full(shape, pad_id, dtype=np.int64)
+    labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
+    begins = np.zeros(shape, dtype=bool)
+    for row, documents in enumerate(rows):
+        at = 0
+        for document in documents.tolist():
+            tokens = file.document(document)
+            end = at + len(tokens) - 1
+            begins[row, at] = True
+            input_ids[row, at:end] = ids_of(tokens[:-1])
+            labels[row, at:end] = np.where(is_trained(tokens[1:]), tokens[1:], IGNORE_INDEX)
+            at = end
+        begins[row, at : at + 1] = True
+    return SampleRows(input_ids, labels, begins)
+
+
+def require_short(file: TokenFile, sequence_length: int) -> None:
+    """Raise DataError if a conversation does not fit `sequence_length` positions."""
+    longest = int(file.document_lengths.max(initial=0)) - 1
+    if longest > sequence_length:
+        raise DataError(
+            f"{file.prefix} has a conversation of {longest + 1} tokens, and training.sequence_length = "
+            f"{sequence_length} holds {sequence_length + 1}; raise it to {longest}, set "
+            'data.packing = "concatenate", or name the conversations themselves as data.source'
+        )
+
+
+Packing = Literal["concatenate"] | Strategy
+
+
+def rows_of(
+    file: TokenFile, sequence_length: int, packing: Packing, seed: int
+) -> ConversationRows | ConcatenatedRows:
+    """Return the rows of a file of conversations. packing: data.packing. Raises DataError for too long ones."""
+    if packing == "concatenate":
+        return ConcatenatedRows(file, sequence_length)
+    return ConversationRows(file, sequence_length, packing, seed)
+
+
+def samples_of(data: DataConfig, seed: int) -> Callable[[TokenFile, int], Samples]:
+    """Return what makes the samples of a run's token files: of text, or of conversations."""
+    if data.kind == "text":
+        return PackedSamples
+    return lambda file, length: rows_of(file, length, packing_of(data), seed)
+
+
+def packing_of(data: DataConfig) -> Packing:
+    """Return how conversations share rows; each answer of a pair has a row of its own."""
+    return "none" if data.kind == "preference" else data.packing

@@ -1,0 +1,1 @@
+"""Conversations and preferences: rows, chat templates, and which tokens are trained."""

@@ -1,0 +1,1 @@
+"""Sources: files, rows and documents, before any tokenizer."""

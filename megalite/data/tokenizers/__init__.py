@@ -1,0 +1,1 @@
+"""Tokenizers: loaded, imported, trained; and texts in pieces with the same ids."""
