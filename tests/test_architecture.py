@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from docs.rooms import rooms
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megalite"
 
@@ -488,24 +490,31 @@ def test_files_are_named_for_what_they_hold() -> None:
 
 def test_the_page_names_files_that_exist_and_rows_that_hold() -> None:
     page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-    listing, rows = re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[:2]
-    package, missing = "", []
-    for line in listing.splitlines()[1:]:
-        if found := re.match(r"  (\w+)/ ", line):
-            package = found[1]
-        names = re.findall(r"[\w/]+\.py\b", line)
-        missing += [f"{package}/{name}" for name in names if not list((PACKAGE / package).rglob(name))]
+    house, rows = re.findall(r"^```\n(.*?)^```", page, re.MULTILINE | re.DOTALL)[:2]
+    paths = set(re.findall(r"`([\w./]+/[\w.]*\w)`", page))
+    assert len(paths) > 60
+    missing = [path for path in paths if not any((base / path).exists() for base in (PACKAGE, ROOT))]
     assert not missing
-    assert {module.package for module in modules()} - {"__init__", "__main__"} <= set(
-        re.findall(r"\w+", listing)
-    )
-    told = {
+    packages = {module.package for module in modules()} - {"__init__", "__main__"}
+    wings = {
+        f"{wing}/" for package in WINGS for wing in WINGS[package] if (PACKAGE / package / wing).is_dir()
+    }
+    assert wings and packages | wings <= set(re.findall(r"\w+/?", house)) | set(re.findall(r"\w+", house))
+    row_of = {
         name: len(rows.split("|")) - row
         for row, names in enumerate(rows.split("|"))
         for name in names.split()
     }
     ordered = sorted(ROWS.keys() - {"__init__", "__main__"}, key=lambda name: (ROWS[name], name))
-    assert ordered == sorted(told, key=lambda name: (told[name], name))
+    assert ordered == sorted(row_of, key=lambda name: (row_of[name], name))
+
+
+def test_every_file_is_listed_with_its_first_sentence() -> None:
+    lines = [line.strip() for line in rooms() if line.strip()]
+    assert len(lines) == len(modules())
+    # One name, and behind it what the file holds.
+    assert not [line for line in lines if not re.match(r"\S+/?  *\S+ \S+", line)]
+    assert any("Chat templates" in line for line in rooms("data/chat"))
 
 
 def test_every_package_has_its_row() -> None:
