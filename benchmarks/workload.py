@@ -18,7 +18,7 @@ from megalite.topology.flops import forward_flops
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
-from megalite.train.assemble import Schedule, assemble
+from megalite.train.assemble import StepSchedule, assemble
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.step_totals import total_over_ranks
 
@@ -82,7 +82,7 @@ class Training:
             mesh,
             setup.options,
             SETTINGS,
-            Schedule(setup.schedule, setup.micro_batches),
+            StepSchedule(setup.schedule, setup.micro_batches),
             seed=0,
             deepspeed=None if setup.zero is None else _deepspeed_json(setup, setup.zero, mesh),
         )

@@ -26,7 +26,7 @@ from megalite.topology.state import OptimizerState, StateShard
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """The values that one rank writes under one key: a flat range of one canonical tensor, of one state key."""
 
     state_key: str
@@ -63,7 +63,7 @@ class Draft:
         partial: Path,
         published: Path,
         rank: int,
-        pieces: Mapping[str, Piece],
+        pieces: Mapping[str, StoredPiece],
         manifest: Manifest,
         remedies: Remedies,
     ):
@@ -103,7 +103,7 @@ class Draft:
         publish(self.partial, self.published)
 
 
-def pieces_of(replica: Replica, optimizer: OptimizerState) -> Iterator[Piece]:
+def pieces_of(replica: Replica, optimizer: OptimizerState) -> Iterator[StoredPiece]:
     """Everything that this rank has to write."""
     mesh, weights = replica.mesh, optimizer.weights()
     if weights is None:
@@ -113,11 +113,11 @@ def pieces_of(replica: Replica, optimizer: OptimizerState) -> Iterator[Piece]:
             regions = shard.parameter.spec.slices(mesh.tp.rank, mesh.tp.size)
             ranges = split_flat_range(regions, shard.start, shard.values.numel())
             for each in _written(mesh, shard.parameter, ranges):
-                yield Piece(shard.key, each, shard.values[each.offset : each.offset + each.numel])
+                yield StoredPiece(shard.key, each, shard.values[each.offset : each.offset + each.numel])
 
 
-def by_key(pieces: Iterable[Piece]) -> dict[str, Piece]:
-    found: dict[str, Piece] = {}
+def by_key(pieces: Iterable[StoredPiece]) -> dict[str, StoredPiece]:
+    found: dict[str, StoredPiece] = {}
     for piece in pieces:
         if found.setdefault(piece.key, piece) is not piece:
             raise AssertionError("a rank holds the same flat range of the same tensor twice")
@@ -139,7 +139,7 @@ def _written(mesh: ParallelMesh, parameter: Parameter, ranges: Iterable[PartRang
         yield from (each for each in ranges if spec.first_holder(each.part, rank, size) == rank)
 
 
-def _write(path: Path, by_key: Mapping[str, Piece], read: Callable[[str], Tensor]) -> str:
+def _write(path: Path, by_key: Mapping[str, StoredPiece], read: Callable[[str], Tensor]) -> str:
     """Write one rank's file; returns what the manifest has to say of it, as JSON."""
     if not by_key:
         return json.dumps({"file": path.name, "size_bytes": None, "shards": []})

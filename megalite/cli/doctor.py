@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from megalite.cli.arguments import Parser
 from megalite.launcher.hosts.exported_variables import travelling, without_secrets
-from megalite.launcher.hosts.host_report import Wanted
+from megalite.launcher.hosts.host_report import HostRequirements
 from megalite.launcher.hosts.job_hosts import HostOptions, find_hosts, place_ranks
 from megalite.launcher.hosts.preflight import SECONDS, preflight, transport_to
-from megalite.launcher.machine_report import Finding, apex, packages, programs, system
+from megalite.launcher.machine_report import MachineFinding, apex, packages, programs, system
 from megalite.launcher.rank.detect import rank_info
 from megalite.launcher.rank.environment import variables
 from megalite.version import __version__
 
 if TYPE_CHECKING:
-    from megalite.ops.trust import Finding as Tested
+    from megalite.ops.trust import CaseResult
 
 _WIDTH = 14
 _CASE_WIDTH = 60
@@ -93,7 +93,7 @@ def _check_hosts(options: argparse.Namespace) -> int:
             placed, _ = place_ranks(found, config.layout.world_size)
             slots = {host.name: len(host.slots) for host in placed}
     environment = without_secrets(travelling(variables(), {}))
-    wanted = Wanted(
+    wanted = HostRequirements(
         Path.cwd(), sys.executable, options.run_file, run_folder, environment, launch_interface=interface
     )
     print(f"asking {len(slots)} host{'s' * (len(slots) != 1)} of {found.named}")
@@ -107,7 +107,7 @@ def _check_hosts(options: argparse.Namespace) -> int:
 
 def _lines(
     facts: Mapping[str, str],
-    findings: Mapping[str, list[Finding]],
+    findings: Mapping[str, list[MachineFinding]],
     kernels: Mapping[str, str],
     used: Mapping[str, str],
 ) -> Iterator[str]:
@@ -196,7 +196,7 @@ def _proved() -> dict[str, dict[str, str]]:
     return proved
 
 
-def _verdict(finding: "Tested") -> str:
+def _verdict(finding: "CaseResult") -> str:
     from megalite.ops.trust import SLOWER
 
     if finding.verdict == "absent":
@@ -240,5 +240,5 @@ def _used() -> dict[str, str]:
     return used | used_parts(device.type)
 
 
-def _found(findings: Sequence[Finding], name: str) -> Any:
+def _found(findings: Sequence[MachineFinding], name: str) -> Any:
     return next(each.found for each in findings if each.name == name)

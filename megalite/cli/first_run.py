@@ -6,7 +6,7 @@ from pathlib import Path
 from megalite.config.first_run import SIZES, Starter
 from megalite.config.flags import COMMAND_LINE, apply_overrides
 from megalite.config.rules.places import exists, is_prepared, prefix_of
-from megalite.config.sections.unchecked import Draft
+from megalite.config.sections.unchecked import SettingsDraft
 from megalite.data.chat.conversation_corpus import CORPUS_OF
 from megalite.data.chat.text_size import measure_text
 from megalite.data.text.standard_library import STANDARD_LIBRARY
@@ -24,7 +24,7 @@ def starter_of(overrides: Sequence[str]) -> Starter:
 
     Raises ConfigError if they name no text, and DataError if the text cannot be read.
     """
-    draft = Draft(COMMAND_LINE)
+    draft = SettingsDraft(COMMAND_LINE)
     apply_overrides(draft, overrides)
     data = draft.section("data")
     source = data.get("source")

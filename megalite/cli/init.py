@@ -14,7 +14,7 @@ from megalite.config.flags import apply_overrides
 from megalite.config.load import load_run
 from megalite.config.output.summary import needs_line, parameters_line
 from megalite.config.sections.toml import format_value
-from megalite.config.sections.unchecked import Draft
+from megalite.config.sections.unchecked import SettingsDraft
 from megalite.errors import ConfigError, Problem
 
 _COMMENT_COLUMN = 32
@@ -128,12 +128,12 @@ def _existing(answer: str) -> str:
     return answer
 
 
-def _draft(source: str, size: str, processes: int) -> Draft:
+def _draft(source: str, size: str, processes: int) -> SettingsDraft:
     """Return the settings of the run. Raises ConfigError and DataError for a text or layout that does not fit."""
     flags = [f"--data.source={format_value(source)}", *_layout(SIZES[size], processes)]
     starter = starter_for([source], size=size)
     load_run(None, flags, places=True, starter=starter)
-    draft = Draft("megalite init")
+    draft = SettingsDraft("megalite init")
     apply_overrides(draft, flags)
     starter.name_model(draft)
     starter.fill(draft)
@@ -150,7 +150,7 @@ def _layout(size: Size, processes: int) -> Iterator[str]:
         yield "--deepspeed.zero_optimization.stage=1"
 
 
-def _lines(draft: Draft, path: Path) -> Iterator[str]:
+def _lines(draft: SettingsDraft, path: Path) -> Iterator[str]:
     yield f"# Train with: megalite train {path}"
     yield "# More settings: megalite train --help SECTION, for example --help training"
     known = [name for name in _ORDER if name in draft.values]

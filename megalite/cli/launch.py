@@ -23,7 +23,7 @@ from megalite.launcher.control.messages import counted_ranks
 from megalite.launcher.hosts.backends import Job, shell_lines
 from megalite.launcher.hosts.commands import BACKENDS, choose_backend, ssh_options
 from megalite.launcher.hosts.exported_variables import named_variables, shown, travelling, without_secrets
-from megalite.launcher.hosts.host_report import Wanted
+from megalite.launcher.hosts.host_report import HostRequirements
 from megalite.launcher.hosts.job_hosts import HostOptions, Hosts, Placed, find_hosts, place_ranks
 from megalite.launcher.hosts.preflight import SECONDS, Preflight, preflight, transport_to
 from megalite.launcher.hosts.programs import Programs, find_programs
@@ -260,7 +260,7 @@ def _check_hosts(plan: _Plan, options: argparse.Namespace) -> None:
 
 def _ask(plan: _Plan, options: argparse.Namespace, slots: Mapping[str, int]) -> Preflight:
     config = plan.loaded.config
-    wanted = Wanted(
+    wanted = HostRequirements(
         plan.job.folder,
         plan.job.python,
         options.run_file,

@@ -21,7 +21,7 @@ from megalite.monitor.work import working
 if TYPE_CHECKING:
     import torch
 
-    from megalite.ops.trust import Choice, Finding, Findings
+    from megalite.ops.trust import CaseResult, Findings, OperatorChoice
     from megalite.selftest.registry import Case, Workload
 
 _UNKNOWN_VOCABULARY = 32000
@@ -34,7 +34,7 @@ class _Row:
 
     case: "Case"
     implementation: str
-    finding: "Finding"
+    finding: "CaseResult"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -60,7 +60,7 @@ def run(arguments: Sequence[str]) -> int:
     rows: list[_Row] = []
     with working("testing operators", unit="tests") as work:
 
-        def tell(case: "Case", name: str, finding: "Finding") -> None:
+        def tell(case: "Case", name: str, finding: "CaseResult") -> None:
             rows.append(_Row(case, name, finding))
             work.advance()
 
@@ -157,7 +157,7 @@ def _keep(facts: Mapping[str, str], found: "Findings") -> str:
 
 
 def _json(
-    facts: Mapping[str, str], rows: Sequence[_Row], choices: Mapping[str, "Choice"], kept: str
+    facts: Mapping[str, str], rows: Sequence[_Row], choices: Mapping[str, "OperatorChoice"], kept: str
 ) -> dict[str, Any]:
     listed = [
         {
@@ -176,7 +176,9 @@ def _json(
     }
 
 
-def _show(facts: Mapping[str, str], rows: Sequence[_Row], choices: Mapping[str, "Choice"], kept: str) -> None:
+def _show(
+    facts: Mapping[str, str], rows: Sequence[_Row], choices: Mapping[str, "OperatorChoice"], kept: str
+) -> None:
     from rich.console import Console
     from rich.markup import escape
     from rich.table import Table

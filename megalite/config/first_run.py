@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megalite.config.sections.unchecked import Draft
+from megalite.config.sections.unchecked import SettingsDraft
 
 STARTER = "fitted to the text"
 
@@ -75,11 +75,11 @@ class Starter:
     kind: str = "text"
     """data.kind."""
 
-    def name_model(self, draft: Draft) -> None:
+    def name_model(self, draft: SettingsDraft) -> None:
         """Set the preset, before presets are read."""
         self._fill(draft, {"model.preset": self.size.preset})
 
-    def fill(self, draft: Draft) -> None:
+    def fill(self, draft: SettingsDraft) -> None:
         """Set every other setting that the draft has not."""
         length = _whole(draft, "training", "sequence_length") or self.sequence_length
         small = self.size is SIZES["tiny"]
@@ -145,7 +145,7 @@ class Starter:
         sequences = self.size.micro_batch_size * self.size.micro_batches
         return max(_LEAST_STEPS, round(tokens / (sequence_length * sequences * 10)) * 10)
 
-    def _fill(self, draft: Draft, settings: Mapping[str, Any]) -> None:
+    def _fill(self, draft: SettingsDraft, settings: Mapping[str, Any]) -> None:
         missing = {}
         for full, value in settings.items():
             section, key = full.split(".")
@@ -160,7 +160,7 @@ class Starter:
             draft.set(section, key, value, STARTER)
 
 
-def _whole(draft: Draft, section: str, key: str) -> int | None:
+def _whole(draft: SettingsDraft, section: str, key: str) -> int | None:
     """Return a setting of the draft if it is a positive whole number; other values are reported by the schema."""
     value = draft.section(section).get(key)
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -8,7 +8,7 @@ from typing import Any
 from megalite.config.foreign_flags import DEEPSPEED, megatron_problems, with_deepspeeds_flags
 from megalite.config.sections.describe import section_models, type_names
 from megalite.config.sections.toml import format_value, parse_value, shown
-from megalite.config.sections.unchecked import Draft, did_you_mean
+from megalite.config.sections.unchecked import SettingsDraft, did_you_mean
 from megalite.errors import ConfigError, Problem
 
 _FLAG = re.compile(r"--(?P<name>\w+(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
@@ -47,7 +47,7 @@ def _with_section(argument: str) -> str:
     return f"--{homes[0]}.{name}" if argument.startswith("--") and homes else ""
 
 
-def apply_overrides(draft: Draft, overrides: Sequence[str]) -> None:
+def apply_overrides(draft: SettingsDraft, overrides: Sequence[str]) -> None:
     """Apply `["--training.steps", "100", "--model.preset=tiny", ...]` to the draft; later flags win.
 
     Values are TOML (`[1, 2]`, `true`); text needs no quotes; `unset` leaves a setting at its default, whatever
@@ -108,7 +108,7 @@ def _flags_of(name: str, value: Any) -> Iterator[str]:
             raise ConfigError([Problem(name, str(error), "use numbers, text, lists")], "the call") from None
 
 
-def _pairs(draft: Draft, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _pairs(draft: SettingsDraft, overrides: Sequence[str]) -> Iterator[tuple[str, str]]:
     words = with_deepspeeds_flags(overrides)
     rest = list(words)
     while rest:

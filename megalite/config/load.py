@@ -15,7 +15,7 @@ from megalite.config.rules.pipeline import chunks_per_stage, layers_per_chunk
 from megalite.config.sections.checked import Facts
 from megalite.config.sections.schema import DEFAULT_MOMENTUM, RunConfig
 from megalite.config.sections.toml import read_toml
-from megalite.config.sections.unchecked import DEFAULT, DERIVED, Draft
+from megalite.config.sections.unchecked import DEFAULT, DERIVED, SettingsDraft
 from megalite.config.sources.huggingface import apply_hf_config
 from megalite.config.sources.peft import apply_peft
 from megalite.config.sources.presets import apply_preset, require_shape
@@ -61,7 +61,7 @@ def load_run(
     training.threads and training.precision (from the machine). Raises ConfigError with every problem, those of the
     schema and those of the rules over several settings.
     """
-    draft = Draft(COMMAND_LINE if path is None else str(path))
+    draft = SettingsDraft(COMMAND_LINE if path is None else str(path))
     if path is not None:
         _read_file(draft, Path(path))
     apply_overrides(draft, overrides)
@@ -108,7 +108,7 @@ def load_config(path: Path | str | None, *flags: str, **settings: Any) -> RunCon
     return loaded.config
 
 
-def _read_file(draft: Draft, path: Path) -> None:
+def _read_file(draft: SettingsDraft, path: Path) -> None:
     draft.values = read_toml(path)
     for section, table in draft.values.items():
         for key in table if isinstance(table, dict) else ():

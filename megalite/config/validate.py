@@ -11,7 +11,7 @@ from megalite.config.sections.checked import Facts, KnownValues
 from megalite.config.sections.describe import item_model, section_models
 from megalite.config.sections.section import Section
 from megalite.config.sections.toml import shown
-from megalite.config.sections.unchecked import DERIVED, Draft, did_you_mean
+from megalite.config.sections.unchecked import DERIVED, SettingsDraft, did_you_mean
 from megalite.errors import Problem
 
 # pydantic's name of a type -> ours.
@@ -27,7 +27,7 @@ _WORDS = {
 }
 
 
-def validate(draft: Draft, world_size: int | None) -> Facts:
+def validate(draft: SettingsDraft, world_size: int | None) -> Facts:
     """Check each section on its own and add its problems to the draft; return the valid settings."""
     models = section_models()
     for name in draft.values.keys() - models.keys():
@@ -48,7 +48,7 @@ def validate(draft: Draft, world_size: int | None) -> Facts:
     )
 
 
-def _known_values(draft: Draft, name: str, model: type[Section]) -> dict[str, Any]:
+def _known_values(draft: SettingsDraft, name: str, model: type[Section]) -> dict[str, Any]:
     """Return the section's valid values, defaults included; add a problem to the draft for each other one."""
     raw = draft.values.get(name, {})
     if not isinstance(raw, dict):
@@ -84,7 +84,7 @@ _REMOVED = {"data.check_document_mask": "the tests of megalite check document ma
 
 
 def _problem(
-    draft: Draft, section: str, key: str, model: type[Section], errors: list[ErrorDetails]
+    draft: SettingsDraft, section: str, key: str, model: type[Section], errors: list[ErrorDetails]
 ) -> Problem:
     full = f"{section}.{key}"
     if _is_missing(errors):
@@ -108,7 +108,7 @@ def _is_in_table(error: ErrorDetails) -> bool:
 
 
 def _table_problems(
-    draft: Draft, section: str, info: FieldInfo, errors: list[ErrorDetails]
+    draft: SettingsDraft, section: str, info: FieldInfo, errors: list[ErrorDetails]
 ) -> Iterator[Problem]:
     wrong: dict[tuple[str, int, str], list[ErrorDetails]] = {}
     for each in errors:

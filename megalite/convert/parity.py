@@ -54,7 +54,7 @@ _SEQUENCES, _SEQUENCE_LENGTH = 2, 48
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PartDifference:
     """The largest absolute difference of one part, and the same relative to the part's largest value."""
 
     what: str
@@ -63,7 +63,7 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare_with_transformers(reader: WholeWeights, folder: Path, dtype: torch.dtype) -> list[Comparison]:
+def compare_with_transformers(reader: WholeWeights, folder: Path, dtype: torch.dtype) -> list[PartDifference]:
     """Compare embedding, layers, final norm and head in float32, with weights rounded to `dtype` on both sides.
 
     Raises CheckpointError if a part differs by more than TOLERANCE relative, or if the files do not hold exactly the
@@ -114,7 +114,7 @@ class _Parity:
             yield rows, block.to(self.dtype).float()
             first = rows.stop
 
-    def embedding(self) -> tuple[Tensor, Comparison]:
+    def embedding(self) -> tuple[Tensor, PartDifference]:
         """Return the input's hidden states [B, S, H], and the comparison of all rows of the embedding tables."""
         hidden_states = torch.zeros(*self.input_ids.shape, self.shape.hidden_size)
 
@@ -132,7 +132,7 @@ class _Parity:
         comparison = _accepted(_compare("embedding", pairs()))
         return hidden_states, comparison
 
-    def layers(self, hidden_states: Tensor) -> tuple[Tensor, Comparison]:
+    def layers(self, hidden_states: Tensor) -> tuple[Tensor, PartDifference]:
         """Run each decoder layer of both sides on our hidden states; return ours and the worst layer's comparison.
 
         The change that a layer makes to its input is compared: in a deep model the input itself would hide a fault.
@@ -140,7 +140,7 @@ class _Parity:
         rotations = None
         if self.shape.position_embedding == "rope":
             rotations = LayerRotations(self.shape)(self.position_ids)
-        worst = Comparison("decoder layers", 0.0, 0.0)
+        worst = PartDifference("decoder layers", 0.0, 0.0)
         for layer in range(self.shape.num_hidden_layers):
             window = self.shape.window_of(layer)
             ours = self._our_layer(layer)(hidden_states, StepContext(rotations))
@@ -154,7 +154,7 @@ class _Parity:
             hidden_states = ours
         return hidden_states, worst
 
-    def final_norm(self, hidden_states: Tensor) -> tuple[Tensor, Comparison]:
+    def final_norm(self, hidden_states: Tensor) -> tuple[Tensor, PartDifference]:
         ours = build_norm(self.shape)
         prefix = FINAL_NORM.removesuffix("weight")
         for name, tensor in ours.named_parameters():
@@ -163,7 +163,7 @@ class _Parity:
         theirs = self.modules.final_norm(hidden_states)
         return normed, _accepted(_compare("final norm", ((normed, theirs),)))
 
-    def head(self, hidden_states: Tensor) -> tuple[Tensor, Comparison]:
+    def head(self, hidden_states: Tensor) -> tuple[Tensor, PartDifference]:
         """Compare logits in blocks of the vocabulary; return ours [B, S, V] for a small model, else an empty tensor."""
         bias = self.ours(HEAD_BIAS) if HEAD_BIAS in self.names else None
         their_bias = self.files.tensor(self.theirs[HEAD_BIAS]) if HEAD_BIAS in self.names else None
@@ -183,7 +183,7 @@ class _Parity:
         comparison = _accepted(_compare("head", pairs()))
         return torch.cat(kept or [hidden_states.new_empty(0)], dim=-1), comparison
 
-    def whole_model(self, logits: Tensor) -> Comparison:
+    def whole_model(self, logits: Tensor) -> PartDifference:
         """Compare our logits with those of the whole model, loaded as a user loads the folder."""
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import (
@@ -295,7 +295,7 @@ def _compare(
     pairs: Iterator[tuple[Tensor, Tensor]] | tuple[tuple[Tensor, Tensor], ...],
     *,
     floor: float = 0.0,
-) -> Comparison:
+) -> PartDifference:
     """Return the largest difference over all pairs, and relative to the largest value (at least `floor`) of theirs."""
     absolute, largest = 0.0, floor
     for ours, theirs in pairs:
@@ -303,10 +303,10 @@ def _compare(
         # Written so that a nan is kept: comparisons with nan are false.
         absolute = difference if not difference <= absolute else absolute
         largest = max(largest, theirs.abs().max().item())
-    return Comparison(what, absolute, absolute / largest if largest else absolute)
+    return PartDifference(what, absolute, absolute / largest if largest else absolute)
 
 
-def _accepted(comparison: Comparison) -> Comparison:
+def _accepted(comparison: PartDifference) -> PartDifference:
     if not comparison.relative <= TOLERANCE:
         raise CheckpointError(
             f"{comparison.what}: transformers differs from the trained model by {comparison.relative:.1e} relative"

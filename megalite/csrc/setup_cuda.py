@@ -74,14 +74,14 @@ class Toolkit:
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandOutput:
     """The output of a command, and its error in one line, or ""."""
 
     output: str
     complaint: str
 
 
-def ask(command: list[str], folder: str | None = None) -> Answer:
+def ask(command: list[str], folder: str | None = None) -> CommandOutput:
     """Run a command for at most LIMIT seconds; after that, kill it with all its child processes."""
     try:
         process = subprocess.Popen(
@@ -95,22 +95,22 @@ def ask(command: list[str], folder: str | None = None) -> Answer:
             process_group=0,
         )
     except OSError as error:
-        return Answer("", f"{command[0]} cannot be run ({error.strerror})")
+        return CommandOutput("", f"{command[0]} cannot be run ({error.strerror})")
     try:
         output, errors = process.communicate(timeout=LIMIT)
     except BaseException as error:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
-            return Answer("", SILENCE)
+            return CommandOutput("", SILENCE)
         raise
     if process.returncode < 0:
-        return Answer(output, f"killed by {signal.Signals(-process.returncode).name}")
+        return CommandOutput(output, f"killed by {signal.Signals(-process.returncode).name}")
     if process.returncode > 0:
-        return Answer(
+        return CommandOutput(
             output, main_line(errors or output) or f"exit code {process.returncode}, no reason given"
         )
-    return Answer(output + errors, "")
+    return CommandOutput(output + errors, "")
 
 
 def main_line(said: str) -> str:

@@ -12,7 +12,7 @@ from megalite.generation.beams import Beams, BeamSettings, Candidate, Hypothesis
 from megalite.generation.request import Request, check_request
 from megalite.generation.token_engine import PREFILL_CHUNK
 from megalite.model.decode import empty_cache, last_hidden_states
-from megalite.model.kv_cache import CachedStep, Room, Segment
+from megalite.model.kv_cache import CachedStep, PromptSegment, Room
 from megalite.model.replica import Replica
 from megalite.parallel.decode import start_from_last_chunk
 
@@ -33,7 +33,7 @@ def beam_search(
     hidden: Tensor | None = None
     for start in range(0, len(prompt), prefill_chunk):
         piece = prompt[start : start + prefill_chunk]
-        step = CachedStep(cache, segments=(Segment(0, start, len(piece), len(prompt)),))
+        step = CachedStep(cache, segments=(PromptSegment(0, start, len(piece), len(prompt)),))
         hidden = _hidden_states(model, step, piece)
     rows = beams.advance(_candidates(model, hidden, beams))
     held = len(prompt)

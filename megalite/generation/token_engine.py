@@ -17,7 +17,7 @@ from megalite.generation.sampling import sampled_rows, sampled_width, scored_row
 from megalite.generation.slots import Constraint, Plan, Running, SlotTable, TokenScore
 from megalite.model.adapters import Adapters
 from megalite.model.decode import empty_cache, last_hidden_states
-from megalite.model.kv_cache import CachedStep, KeyValueCache, Room, Segment
+from megalite.model.kv_cache import CachedStep, KeyValueCache, PromptSegment, Room
 from megalite.model.replica import Replica
 from megalite.parallel.collectives import Pending
 from megalite.parallel.decode import Sends, start_from_last_chunk
@@ -140,7 +140,7 @@ class TokenEngine:
         """Run the stages; return what waits for the values of `with_embeddings`."""
         model, mesh = self._model, self._model.mesh
         segments = tuple(
-            Segment(each.slot, each.start, each.count, len(each.running.request.prompt_ids))
+            PromptSegment(each.slot, each.start, each.count, len(each.running.request.prompt_ids))
             for each in plan.pieces
         )
         step = CachedStep(cache, tuple(each.cached - 1 for each in plan.decoding), segments)

@@ -42,7 +42,7 @@ PROGRAMS = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """A package or program; found: its version or path, "" if it is missing; without: what does not work then."""
 
     name: str
@@ -61,22 +61,22 @@ def system() -> dict[str, str]:
     }
 
 
-def packages() -> list[Finding]:
-    return [Finding(name, _version(name), *words) for name, words in PACKAGES.items()]
+def packages() -> list[MachineFinding]:
+    return [MachineFinding(name, _version(name), *words) for name, words in PACKAGES.items()]
 
 
-def programs() -> list[Finding]:
-    return [Finding(name, shutil.which(name) or "", *words) for name, words in PROGRAMS.items()]
+def programs() -> list[MachineFinding]:
+    return [MachineFinding(name, shutil.which(name) or "", *words) for name, words in PROGRAMS.items()]
 
 
-def apex() -> Finding:
+def apex() -> MachineFinding:
     """Look for NVIDIA Apex by its compiled extension, because the package `apex` on PyPI is another project."""
     purpose, without = "NVIDIA's fused optimizers, optional", "torch's own are used"
     if importlib.util.find_spec("apex") is None:
-        return Finding("apex", "", purpose, without)
+        return MachineFinding("apex", "", purpose, without)
     if importlib.util.find_spec("amp_C") is None:
-        return Finding("apex", "", purpose, f"the installed one has no compiled parts; {without}")
-    return Finding("apex", _version("apex") or "built from source", purpose, without)
+        return MachineFinding("apex", "", purpose, f"the installed one has no compiled parts; {without}")
+    return MachineFinding("apex", _version("apex") or "built from source", purpose, without)
 
 
 def _version(package: str) -> str:

@@ -9,13 +9,13 @@ import torch
 from megalite.errors import ConfigError, Problem
 from megalite.ops import extension
 from megalite.ops.choice import ALL_COMPILED, COMPILED, NAMES, PLAIN_TORCH, TORCH, Operators
-from megalite.ops.trust import UNTESTED, Choice, needs_proof
+from megalite.ops.trust import UNTESTED, OperatorChoice, needs_proof
 
 Asked = Literal["auto", "fused", "reference"]
 
 
 @dataclass(frozen=True)
-class Part:
+class KernelPart:
     """A part of the model: its compiled operator, a description of that operator, and of its plain torch form."""
 
     operator: str
@@ -24,26 +24,28 @@ class Part:
 
 
 PARTS = {
-    "optimizer": Part(
+    "optimizer": KernelPart(
         "adamw_", "compiled: norm, clipping, AdamW and the rounded weights", "torch's fused AdamW"
     ),
-    "attention": Part(
+    "attention": KernelPart(
         "attention_forward",
         "compiled with dropout, and on a CPU with windows, documents or AVX-512; else torch's; soft caps (Gemma 2) "
         "in plain torch",
         "torch's scaled_dot_product_attention",
     ),
-    "norms": Part(
+    "norms": KernelPart(
         "norm",
         "compiled, with the residual add before; plain torch for 1 + weight (Gemma) in bf16 and fp16, which round it",
         "torch in a custom autograd function",
     ),
-    "loss": Part(
+    "loss": KernelPart(
         "cross_entropy_statistics", "compiled, the gradient over the logits", "torch, over the logits"
     ),
-    "rotary": Part("rotary_split", "compiled, from the packed heads", "torch in a custom autograd function"),
-    "SwiGLU, GeGLU": Part("glu", "compiled", "torch, SwiGLU in a custom autograd function"),
-    "bias + GELU": Part("bias_gelu", "compiled", "torch's GELU of the product with its bias"),
+    "rotary": KernelPart(
+        "rotary_split", "compiled, from the packed heads", "torch in a custom autograd function"
+    ),
+    "SwiGLU, GeGLU": KernelPart("glu", "compiled", "torch, SwiGLU in a custom autograd function"),
+    "bias + GELU": KernelPart("bias_gelu", "compiled", "torch's GELU of the product with its bias"),
 }
 
 
@@ -63,7 +65,7 @@ class KernelChoice:
 
 
 def choose_kernels(
-    asked: Asked, device_type: str, choices: Mapping[str, Choice] | None = None
+    asked: Asked, device_type: str, choices: Mapping[str, OperatorChoice] | None = None
 ) -> KernelChoice:
     """Choose the compiled operators. choices: the choice for each of the model's operators on an accelerator.
 
@@ -90,7 +92,7 @@ def choose_kernels(
     return _proved(choices)
 
 
-def _require_proved(choices: Mapping[str, Choice]) -> None:
+def _require_proved(choices: Mapping[str, OperatorChoice]) -> None:
     """ConfigError for every compiled operator that failed here or was not tested."""
     problems = [
         Problem(
@@ -110,7 +112,7 @@ def _require_proved(choices: Mapping[str, Choice]) -> None:
         raise ConfigError(problems)
 
 
-def _proved(choices: Mapping[str, Choice]) -> KernelChoice:
+def _proved(choices: Mapping[str, OperatorChoice]) -> KernelChoice:
     """One line that names every operator, by whom it is computed, and why torch computes it where it does."""
     by_name: dict[str, list[str]] = {}
     for operator, choice in choices.items():
@@ -126,7 +128,7 @@ def _proved(choices: Mapping[str, Choice]) -> KernelChoice:
     return KernelChoice("mixed", "; ".join([*others, *([f"torch: {left}"] if left else [])]), operators)
 
 
-def _shared_reason(choices: Mapping[str, Choice]) -> str:
+def _shared_reason(choices: Mapping[str, OperatorChoice]) -> str:
     """Return why torch computes its operators: each reason once, after the operators that it explains."""
     reasons: dict[str, list[str]] = {}
     for operator, choice in choices.items():

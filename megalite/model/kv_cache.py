@@ -79,7 +79,7 @@ class KeyValueCache:
 
 
 @dataclass(frozen=True)
-class Segment:
+class PromptSegment:
     """Consecutive tokens of one prompt that a forward computes.
 
     slot: where the request stands. start: its tokens in the cache. count: the tokens of the segment. whole: the tokens
@@ -101,12 +101,12 @@ class CachedStep:
 
     cache: KeyValueCache
     lengths: tuple[int, ...] = ()
-    segments: tuple[Segment, ...] = ()
+    segments: tuple[PromptSegment, ...] = ()
 
     @classmethod
     def of_one(cls, cache: KeyValueCache, start: int, count: int) -> "CachedStep":
         """Return a step of `count` tokens in slot 0, which holds `start` tokens."""
-        return cls(cache, segments=(Segment(0, start, count, start + count),))
+        return cls(cache, segments=(PromptSegment(0, start, count, start + count),))
 
     @property
     def begins(self) -> bool:
@@ -147,7 +147,7 @@ class CachedStep:
         return torch.arange(len(self.lengths), device=device), self.held + self.cache.prefix
 
     @cached_property
-    def _by_window(self) -> "dict[int | None, Visible]":
+    def _by_window(self) -> "dict[int | None, CachedKeys]":
         return {}
 
     def attend_decoded(
@@ -199,7 +199,7 @@ class CachedStep:
         ]
 
     def extend_segment(
-        self, layer: int, segment: Segment, key: Tensor, value: Tensor, prefix: Tensor | None
+        self, layer: int, segment: PromptSegment, key: Tensor, value: Tensor, prefix: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Append [S, kv heads, head_dim] to the segment's slot; return all its keys and values, as views.
 
@@ -215,31 +215,31 @@ class CachedStep:
         keys, values = slot[:, None, :, :end].transpose(2, 3)
         return keys, values
 
-    def visible(self, window: int | None) -> "Visible":
+    def visible(self, window: int | None) -> "CachedKeys":
         """Return the keys that the decoded tokens see in a layer with this window, its own included."""
         if window not in self._by_window:
             self._by_window[window] = self._visible(window)
         return self._by_window[window]
 
-    def _visible(self, window: int | None) -> "Visible":
+    def _visible(self, window: int | None) -> "CachedKeys":
         prefix, lengths = self.cache.prefix, self.lengths
         end = prefix + max(lengths) + 1
         cut = window is not None and window < end - prefix
         # A prefix in front of a window is seen by every token, so that all keys between them are read and hidden.
         begin = prefix + max(0, min(lengths) + 1 - window) if window is not None and not prefix else 0
         if min(lengths) == max(lengths) and not (cut and prefix):
-            return Visible(begin, end, None)
+            return CachedKeys(begin, end, None)
         key = torch.arange(begin, end, device=self.cache.device)
         own = self.places[1].unsqueeze(1)
         hidden = key > own
         if window is not None:
             hidden |= (key <= own - window) & (key >= prefix)
         bias = torch.zeros(hidden.shape, dtype=self.cache.dtype, device=self.cache.device)
-        return Visible(begin, end, bias.masked_fill_(hidden, float("-inf"))[:, None, None])
+        return CachedKeys(begin, end, bias.masked_fill_(hidden, float("-inf"))[:, None, None])
 
 
 @dataclass(frozen=True)
-class Visible:
+class CachedKeys:
     """The keys [begin, end) of all slots that a decode step reads.
 
     bias: [n, 1, 1, end - begin], added to the scores: 0, or -inf for a key that is not seen; None: all are seen.

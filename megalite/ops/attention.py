@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.ops import extension
 from megalite.ops.attention_backends import attend_on_device, served_on_device
-from megalite.ops.chunked_attention import Visible, chunked_attention
+from megalite.ops.chunked_attention import VisibleKeys, chunked_attention
 from megalite.ops.documents import CuSeqlens, Documents, Span, equal_cu_seqlens, numbered
 from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.ops.packed_attention import packed_attention, why_not_packed
@@ -297,7 +297,7 @@ def _capped(
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
-        visible = Visible(window, seen)
+        visible = VisibleKeys(window, seen)
         return chunked_attention(query, key, value, visible, scale=form.scale, softcap=form.softcap)
 
     if not isinstance(documents, tuple):

@@ -23,7 +23,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
-from megalite.ops.chunked_attention import Visible, chunked_attention
+from megalite.ops.chunked_attention import VisibleKeys, chunked_attention
 from megalite.ops.documents import CuSeqlens, Documents, equal_cu_seqlens, numbered
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -302,7 +302,7 @@ def _chunked(
     softcap: float | None,
 ) -> Tensor:
     ids = None if documents is None else numbered(documents, *query.shape[:2])
-    visible = Visible(window, document_ids=ids)
+    visible = VisibleKeys(window, document_ids=ids)
     return chunked_attention(query, key, value, visible, scale=scale, softcap=softcap)
 
 

@@ -20,7 +20,7 @@ _FEWEST_QUERIES, _MOST_ON_CPU = 32, 64
 
 
 @dataclass(frozen=True)
-class Visible:
+class VisibleKeys:
     """The keys that a query sees: causal, aligned at the end of queries and keys, and only the last `window`.
 
     seen: a further bool mask [S, T] or [B, 1, S, T]. document_ids: [B, S], for T = S: only keys with the query's id.
@@ -30,12 +30,12 @@ class Visible:
     seen: Tensor | None = None
     document_ids: Tensor | None = None
 
-    def of_rows(self, rows: slice) -> "Visible":
+    def of_rows(self, rows: slice) -> "VisibleKeys":
         """Return the visibility of a slice of the B rows."""
         seen, ids = self.seen, self.document_ids
         if seen is not None and seen.dim() == 4:
             seen = seen[rows]
-        return Visible(self.window, seen, None if ids is None else ids[rows])
+        return VisibleKeys(self.window, seen, None if ids is None else ids[rows])
 
     def keys(self, queries: slice, behind: int) -> slice:
         """Return the slice from the first to the last visible key; `behind`: the number of keys before query 0."""
@@ -61,13 +61,19 @@ class Visible:
 
 
 class _Form(NamedTuple):
-    visible: Visible
+    visible: VisibleKeys
     scale: float
     softcap: float | None
 
 
 def chunked_attention(
-    query: Tensor, key: Tensor, value: Tensor, visible: Visible, *, scale: float, softcap: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: VisibleKeys,
+    *,
+    scale: float,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return softmax(softcap * tanh(scale Q K^T / softcap)) V over visible keys; without cap softmax(scale Q K^T) V.
 

@@ -41,7 +41,7 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
-class Finding:
+class CaseResult:
     """The result of one implementation in one case.
 
     verdict: "absent" if the implementation does not support this case, "failed" if it crashed, hung or raised. error:
@@ -62,12 +62,12 @@ class Finding:
 
 
 # Found: case -> implementation -> finding. Findings: operator -> Found.
-Found = Mapping[str, Mapping[str, Finding]]
+Found = Mapping[str, Mapping[str, CaseResult]]
 Findings = Mapping[str, Found]
 
 
 @dataclass(frozen=True)
-class Choice:
+class OperatorChoice:
     """The implementation chosen for an operator. why: if torch was chosen, why no other was; else empty.
 
     faults: implementation -> why it is wrong, failed or not tested; slower and absent implementations have none.
@@ -115,20 +115,20 @@ def time_ratio(implementation: str, cases: Sequence[str], found: Found) -> float
     return seconds / best if seconds and best else None
 
 
-def choose(cases: Sequence[str], implementations: Sequence[str], found: Found) -> Choice:
+def choose(cases: Sequence[str], implementations: Sequence[str], found: Found) -> OperatorChoice:
     """Choose the implementation that is right in all of these cases and the fastest, torch's included."""
     complaints = {each: why_not(each, cases, found) for each in implementations}
     faults = {each: wrong for each in implementations if (wrong := fault(each, cases, found))}
     ratios = {each: time_ratio(each, cases, found) or 1.0 for each, wrong in complaints.items() if not wrong}
     if ratios:
         name = min(ratios, key=lambda each: ratios[each])
-        return Choice(name, "", faults, ratios[name])
+        return OperatorChoice(name, "", faults, ratios[name])
     # Missing packages are mentioned only if there is no other reason, and then only the first.
     told = {each: wrong for each, wrong in complaints.items() if not _absent(each, cases, found)}
     reasons = [*dict.fromkeys((told or complaints).values())]
     if not told or len(reasons) == 1:
-        return Choice(TORCH, reasons[0], faults)
-    return Choice(TORCH, "; ".join(f"{each}: {wrong}" for each, wrong in told.items()), faults)
+        return OperatorChoice(TORCH, reasons[0], faults)
+    return OperatorChoice(TORCH, "; ".join(f"{each}: {wrong}" for each, wrong in told.items()), faults)
 
 
 def _absent(implementation: str, cases: Sequence[str], found: Found) -> bool:
@@ -136,14 +136,14 @@ def _absent(implementation: str, cases: Sequence[str], found: Found) -> bool:
     return any(finding.verdict == "absent" for finding in shown)
 
 
-def agreed(choices: Sequence[Choice]) -> Choice:
+def agreed(choices: Sequence[OperatorChoice]) -> OperatorChoice:
     """Return one choice for all machines, given each machine's choice: torch unless all are the same."""
     names = sorted({each.name for each in choices})
     faults = {name: wrong for each in choices for name, wrong in each.faults.items()}
     if len(names) == 1:
         return replace(choices[0], faults=faults)
     reasons = [each.why for each in choices if each.name == TORCH]
-    return Choice(TORCH, reasons[0] if reasons else f"machines choose {' and '.join(names)}", faults)
+    return OperatorChoice(TORCH, reasons[0] if reasons else f"machines choose {' and '.join(names)}", faults)
 
 
 # ---------------------------------------------------------------------------------------------------- what is kept
@@ -229,9 +229,9 @@ def read(facts: Mapping[str, str]) -> Findings:
         return {}
 
 
-def _finding(written: Mapping[str, Any]) -> Finding:
+def _finding(written: Mapping[str, Any]) -> CaseResult:
     """Parse a finding. Raises TypeError or ValueError if `written` is not one."""
-    finding = Finding(**written)
+    finding = CaseResult(**written)
     numbers = (finding.error, finding.allowed, finding.seconds, finding.torch_seconds)
     if finding.verdict not in ("right", "wrong", "failed", "absent") or not isinstance(finding.why, str):
         raise ValueError(f"no finding: {written}")
@@ -263,7 +263,7 @@ def write(facts: Mapping[str, str], findings: Findings) -> Path:
     return path
 
 
-def _written(finding: Finding) -> Finding:
+def _written(finding: CaseResult) -> CaseResult:
     """Return the finding without an infinite error (from NaN results), which JSON cannot represent."""
     return finding if finding.error is None or math.isfinite(finding.error) else replace(finding, error=None)
 

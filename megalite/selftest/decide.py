@@ -9,7 +9,7 @@ from megalite.config.sections.schema import RunConfig
 from megalite.errors import KernelError
 from megalite.ops import trust
 from megalite.ops.choice import COMPILED, NAMES
-from megalite.ops.trust import Choice, Findings
+from megalite.ops.trust import Findings, OperatorChoice
 from megalite.selftest.registry import Case, Workload, cases_of
 from megalite.selftest.run import prove_all
 from megalite.selftest.table import ENTRIES
@@ -66,7 +66,7 @@ def untested(cases: Sequence[Case], found: Findings) -> list[Case]:
     ]
 
 
-def choices_of(cases: Sequence[Case], found: Findings) -> dict[str, Choice]:
+def choices_of(cases: Sequence[Case], found: Findings) -> dict[str, OperatorChoice]:
     """Return the chosen implementation of each operator that has cases."""
     choices = {}
     for operator in NAMES:
@@ -77,12 +77,12 @@ def choices_of(cases: Sequence[Case], found: Findings) -> dict[str, Choice]:
     return choices
 
 
-def known_choices(workload: Workload, device: torch.device) -> dict[str, Choice]:
+def known_choices(workload: Workload, device: torch.device) -> dict[str, OperatorChoice]:
     """Return the choices that follow from earlier tests on this machine."""
     return choices_of(cases_of(ENTRIES, workload), trust.read(trust.machine(device)))
 
 
-def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, Choice], str]:
+def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, OperatorChoice], str]:
     """Return `known_choices` after testing the untested cases, and a line about that test (empty if there was none).
 
     Takes at most FIRST_RUN_SECONDS; torch computes operators whose test failed or was not reached.
@@ -118,7 +118,9 @@ def _kept(facts: Mapping[str, str], found: Findings) -> str:
     return f"; kept in {path}"
 
 
-def combined(said: Sequence[tuple[Mapping[str, str], Mapping[str, Choice] | None]]) -> dict[str, Choice]:
+def combined(
+    said: Sequence[tuple[Mapping[str, str], Mapping[str, OperatorChoice] | None]],
+) -> dict[str, OperatorChoice]:
     """Combine the ranks' choices into one choice for each operator.
 
     said: for each rank its machine facts and, from one rank per node, the choices for that machine, else None. On a
@@ -128,9 +130,11 @@ def combined(said: Sequence[tuple[Mapping[str, str], Mapping[str, Choice] | None
         tuple(facts.items()): [choices for other, choices in said if other == facts and choices]
         for facts, _ in said
     }
-    every: list[Mapping[str, Choice]] = []
+    every: list[Mapping[str, OperatorChoice]] = []
     first = next((choices for _, choices in said if choices), {})
     for of_machine in tested.values():
-        nothing = {name: Choice(why=trust.UNTESTED, faults={COMPILED: trust.UNTESTED}) for name in first}
+        nothing = {
+            name: OperatorChoice(why=trust.UNTESTED, faults={COMPILED: trust.UNTESTED}) for name in first
+        }
         every += of_machine or [nothing]
     return {operator: trust.agreed([choices[operator] for choices in every]) for operator in first}

@@ -5,7 +5,7 @@ from math import prod
 
 import torch
 
-from megalite.ops.trust import Finding
+from megalite.ops.trust import CaseResult
 from megalite.selftest.check import Comparison, check, inputs_of
 from megalite.selftest.clock import medians
 from megalite.selftest.registry import Case, Shape
@@ -13,7 +13,7 @@ from megalite.selftest.registry import Case, Shape
 SEED = 20
 
 
-def prove(case: Case, implementation: str, device: torch.device) -> Finding:
+def prove(case: Case, implementation: str, device: torch.device) -> CaseResult:
     """Test one implementation: stop at the first shape with a wrong result; time it on a run's own shape only.
 
     Exceptions of the implementation, or of torch's form, propagate.
@@ -25,21 +25,21 @@ def prove(case: Case, implementation: str, device: torch.device) -> Finding:
         inputs = inputs_of(entry, checked, case.dtype, device, SEED)
         if complaint := candidate.why_not(inputs):
             if case.own:
-                return Finding("absent", complaint)
+                return CaseResult("absent", complaint)
             continue  # the implementation may support other odd sizes
         found = check(entry, candidate, checked, case.dtype, device, SEED)
         if found.share >= worst.share:
             worst = found
         if complaint := _complaint(found, checked):
-            return Finding("wrong", complaint, found.error, found.allowed)
+            return CaseResult("wrong", complaint, found.error, found.allowed)
     if not case.own:
-        return Finding("right", "", worst.error, worst.allowed)
+        return CaseResult("right", "", worst.error, worst.allowed)
     shape = timed_shape(case, case.shapes[0])
     inputs = inputs_of(entry, shape, case.dtype, device, SEED)
     forms = {"": candidate.form, "plain": entry.plain, **entry.torch}
     seconds = medians(forms, inputs, entry.gradients, device)
     best = min(found for name, found in seconds.items() if name)
-    return Finding("right", "", worst.error, worst.allowed, seconds[""], best)
+    return CaseResult("right", "", worst.error, worst.allowed, seconds[""], best)
 
 
 def _complaint(found: Comparison, shape: Shape) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from megalite.errors import KernelError
-from megalite.ops.trust import Finding, Findings
+from megalite.ops.trust import CaseResult, Findings
 from megalite.selftest.registry import Case
 
 CASE_SECONDS = 60.0
@@ -24,8 +24,8 @@ START_SECONDS = 120.0
 """The time limit for a worker to import torch and initialise the device."""
 _END_SECONDS = 10.0
 _START = "import sys; sys.path[:] = {path!r}; from megalite.selftest import worker; sys.exit(worker.main(sys.argv[1:]))"
-_Found = dict[str, dict[str, dict[str, Finding]]]
-Tell = Callable[[Case, str, Finding], None]
+_Found = dict[str, dict[str, dict[str, CaseResult]]]
+Tell = Callable[[Case, str, CaseResult], None]
 
 
 def prove_all(
@@ -44,13 +44,13 @@ def prove_all(
     """
     deadline = time.monotonic() + total_seconds
     found: _Found = {}
-    failed: dict[tuple[str, str], Finding] = {}
+    failed: dict[tuple[str, str], CaseResult] = {}
     worker: _Worker | None = None
     try:
         for case, name in [(each, name) for each in cases for name in each.entry.candidates]:
             if complaint := case.entry.candidates[name].why_not_on(device.type):
-                _add(found, case, name, Finding("absent", complaint))
-                tell(case, name, Finding("absent", complaint))
+                _add(found, case, name, CaseResult("absent", complaint))
+                tell(case, name, CaseResult("absent", complaint))
                 continue
             if fault := failed.get((case.entry.name, name)):
                 _add(found, case, name, fault)  # it would crash or time out again
@@ -65,7 +65,7 @@ def prove_all(
             if finding is None and seconds < case_seconds:
                 break  # it had less than its time limit, so the timeout proves nothing
             if finding is None:
-                finding = Finding("failed", f"failed: no answer after {case_seconds:g} s")
+                finding = CaseResult("failed", f"failed: no answer after {case_seconds:g} s")
             if finding.verdict == "failed":
                 # A failed kernel may have destroyed the worker's device context: use a new worker.
                 worker.end()
@@ -81,7 +81,7 @@ def prove_all(
     return found
 
 
-def _add(found: _Found, case: Case, implementation: str, finding: Finding) -> None:
+def _add(found: _Found, case: Case, implementation: str, finding: CaseResult) -> None:
     found.setdefault(case.entry.operator, {}).setdefault(case.key, {})[implementation] = finding
 
 
@@ -114,7 +114,7 @@ class _Worker:
                 raise TimeoutError(said)
             raise KernelError(f"the self-test cannot start on {device}: {said}")
 
-    def prove(self, case: Case, implementation: str, seconds: float) -> Finding | None:
+    def prove(self, case: Case, implementation: str, seconds: float) -> CaseResult | None:
         """Test one implementation in the worker; None if there was no answer in `seconds`."""
         asked = {
             "entry": case.entry.name,
@@ -128,11 +128,11 @@ class _Worker:
             self._process.stdin.write(json.dumps(asked).encode() + b"\n")
             self._process.stdin.flush()
         except BrokenPipeError:
-            return Finding("failed", f"failed: {self._reason()}")
+            return CaseResult("failed", f"failed: {self._reason()}")
         line = self._line(seconds)
         if line is None:
             return None
-        return Finding(**json.loads(line)) if line else Finding("failed", f"failed: {self._reason()}")
+        return CaseResult(**json.loads(line)) if line else CaseResult("failed", f"failed: {self._reason()}")
 
     def end(self) -> None:
         """Kill the worker and its child processes."""

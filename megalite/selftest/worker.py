@@ -15,7 +15,7 @@ from typing import IO, Any
 import torch
 
 from megalite.launcher.process import die_with_parent
-from megalite.ops.trust import Finding
+from megalite.ops.trust import CaseResult
 from megalite.selftest.check import poisoned
 from megalite.selftest.prove import prove
 from megalite.selftest.registry import Case
@@ -60,12 +60,12 @@ def _say(answers: IO[str], what: Any) -> None:
     answers.flush()
 
 
-def _answer(case: Case, implementation: str, device: torch.device) -> Finding:
+def _answer(case: Case, implementation: str, device: torch.device) -> CaseResult:
     try:
         finding = prove(case, implementation, device)
     except Exception as error:  # any error rules this implementation out
         message = str(error).strip().splitlines()
-        return Finding("failed", f"failed: {type(error).__name__}: {message[0] if message else ''}"[:200])
+        return CaseResult("failed", f"failed: {type(error).__name__}: {message[0] if message else ''}"[:200])
     if finding.error is not None and not isfinite(finding.error):
         return replace(finding, error=None, allowed=None)
     return finding

@@ -39,7 +39,7 @@ class EngineError(Exception):
     """The engine has failed, or has been stopped, with requests in it."""
 
 
-class Job:
+class EngineJob:
     """The sequences of one HTTP request, in the engine.
 
     Iterate to get (index of the sequence, event) until each sequence has finished. Raises EngineError.
@@ -82,13 +82,13 @@ class Job:
 @dataclass(frozen=True)
 class _Start:
     requests: Sequence[Request]
-    job: Job
+    job: EngineJob
     started: "asyncio.Future[None]"
 
 
 @dataclass(frozen=True)
 class _Cancel:
-    job: Job
+    job: EngineJob
 
 
 class EngineThread:
@@ -108,7 +108,7 @@ class EngineThread:
         self._engine, self._prepare, self._idle_seconds = engine, prepare, idle_seconds
         self._commands: queue.SimpleQueue[_Start | _Cancel | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._jobs: dict[int, tuple[Job, int]] = {}
+        self._jobs: dict[int, tuple[EngineJob, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self.failure: BaseException | None = None
         self.failed = asyncio.Event()
@@ -131,11 +131,11 @@ class EngineThread:
         """Whether the engine can take requests."""
         return self.failure is None and self._thread.is_alive()
 
-    async def submit(self, requests: Sequence[Request]) -> Job:
+    async def submit(self, requests: Sequence[Request]) -> EngineJob:
         """Queue all of `requests`, or none: ConfigError if one can never fit, EngineError if the engine has ended."""
         if self._loop is None or not self.running:
             raise EngineError("the engine has ended")
-        job = Job(self, len(requests))
+        job = EngineJob(self, len(requests))
         started = self._loop.create_future()
         self._commands.put(_Start(requests, job, started))
         try:
@@ -145,7 +145,7 @@ class EngineThread:
             raise
         return job
 
-    def forget(self, job: Job) -> None:
+    def forget(self, job: EngineJob) -> None:
         """Cancel the sequences of a job."""
         self._commands.put(_Cancel(job))
 

@@ -13,7 +13,7 @@ from megalite.errors import ConfigError
 from megalite.generation.request import Request
 from megalite.serve.admission import Admission
 from megalite.serve.answers import Answer
-from megalite.serve.engine_thread import EngineError, EngineThread, Job
+from megalite.serve.engine_thread import EngineError, EngineJob, EngineThread
 from megalite.serve.errors import ApiError
 from megalite.serve.metrics import ServerMetrics, TokenClock
 
@@ -77,7 +77,7 @@ class GenerationResponse(Response):
                 for task in (answering, leaving):
                     await self._stop(task)
 
-    async def _submit(self) -> Job:
+    async def _submit(self) -> EngineJob:
         try:
             return await self._engine.submit(self._requests)
         except ConfigError as error:
@@ -85,7 +85,7 @@ class GenerationResponse(Response):
         except EngineError as error:
             raise _failed(error) from error
 
-    async def _respond(self, job: Job, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _respond(self, job: EngineJob, scope: Scope, receive: Receive, send: Send) -> None:
         clock = TokenClock(self._metrics, len(self._requests))
         async for events in job:
             chunks: list[Mapping[str, Any]] = []

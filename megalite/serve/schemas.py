@@ -164,7 +164,7 @@ class ToolCall(_Body):
     function: CalledFunction
 
 
-class Message(_Body):
+class ChatMessage(_Body):
     """A message of a conversation.
 
     name: for the template, and most templates have no use for it. parsed: a client's own reading of the content.
@@ -199,7 +199,7 @@ class Message(_Body):
         return value if value is None else tuple(value)
 
     @model_validator(mode="after")
-    def _is_whole(self) -> "Message":
+    def _is_whole(self) -> "ChatMessage":
         if self.content is None and not (self.role == "assistant" and self.tool_calls):
             raise ValueError("content is missing: only an assistant's message with tool_calls needs none")
         if self.tool_calls and self.role != "assistant":
@@ -269,7 +269,7 @@ class ToolChoice(_Body):
 class ChatRequest(_GenerationFields):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
     tools: Annotated[list[Tool], Field(max_length=_MOST_CHOICES)] = []
     tool_choice: ToolChoice = ToolChoice(type="auto")
     parallel_tool_calls: bool = True

@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.generation.tool_calls import Call, ToolForm
 from megalite.serve.errors import UNSUPPORTED_CODE, ApiError
-from megalite.serve.schemas import ChatRequest, Message, ToolCall
+from megalite.serve.schemas import ChatMessage, ChatRequest, ToolCall
 
 _ID_BYTES = 6  # 9 hexadecimal digits are kept, the length that templates of Mistral ask for
 _ID_LENGTH = 9
@@ -83,7 +83,7 @@ def call_schema(body: ChatRequest, form: ToolForm) -> Mapping[str, Any]:
     return form.schema([(tool.name, tool.parameters or {"type": "object"}) for tool in tools])
 
 
-def template_messages(messages: Sequence[Message], form: ToolForm | None) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[ChatMessage], form: ToolForm | None) -> list[dict[str, Any]]:
     """Return messages as chat templates read them. ApiError for calls and results of tools that no template takes."""
     found = []
     for index, message in enumerate(messages):

@@ -23,7 +23,7 @@ from megalite.train.optimizer.torch import TorchOptimizer
 
 
 @dataclass(frozen=True)
-class Schedule:
+class StepSchedule:
     """How the micro batches of a step run through the stages: a name of topology.schedules, and their number."""
 
     name: str = "1f1b"
@@ -36,7 +36,7 @@ def assemble(
     mesh: ParallelMesh,
     options: ModelOptions,
     settings: OptimizerSettings,
-    schedule: Schedule,
+    schedule: StepSchedule,
     *,
     seed: int | None,
     deepspeed: Mapping[str, Any] | None = None,

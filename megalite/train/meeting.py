@@ -5,7 +5,7 @@ from megalite.config.sections.schema import RunConfig
 from megalite.errors import LaunchError, MegaliteError
 from megalite.launcher.control.progress import Activity, now
 from megalite.launcher.control.rank_process import RankEnd
-from megalite.launcher.control.rendezvous import AgentStore, Limits, Meeting, meet
+from megalite.launcher.control.rendezvous import AgentStore, Meeting, RendezvousLimits, meet
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import prepare_process, variables
 from megalite.launcher.rank.placement import tensor_warning
@@ -17,7 +17,7 @@ _SAME_START = (
     "the ranks were not started with the same settings and software; give every host the same run file, flags and "
     "Python environment:"
 )
-_BRIEFLY = Limits(rendezvous_seconds=10.0)
+_BRIEFLY = RendezvousLimits(rendezvous_seconds=10.0)
 """For a rank that fails before it knows its settings."""
 
 
@@ -27,7 +27,7 @@ def meet_ranks(info: RankInfo, config: RunConfig, end: RankEnd) -> Meeting:
     Raises LaunchError if this rank does not reach the others.
     """
     now.begin(Activity.MEETING)
-    limits = Limits(config.launch.rendezvous_seconds, config.launch.heartbeat_seconds)
+    limits = RendezvousLimits(config.launch.rendezvous_seconds, config.launch.heartbeat_seconds)
     meeting = meet(
         info,
         say=announce,

@@ -37,7 +37,7 @@ from megalite.parallel.mesh import ParallelMesh, all_or_none
 from megalite.parallel.pipeline import weight_share
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.shape import ModelShape
-from megalite.train.assemble import Schedule, assemble
+from megalite.train.assemble import StepSchedule, assemble
 from megalite.train.deepspeed_schedule import DeepSpeedSchedule
 from megalite.train.kernel_choice import known_kernels
 from megalite.train.nonfinite_output import first_nonfinite_output
@@ -94,7 +94,7 @@ class TrainStep:
             mesh,
             self.options,
             optimizer_settings(config),
-            Schedule(config.parallel.schedule, config.batch.micro_batches),
+            StepSchedule(config.parallel.schedule, config.batch.micro_batches),
             seed=None if weights is not None or resumed else config.run.seed,
             deepspeed=config.deepspeed_json() if config.zero_stage else None,
             prepare=_nothing

@@ -3,7 +3,7 @@
 import pytest
 
 from megalite.cli import doctor, launch, main
-from megalite.launcher.hosts.host_report import Finding, HostReport
+from megalite.launcher.hosts.host_report import HostFinding, HostReport
 from megalite.launcher.hosts.preflight import Preflight
 from megalite.launcher.hosts.supervise import Result
 from tests.cli.test_launch_cli import RUN
@@ -23,7 +23,7 @@ class Attempts:
 
     def ask(self, plan, options, slots) -> Preflight:
         dead = self.dead if self.plans else set()
-        findings = [Finding(name, "reachable", "cannot be reached") for name in slots if name in dead]
+        findings = [HostFinding(name, "reachable", "cannot be reached") for name in slots if name in dead]
         return Preflight([HostReport(name, count) for name, count in slots.items()], findings)
 
     def hosts(self) -> list[list[str]]:

@@ -6,7 +6,7 @@ import pytest
 
 from megalite.cli.remaining_hosts import Restart, remaining_hosts
 from megalite.errors import LaunchError
-from megalite.launcher.hosts.host_report import Finding, HostReport
+from megalite.launcher.hosts.host_report import HostFinding, HostReport
 from megalite.launcher.hosts.hostfile import Host
 from megalite.launcher.hosts.job_hosts import Hosts
 from megalite.launcher.hosts.preflight import Preflight
@@ -37,7 +37,9 @@ class Cluster:
     def ask(self, found: Hosts) -> Preflight:
         names = [host.name for host in found.hosts]
         self.asked.append(names)
-        findings = [Finding(name, "reachable", "cannot be reached") for name in names if name in self.dead]
+        findings = [
+            HostFinding(name, "reachable", "cannot be reached") for name in names if name in self.dead
+        ]
         return Preflight([HostReport(name, 2) for name in names], findings)
 
     def restart(self, folder, ranks: int = 4, allow_fewer: bool = False) -> Restart:
@@ -95,7 +97,7 @@ def test_hosts_that_fail_among_themselves_are_an_error(tmp_path):
     def differing(found: Hosts) -> Preflight:
         result = ask(found)
         if found.hosts[0].name == "n1":
-            return replace(result, findings=[Finding("n2", "torch", "torch is 2.12.0")])
+            return replace(result, findings=[HostFinding("n2", "torch", "torch is 2.12.0")])
         return result
 
     cluster.ask = differing

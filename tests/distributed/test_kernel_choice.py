@@ -9,13 +9,16 @@ from megalite.config.load import load_run
 from megalite.errors import ConfigError
 from megalite.model.kernels import choose_kernels
 from megalite.ops import extension, trust
-from megalite.ops.trust import Choice
+from megalite.ops.trust import OperatorChoice
 from megalite.parallel.mesh import ParallelMesh
 from megalite.selftest import decide
 from megalite.topology.axes import Layout
 from megalite.train import kernel_choice
 
-RIGHT, WRONG = Choice("megalite", ratio=0.5), Choice("torch", "wrong: x", {"megalite": "wrong: x"})
+RIGHT, WRONG = (
+    OperatorChoice("megalite", ratio=0.5),
+    OperatorChoice("torch", "wrong: x", {"megalite": "wrong: x"}),
+)
 FLAGS = [
     *("--model.vocab_size=101", "--model.hidden_size=32", "--model.intermediate_size=64"),
     *("--model.num_hidden_layers=1", "--model.num_attention_heads=4", "--training.sequence_length=64"),
@@ -24,13 +27,13 @@ FLAGS = [
 ]
 
 
-def agree(asked: str, cards: list[str], choices: dict[int, dict[str, Choice]]) -> tuple[str, str]:
+def agree(asked: str, cards: list[str], choices: dict[int, dict[str, OperatorChoice]]) -> tuple[str, str]:
     """Return this rank's choices, or the error; ranks 0 and 2 lead a node each and have tested their cards."""
     mesh = ParallelMesh.over_world(Layout(data=len(cards)))
     config = load_run(None, [*FLAGS, f"--model.kernels={asked}"], world_size=len(cards)).config
     tested: list[int] = []
 
-    def proved(*_: object) -> tuple[dict[str, Choice], str]:
+    def proved(*_: object) -> tuple[dict[str, OperatorChoice], str]:
         tested.append(mesh.rank)
         return choices[mesh.rank], f"tested by rank {mesh.rank}"
 
@@ -82,7 +85,9 @@ def _as_on_an_accelerator(asked, device_type, choices=None):
     ],
     ids=["all trust", "one card is wrong", "other cards are wrong", "a card nobody tested", "fused"],
 )
-def test_ranks_agree(ranks, asked: str, cards: list[str], second: dict[str, Choice], said: str) -> None:
+def test_ranks_agree(
+    ranks, asked: str, cards: list[str], second: dict[str, OperatorChoice], said: str
+) -> None:
     choices = {0: {"rotary": RIGHT, "glu": RIGHT}, 2: second}
     told = ranks.run(agree, world_size=4, asked=asked, cards=cards, choices=choices)
     assert len({each for each, _ in told}) == 1

@@ -16,14 +16,14 @@ FILE = Path(__file__).parents[1] / "support" / "standin_operators.py"
 WORKLOAD = Workload(torch.bfloat16, 2, 16, 32, 64, 4, 2, 8, 101)
 
 
-def prove() -> tuple[trust.Findings, dict[str, trust.Choice], dict[str, str]]:
+def prove() -> tuple[trust.Findings, dict[str, trust.OperatorChoice], dict[str, str]]:
     device = torch.device("standin", 0)
     cases = cases_of(entries_of(FILE), WORKLOAD)
     found = prove_all(cases, device, entries=FILE)
     return found, choices_of(cases, found), trust.machine(device)
 
 
-def prove_what_is_not_there() -> tuple[dict[str, trust.Choice], str]:
+def prove_what_is_not_there() -> tuple[dict[str, trust.OperatorChoice], str]:
     return proved_choices(WORKLOAD, torch.device("standin", 0))
 
 

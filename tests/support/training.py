@@ -30,7 +30,7 @@ from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 from megalite.topology.stages import pipeline_split
-from megalite.train.assemble import Schedule, assemble
+from megalite.train.assemble import StepSchedule, assemble
 from megalite.train.optimizer.protocol import Optimizer, Update
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.reference import is_without_adapter, reference_losses
@@ -220,7 +220,7 @@ def build(job: Job) -> Parts:
         mesh,
         options,
         job.optimizer,
-        Schedule(job.schedule, micro_batches),
+        StepSchedule(job.schedule, micro_batches),
         seed=job.seed,
         deepspeed=deepspeed_json(job, micro_batches) if job.zero_stage else None,
         prepare=watch,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.sections.toml import shown
-from megalite.config.sections.unchecked import Draft
+from megalite.config.sections.unchecked import SettingsDraft
 from megalite.errors import Problem
 
 AUTO = "auto"
@@ -30,12 +30,12 @@ class Block:
     def origin(self, path: str) -> str:
         return f"{path} in {self.file}" if self.file else f"deepspeed.{path}"
 
-    def fill(self, draft: Draft, path: str, section: str, key: str, default: Any) -> None:
+    def fill(self, draft: SettingsDraft, path: str, section: str, key: str, default: Any) -> None:
         """Set `section.key` to DeepSpeed's default for `path`, which the block leaves out, unless the key is set."""
         if default is not None and not draft.has(section, key):
             draft.set(section, key, default, f"DeepSpeed's default of {path}")
 
-    def take(self, draft: Draft, path: str, section: str, key: str, value: Any) -> None:
+    def take(self, draft: SettingsDraft, path: str, section: str, key: str, value: Any) -> None:
         """Set `section.key` to `value`, found at `path`; add a problem if the key already has another value."""
         if value is None or value == AUTO or f"{section}.{key}" in draft.unset:
             return
@@ -50,7 +50,7 @@ class Block:
             )
 
 
-def read_block(draft: Draft, section: dict[str, Any], run_folder: Path) -> Block:
+def read_block(draft: SettingsDraft, section: dict[str, Any], run_folder: Path) -> Block:
     """Return the settings of the file that deepspeed.config names, with flags applied, or those of RUN.toml."""
     inline = {key: value for key, value in section.items() if key not in OURS}
     given = section.get("config")
@@ -74,12 +74,12 @@ def read_block(draft: Draft, section: dict[str, Any], run_folder: Path) -> Block
     return _checked(draft, Block(_merged(found or {}, inline), path.name))
 
 
-def _checked(draft: Draft, block: Block) -> Block:
+def _checked(draft: SettingsDraft, block: Block) -> Block:
     draft.problems += _value_problems(block, block.values, "")
     return Block(_without_nulls(block.values), block.file)
 
 
-def _read_json(draft: Draft, path: Path) -> dict[str, Any] | None:
+def _read_json(draft: SettingsDraft, path: Path) -> dict[str, Any] | None:
     try:
         found = json.loads(
             path.expanduser().read_text(encoding="utf-8-sig"),

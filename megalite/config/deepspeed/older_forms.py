@@ -5,13 +5,13 @@ from typing import Any
 
 from megalite.config.deepspeed.json_file import AUTO, Block
 from megalite.config.sections.toml import shown
-from megalite.config.sections.unchecked import Draft
+from megalite.config.sections.unchecked import SettingsDraft
 
 _OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
 _COMMENTS = ("comment", "comments")
 
 
-def in_todays_form(draft: Draft, block: Block) -> Block:
+def in_todays_form(draft: SettingsDraft, block: Block) -> Block:
     """Return the block without comments, with a ZeRO stage and today's offload; add a note for each change."""
     values = _without_comments(block.values)
     zero = values.get("zero_optimization")
@@ -26,7 +26,7 @@ def in_todays_form(draft: Draft, block: Block) -> Block:
     return Block(values, block.file)
 
 
-def _zero(draft: Draft, block: Block, zero: dict[str, Any]) -> dict[str, Any]:
+def _zero(draft: SettingsDraft, block: Block, zero: dict[str, Any]) -> dict[str, Any]:
     for older, name in _OFFLOAD.items():
         asked = zero.get(older)
         if isinstance(asked, bool):
@@ -52,7 +52,7 @@ def _zero(draft: Draft, block: Block, zero: dict[str, Any]) -> dict[str, Any]:
     return zero
 
 
-def _default_stage(draft: Draft) -> int:
+def _default_stage(draft: SettingsDraft) -> int:
     """Return accelerate's default, 2, or 1 for a pipeline, which needs the gradients whole until its end."""
     return 2 if draft.section("parallel").get("pipeline", 1) == 1 else 1
 

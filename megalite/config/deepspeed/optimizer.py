@@ -5,7 +5,7 @@ from typing import Any
 from megalite.config.deepspeed.json_file import AUTO, Block
 from megalite.config.deepspeed.keys import VERSION
 from megalite.config.sections.toml import shown
-from megalite.config.sections.unchecked import Draft, did_you_mean
+from megalite.config.sections.unchecked import SettingsDraft, did_you_mean
 
 # DeepSpeed takes "Adam" for AdamW unless adam_w_mode is false.
 _OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "lion": "lion"}
@@ -68,7 +68,7 @@ def parameters_of(name: str) -> tuple[str, ...]:
     return (*DEFAULTS[name], *_FIXED[name], *_FREE[name])
 
 
-def read_optimizer(draft: Draft, block: Block, table: Any, peak: str | None) -> None:
+def read_optimizer(draft: SettingsDraft, block: Block, table: Any, peak: str | None) -> None:
     """Read AdamW, Adam, SGD or Lion; add a problem for another optimizer or an unsupported option.
 
     A parameter that the block leaves out has DeepSpeed's default, unless RUN.toml sets it.
@@ -120,7 +120,7 @@ def _unsupported(kind: Any) -> tuple[str, str]:
     return f"DeepSpeed {VERSION} has no optimizer {shown(kind)}", remedy
 
 
-def _check(draft: Draft, block: Block, kind: Any, name: str, params: dict[str, Any]) -> None:
+def _check(draft: SettingsDraft, block: Block, kind: Any, name: str, params: dict[str, Any]) -> None:
     called = kind if kind != AUTO else "AdamW"
     for key, value in params.items():
         path = block.key(f"optimizer.params.{key}")
@@ -148,7 +148,7 @@ def _is_torch_adamw(kind: Any, params: dict[str, Any]) -> bool:
     return params.get("torch_adam") is True and decoupled
 
 
-def _drop_rate(draft: Draft, block: Block, given: dict[str, Any], peak: str) -> None:
+def _drop_rate(draft: SettingsDraft, block: Block, given: dict[str, Any], peak: str) -> None:
     rate = given.pop("lr", AUTO)
     if rate != AUTO and rate != draft.section("optimizer").get("learning_rate", rate):
         key = block.key("optimizer.params.lr")

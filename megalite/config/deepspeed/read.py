@@ -12,7 +12,7 @@ from megalite.config.deepspeed.scheduler import read_scheduler, sets_the_peak
 from megalite.config.deepspeed.values import problem_of
 from megalite.config.sections.schema import DEEPSPEED_LOSS_SCALE
 from megalite.config.sections.toml import shown
-from megalite.config.sections.unchecked import Draft
+from megalite.config.sections.unchecked import SettingsDraft
 
 _BATCH = {
     "train_batch_size": "global_batch_size",
@@ -25,7 +25,7 @@ _GRADIENT_CLIPPING = 1.0
 """DeepSpeed's default of gradient_clipping."""
 
 
-def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
+def apply_deepspeed(draft: SettingsDraft, run_folder: Path) -> None:
     """Move the settings that megalite owns from [deepspeed] to their sections; leave there what DeepSpeed is handed."""
     section = draft.values.get("deepspeed")
     if not isinstance(section, dict):
@@ -58,7 +58,7 @@ def apply_deepspeed(draft: Draft, run_folder: Path) -> None:
         draft.origins.setdefault(f"deepspeed.{key}", block.file or draft.source)
 
 
-def _read_batch(draft: Draft, block: Block) -> None:
+def _read_batch(draft: SettingsDraft, block: Block) -> None:
     for theirs, ours in _BATCH.items():
         block.take(draft, theirs, "training", ours, block.values.get(theirs))
     given = [ours for ours in _BATCH.values() if draft.has("training", ours)]
@@ -69,7 +69,7 @@ def _read_batch(draft: Draft, block: Block) -> None:
         block.fill(draft, "gradient_accumulation_steps", "training", "micro_batches", 1)
 
 
-def _read_precision(draft: Draft, block: Block) -> None:
+def _read_precision(draft: SettingsDraft, block: Block) -> None:
     """Read fp16.enabled and bf16.enabled into training.precision, and the loss scale."""
     enabled: list[str] = []
     given = draft.section("training").get("precision", AUTO)
@@ -97,7 +97,7 @@ def _read_precision(draft: Draft, block: Block) -> None:
         draft.problem(block.key(enabled[0]), f"and {enabled[1]} are both true", "enable only one of them")
 
 
-def _read_loss_scale(draft: Draft, block: Block, fp16: Mapping[str, Any], *, on: bool) -> None:
+def _read_loss_scale(draft: SettingsDraft, block: Block, fp16: Mapping[str, Any], *, on: bool) -> None:
     """Read the loss scale's settings; DeepSpeed writes a dynamic scale as 0."""
     for theirs, ours in DEEPSPEED_LOSS_SCALE.items():
         value = fp16.get(theirs)
@@ -107,7 +107,7 @@ def _read_loss_scale(draft: Draft, block: Block, fp16: Mapping[str, Any], *, on:
         block.fill(draft, "fp16.hysteresis", "training", "loss_scale_hysteresis", _HYSTERESIS)
 
 
-def _read_accumulation(draft: Draft, block: Block) -> None:
+def _read_accumulation(draft: SettingsDraft, block: Block) -> None:
     """Read data_types.grad_accum_dtype, which must be fp32 or the number type of the model."""
     table, path = block.values.get("data_types"), "data_types.grad_accum_dtype"
     wanted = table.get("grad_accum_dtype", AUTO) if isinstance(table, dict) else AUTO
@@ -124,7 +124,7 @@ def _read_accumulation(draft: Draft, block: Block) -> None:
         draft.problem(block.key(path), message, f'use "fp32", or set training.precision to {shown(wanted)}')
 
 
-def _fill_what_is_left_out(draft: Draft, block: Block) -> None:
+def _fill_what_is_left_out(draft: SettingsDraft, block: Block) -> None:
     """Beside an optimizer of the file clip as DeepSpeed does by default, and note a schedule that it would not have."""
     optimizer = block.values.get("optimizer")
     if not isinstance(optimizer, dict) or "type" not in optimizer:

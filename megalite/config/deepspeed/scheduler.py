@@ -7,7 +7,7 @@ from megalite.config.deepspeed.keys import VERSION
 from megalite.config.deepspeed.schedulers import MOMENTUM, REQUIRED, SCHEDULERS, TORCH_SCHEDULERS
 from megalite.config.deepspeed.values import problem_of
 from megalite.config.sections.toml import shown
-from megalite.config.sections.unchecked import Draft, did_you_mean
+from megalite.config.sections.unchecked import SettingsDraft, did_you_mean
 
 _RATIOS = "set learning_rate_ratio in [[optimizer.groups]]"
 _PEAKS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
@@ -29,7 +29,7 @@ _KINDS = {
 }
 
 
-def read_scheduler(draft: Draft, block: Block, table: Any) -> dict[str, Any] | None:
+def read_scheduler(draft: SettingsDraft, block: Block, table: Any) -> dict[str, Any] | None:
     """Set optimizer.schedule and the parameters that [optimizer] holds; return [deepspeed.scheduler], None without one.
 
     A parameter that the block leaves out has DeepSpeed's default, unless RUN.toml sets its key of [optimizer].
@@ -77,7 +77,7 @@ def _unsupported(kind: Any) -> tuple[str, str]:
     return f"DeepSpeed {VERSION} has no scheduler {shown(kind)}", remedy
 
 
-def _read_params(draft: Draft, block: Block, kind: str, params: dict[str, Any]) -> dict[str, Any]:
+def _read_params(draft: SettingsDraft, block: Block, kind: str, params: dict[str, Any]) -> dict[str, Any]:
     scheduler = SCHEDULERS[kind]
     for name in params:
         key = block.key(f"scheduler.params.{name}")
@@ -114,7 +114,7 @@ def _read_params(draft: Draft, block: Block, kind: str, params: dict[str, Any]) 
     return found
 
 
-def _read_ours(draft: Draft, block: Block, path: str, key: str, value: Any, *, given: bool) -> None:
+def _read_ours(draft: SettingsDraft, block: Block, path: str, key: str, value: Any, *, given: bool) -> None:
     if not given and key == "warmup_steps" and draft.has("optimizer", "warmup_ratio"):
         return  # the run says its warm-up, which DeepSpeed's default must not contradict
     if not given:
@@ -125,7 +125,7 @@ def _read_ours(draft: Draft, block: Block, path: str, key: str, value: Any, *, g
         block.take(draft, path, "optimizer", key, value)
 
 
-def _require_constant_momentum(draft: Draft, block: Block, params: dict[str, Any]) -> None:
+def _require_constant_momentum(draft: SettingsDraft, block: Block, params: dict[str, Any]) -> None:
     optimizer = block.values.get("optimizer")
     kind = optimizer.get("type") if isinstance(optimizer, dict) else None
     sgd = str(draft.section("optimizer").get("name", kind)).lower() == "sgd"

@@ -12,7 +12,7 @@ DERIVED = "derived"
 
 
 @dataclass
-class Draft:
+class SettingsDraft:
     """Section -> key -> value. A key's origin is a file, a flag, a preset, a key of DeepSpeed's JSON or "derived"."""
 
     source: str

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from megalite.config.sections.schema import ModelConfig
 from megalite.config.sections.shape_settings import as_settings
 from megalite.config.sections.toml import shown
-from megalite.config.sections.unchecked import Draft
+from megalite.config.sections.unchecked import SettingsDraft
 from megalite.config.sources.hub import HubName, fetch_description
 from megalite.config.sources.quantisation import KEY, is_int8
 from megalite.errors import CheckpointError, ConfigError, listed
@@ -31,7 +31,7 @@ _ELSEWHERE = {
 }
 
 
-def apply_hf_config(draft: Draft, *, int8: bool = False, trains: bool = True) -> None:
+def apply_hf_config(draft: SettingsDraft, *, int8: bool = False, trains: bool = True) -> None:
     """Put the shape of model.hf_config behind the keys that [model] has; the path itself goes.
 
     int8: take a folder of int8 weights too, to generate from; nothing else reads one. trains: take dropout too.
@@ -105,7 +105,7 @@ def notes_of(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def _take_dropout(draft: Draft, dropout: Mapping[str, Any], path: str, named_by: str) -> None:
+def _take_dropout(draft: SettingsDraft, dropout: Mapping[str, Any], path: str, named_by: str) -> None:
     draft.set_behind("model", dropout, path, named_by=named_by)
     taken = {name: value for name, value in dropout.items() if draft.origin(f"model.{name}") == path}
     if taken:
@@ -113,7 +113,7 @@ def _take_dropout(draft: Draft, dropout: Mapping[str, Any], path: str, named_by:
         draft.notes.append(f"{values} as in {path}; for training without dropout set 0")
 
 
-def _here(draft: Draft, given: str, named_by: str) -> Path:
+def _here(draft: SettingsDraft, given: str, named_by: str) -> Path:
     """Where on this machine it is. A name of the Hub is fetched, and weights are from then on those of its commit."""
     name = HubName.of(given)
     if name is None:
@@ -135,7 +135,7 @@ def shape_of_folder(folder: str, *, int8: bool = False) -> ModelShape:
 
     int8: as for `apply_hf_config`. Raises ConfigError when it is not built.
     """
-    draft = Draft(folder, {"model": {"hf_config": folder}})
+    draft = SettingsDraft(folder, {"model": {"hf_config": folder}})
     apply_hf_config(draft, int8=int8, trains=False)
     for note in draft.notes:
         _warn_once(note)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from megalite.config.peft_names import canonical_word
 from megalite.config.sections.adapter_section import AdapterConfig, described_adapter
 from megalite.config.sections.toml import shown
-from megalite.config.sections.unchecked import Draft
+from megalite.config.sections.unchecked import SettingsDraft
 from megalite.errors import ConfigError, listed
 from megalite.families.registry import FAMILIES
 from megalite.topology.adapter import Adapter
@@ -53,7 +53,7 @@ _DEFAULTS = {
 }
 
 
-def apply_peft(draft: Draft) -> None:
+def apply_peft(draft: SettingsDraft) -> None:
     """Put the settings of adapter.path behind the keys that [adapter] has."""
     given = draft.section("adapter").get("path")
     if not isinstance(given, str):
@@ -97,7 +97,7 @@ def adapter_of_folder(folder: Path, family: str) -> Adapter:
 
     Raises ConfigError when it is not built.
     """
-    draft = Draft(str(folder), {"adapter": {"path": str(folder)}, "model": {"family": family}})
+    draft = SettingsDraft(str(folder), {"adapter": {"path": str(folder)}, "model": {"family": family}})
     apply_peft(draft)
     try:
         adapter = AdapterConfig(**draft.section("adapter")) if not draft.problems else None

@@ -5,7 +5,7 @@ from typing import Any
 
 from megalite.config.sections.schema import ModelConfig
 from megalite.config.sections.toml import shown
-from megalite.config.sections.unchecked import Draft
+from megalite.config.sections.unchecked import SettingsDraft
 from megalite.families.family import sizes
 from megalite.families.registry import FAMILIES
 
@@ -26,7 +26,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def apply_preset(draft: Draft) -> None:
+def apply_preset(draft: SettingsDraft) -> None:
     """Put the shape of model.preset behind the keys that [model] has; the name itself goes, as it has done its work."""
     name = draft.take_out("model", "preset")
     if name is None:
@@ -42,7 +42,7 @@ def apply_preset(draft: Draft) -> None:
     draft.set_behind("model", PRESETS[name], f"preset {name}", named_by="model.preset")
 
 
-def require_shape(draft: Draft) -> None:
+def require_shape(draft: SettingsDraft) -> None:
     """One problem instead of one a key where [model] has nothing of a shape."""
     if isinstance(draft.values.get("model", {}), dict) and not any(
         draft.has("model", key) for key in _REQUIRED

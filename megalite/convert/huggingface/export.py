@@ -21,7 +21,7 @@ from megalite.convert.exported_folder import exported_folder
 from megalite.convert.huggingface.files import SINGLE
 from megalite.convert.huggingface.model_card import is_our_card, model_card
 from megalite.convert.huggingface.origin import CONFIG, GENERATION, Origin, find_origin
-from megalite.convert.parity import Comparison, WholeWeights, compare_with_transformers
+from megalite.convert.parity import PartDifference, WholeWeights, compare_with_transformers
 from megalite.convert.peft.base import folder_of_base
 from megalite.convert.peft.merged import MergedCheckpoints
 from megalite.data.chat.chat_template import load_chat_template
@@ -48,7 +48,7 @@ class Export:
 
     folder: Path
     files: tuple[str, ...]
-    comparisons: tuple[Comparison, ...]
+    comparisons: tuple[PartDifference, ...]
     stored: str
 
 

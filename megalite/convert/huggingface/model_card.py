@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.manifest import Manifest
-from megalite.convert.parity import TOLERANCE, Comparison
+from megalite.convert.parity import TOLERANCE, PartDifference
 from megalite.topology.parameters import parameter_count
 from megalite.version import __version__
 
@@ -18,7 +18,7 @@ _MARK = "<!-- written by megalite convert export -->"
 
 
 def model_card(
-    manifest: Manifest, dtype: str, comparisons: Sequence[Comparison], averaged: Sequence[int] = ()
+    manifest: Manifest, dtype: str, comparisons: Sequence[PartDifference], averaged: Sequence[int] = ()
 ) -> str:
     """Return the card as Markdown with Hugging Face's front matter; averaged: the steps of the averaged checkpoints."""
     shape, layout, state = manifest.model, manifest.layout, manifest.trainer_state

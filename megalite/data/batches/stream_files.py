@@ -144,7 +144,7 @@ def first_rows(files: Sequence[StreamFile], text_column: str) -> RowCounts:
 
 
 @dataclass(frozen=True)
-class Segment:
+class FileSegment:
     """The part of one file that belongs to a lane: documents with a place in [start, stop). file: its number."""
 
     file: int
@@ -152,7 +152,7 @@ class Segment:
     stop: int
 
 
-def lane_segments(files: Sequence[StreamFile], lane: int, lanes: int) -> list[Segment]:
+def lane_segments(files: Sequence[StreamFile], lane: int, lanes: int) -> list[FileSegment]:
     """Return what lane number `lane` reads: the documents that begin in its share of the bytes of all files.
 
     The shares are equal, and every document belongs to exactly one lane.
@@ -166,5 +166,5 @@ def lane_segments(files: Sequence[StreamFile], lane: int, lanes: int) -> list[Se
             start = file.first_place(max(low - begin, 0))
             stop = file.first_place(min(high, end) - begin)
             if start < stop:
-                segments.append(Segment(number, start, stop))
+                segments.append(FileSegment(number, start, stop))
     return segments

@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.batches.stream_files import Segment, StreamFile, lane_segments
+from megalite.data.batches.stream_files import FileSegment, StreamFile, lane_segments
 from megalite.data.text.corpus import cut_document
 from megalite.data.tokenizers.encoding import PieceEncoder
 from megalite.data.tokenizers.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ class Lane:
         self._encode, self._length, self._remembered = encode, sequence_length, remembered
         self._segments = lane_segments(text.files, number, lanes)
         self._places: dict[int, LanePlace] = {}
-        begin = self._segments[0] if self._segments else Segment(0, 0, 0)
+        begin = self._segments[0] if self._segments else FileSegment(0, 0, 0)
         self._begin = LanePlace(file=begin.file, start=begin.start)
         self.go_on(0)
 
@@ -169,7 +169,7 @@ class Lane:
                 raise _no_document(len(self._text.files), self._number, self._lanes)
             epoch, first, segments = epoch + 1, 0, self._segments
 
-    def _blocks_of(self, segment: Segment) -> Iterator[tuple[int, list[str]]]:
+    def _blocks_of(self, segment: FileSegment) -> Iterator[tuple[int, list[str]]]:
         """Yield the texts of each block of a segment, with the place where the block begins."""
         begin, texts, characters = segment.start, [], 0
         documents = self._text.files[segment.file].documents(

@@ -5,20 +5,20 @@ from dataclasses import dataclass
 
 from megalite.data.chat.conversation import Conversation, Form, conversation, form_of
 from megalite.data.chat.preference import Pair, preference_pair
-from megalite.data.text.corpus import Corpus, Piece
+from megalite.data.text.corpus import Corpus, DocumentPiece
 from megalite.data.text.records import records
 from megalite.data.text.source_files import SourceFile
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversationPiece(Piece):
+class ConversationPiece(DocumentPiece):
     """A whole conversation; text: its contents, for its size."""
 
     conversation: Conversation
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairPiece(Piece):
+class PairPiece(DocumentPiece):
     """The two conversations of a pair; text: the contents of both, for its size."""
 
     pair: Pair
@@ -27,7 +27,7 @@ class PairPiece(Piece):
 class ConversationCorpus(Corpus):
     """A corpus whose documents are conversations, one a row of its files."""
 
-    def documents(self, file: SourceFile) -> Iterator[tuple[Piece, int]]:
+    def documents(self, file: SourceFile) -> Iterator[tuple[DocumentPiece, int]]:
         form: Form | None = None
         for row, where, position in records(file):
             form = form or form_of(row, where)
@@ -43,7 +43,7 @@ class ConversationCorpus(Corpus):
 class PairCorpus(Corpus):
     """A corpus whose documents are pairs of conversations, one pair a row of its files."""
 
-    def documents(self, file: SourceFile) -> Iterator[tuple[Piece, int]]:
+    def documents(self, file: SourceFile) -> Iterator[tuple[DocumentPiece, int]]:
         for row, where, position in records(file):
             pair = preference_pair(row, where)
             text = "\n".join(map(_text, pair.conversations))

@@ -14,7 +14,7 @@ from megalite.data.chat.conversation_corpus import ConversationPiece, PairPiece
 from megalite.data.chat.conversation_encoding import ChatEncoding, encode_conversation, encode_pair
 from megalite.data.files.token_file import token_dtype
 from megalite.data.files.workers import ordered_map
-from megalite.data.text.corpus import Corpus, Piece, Place
+from megalite.data.text.corpus import Corpus, DocumentPiece, Place
 from megalite.data.text.row_counts import RowCounts
 from megalite.data.tokenizers.encoding import PieceEncoder
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
@@ -27,7 +27,7 @@ _BATCH_CHARACTERS = 1 << 19
 class _Batch:
     """Consecutive pieces, and the position in the corpus after the last of them."""
 
-    pieces: list[Piece]
+    pieces: list[DocumentPiece]
     place: Place
 
 
@@ -120,7 +120,7 @@ def encoded_batches(
 
 
 def _batches(corpus: Corpus, after: Place) -> Iterator[_Batch]:
-    pieces: list[Piece] = []
+    pieces: list[DocumentPiece] = []
     characters, place = 0, after
     for piece, place in corpus.pieces(after):
         pieces.append(piece)

@@ -28,7 +28,7 @@ _COMPRESSION = 3
 
 
 @dataclass(frozen=True)
-class Piece:
+class DocumentPiece:
     """Contiguous text of one document; a document longer than PIECE_CHARACTERS has several pieces.
 
     unused: the columns without effect of the row that ends with the piece; None: it ends no row.
@@ -114,7 +114,7 @@ class Corpus:
     def _hash(self, files: Sequence[tuple[str | int, ...]]) -> str:
         return hashlib.blake2b(json.dumps([files, self.text_column]).encode(), digest_size=16).hexdigest()
 
-    def pieces(self, after: Place | None = None) -> Iterator[tuple[Piece, Place]]:
+    def pieces(self, after: Place | None = None) -> Iterator[tuple[DocumentPiece, Place]]:
         """Yield the pieces of all documents in order, each with the position after it; start at `after` if given.
 
         Empty documents are skipped. Raises DataError with file, line and remedy.
@@ -128,7 +128,7 @@ class Corpus:
                     yield piece, Place(index, count, before + min(position, file.size_bytes))
             before += file.size_bytes
 
-    def documents(self, file: SourceFile) -> Iterator[tuple[Piece, int]]:
+    def documents(self, file: SourceFile) -> Iterator[tuple[DocumentPiece, int]]:
         """Yield the pieces of one file, each with the bytes of the file read so far."""
         return _read(file, self.text_column)
 
@@ -154,7 +154,7 @@ def cut_point(text: str, limit: int) -> int:
 
 def cut_document(
     blocks: Iterable[str], limit: int = PIECE_CHARACTERS, *, unused: tuple[str, ...] | None = None
-) -> Iterator[Piece]:
+) -> Iterator[DocumentPiece]:
     """Yield the pieces of one document, whose text comes in blocks; the pieces do not depend on the blocks.
 
     unused: of the last piece.
@@ -164,13 +164,13 @@ def cut_document(
         text += block
         while len(text) > limit:
             at = cut_point(text, limit)
-            yield Piece(text[:at], ends_document=False, starts_document=not found)
+            yield DocumentPiece(text[:at], ends_document=False, starts_document=not found)
             text, found = text[at:], True
     if text or found:
-        yield Piece(text, ends_document=True, starts_document=not found, unused=unused)
+        yield DocumentPiece(text, ends_document=True, starts_document=not found, unused=unused)
 
 
-def _read(file: SourceFile, text_column: str) -> Iterator[tuple[Piece, int]]:
+def _read(file: SourceFile, text_column: str) -> Iterator[tuple[DocumentPiece, int]]:
     """Yield the pieces of one file, each with the bytes of the file read so far."""
     if file.kind == "table":
         unused = unused_columns(column_names(file.path), text_column)

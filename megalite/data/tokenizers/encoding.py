@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 
-from megalite.data.text.corpus import Piece, cut_point
+from megalite.data.text.corpus import DocumentPiece, cut_point
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.data.tokenizers.word_cache import word_cache
 
@@ -33,7 +33,7 @@ class PieceEncoder:
         # A tokenizer that encodes each word by itself does not need a continuation.
         self._words = word_cache(self._start, dtype)
 
-    def ids(self, piece: Piece) -> NDArray[Any]:
+    def ids(self, piece: DocumentPiece) -> NDArray[Any]:
         """Return the ids of a piece, without special tokens."""
         if self._words is not None:
             return self._words.ids(piece.text)

@@ -11,7 +11,7 @@ from sentencepiece import SentencePieceTrainer
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from megalite.data.text.corpus import Piece
+from megalite.data.text.corpus import DocumentPiece
 from megalite.data.tokenizers.sentencepiece_model import convert_sentencepiece, special_tokens
 from megalite.data.tokenizers.tokenizer import END_OF_DOCUMENT, save_tokenizer
 from megalite.errors import DataError
@@ -35,7 +35,7 @@ _NO_TEXT = "there is no text to train a tokenizer on; name a source with text (-
 
 def train_into(
     folder: Path,
-    pieces: Iterable[Piece],
+    pieces: Iterable[DocumentPiece],
     vocab_size: int,
     *,
     at_most: bool = False,
@@ -61,7 +61,7 @@ def train_into(
 
 
 def train_bpe(
-    pieces: Iterable[Piece],
+    pieces: Iterable[DocumentPiece],
     vocab_size: int,
     *,
     at_most: bool = False,
@@ -99,7 +99,7 @@ def train_bpe(
 
 
 def train_sentencepiece(
-    pieces: Iterable[Piece],
+    pieces: Iterable[DocumentPiece],
     vocab_size: int,
     algorithm: str,
     *,
@@ -212,7 +212,7 @@ def _too_little_text(reached: int, vocab_size: int) -> DataError:
     )
 
 
-def evenly_spaced(pieces: Iterable[Piece], characters: int) -> list[str]:
+def evenly_spaced(pieces: Iterable[DocumentPiece], characters: int) -> list[str]:
     """Return every n-th piece, n the smallest power of two that keeps at most `characters`, and at least one piece.
 
     Takes one pass, and memory for the result and one more piece.

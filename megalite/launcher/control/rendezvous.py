@@ -44,7 +44,7 @@ class AgentStore(Protocol):
 
 
 @dataclass(frozen=True)
-class Limits:
+class RendezvousLimits:
     """The times that `[launch]` sets, in seconds."""
 
     rendezvous_seconds: float = 300.0
@@ -99,7 +99,7 @@ def meet(
     info: RankInfo,
     *,
     say: Callable[[str], None],
-    limits: Limits,
+    limits: RendezvousLimits,
     layout: Layout | None = None,
     interface: str = "auto",
     agent_store: Callable[[RankInfo], AgentStore],

@@ -19,7 +19,7 @@ _MOST_CLOCK_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HostRequirements:
     """The needs of a job on every host; launch_interface: the setting launch.interface.
 
     folder: the ranks' working folder. python: their interpreter. environment: the variables that travel with the ranks.
@@ -76,7 +76,7 @@ class HostReport:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HostFinding:
     """A problem of one host; row: the line of the table that shows it. Errors stop a launch."""
 
     host: str
@@ -86,7 +86,7 @@ class Finding:
     level: Level = "error"
 
 
-def judge(reports: Sequence[HostReport], wanted: Wanted) -> list[Finding]:
+def judge(reports: Sequence[HostReport], wanted: HostRequirements) -> list[HostFinding]:
     """Return the findings of all hosts."""
     found = [each for report in reports for each in _absent(report, wanted)]
     answering = [report for report in reports if not report.failure]
@@ -102,114 +102,120 @@ def judge(reports: Sequence[HostReport], wanted: Wanted) -> list[Finding]:
     return list(dict.fromkeys(found))
 
 
-def _absent(report: HostReport, wanted: Wanted) -> Iterator[Finding]:
+def _absent(report: HostReport, wanted: HostRequirements) -> Iterator[HostFinding]:
     """Yield why a host gave no facts."""
     host, detail = report.host, report.detail
     if report.failure == "unreachable":
         remedy = f"try `ssh -o BatchMode=yes {host} true`: it must end without a question"
         if "srun" in detail:
             remedy = f"try `srun --overlap --nodes=1 --nodelist={host} true`"
-        yield Finding(host, "reachable", f"cannot be reached: {detail}", remedy)
+        yield HostFinding(host, "reachable", f"cannot be reached: {detail}", remedy)
     elif report.failure == "silent":
         remedy = "look whether the host is up and its disks answer, or allow more with --preflight-seconds"
-        yield Finding(host, "reachable", f"gave no answer in time: {detail}", remedy)
+        yield HostFinding(host, "reachable", f"gave no answer in time: {detail}", remedy)
     elif report.failure == "folder":
         remedy = "make the folder there, or launch from a folder that all hosts share"
-        yield Finding(host, "folder", f"the working folder {wanted.folder} does not exist", remedy)
+        yield HostFinding(host, "folder", f"the working folder {wanted.folder} does not exist", remedy)
     elif report.failure == "interpreter":
         remedy = "install the same environment at the same path, or put it into a folder that all hosts share"
-        yield Finding(host, "python", f"there is no interpreter {wanted.python}", remedy)
+        yield HostFinding(host, "python", f"there is no interpreter {wanted.python}", remedy)
     elif report.failure == "crash":
         remedy = f"run `{wanted.python} --version` there"
-        yield Finding(host, "python", f"{wanted.python} gave no facts: {detail}", remedy)
+        yield HostFinding(host, "python", f"{wanted.python} gave no facts: {detail}", remedy)
 
 
-def _installed(report: HostReport, wanted: Wanted) -> Iterator[Finding]:
+def _installed(report: HostReport, wanted: HostRequirements) -> Iterator[HostFinding]:
     facts = report.facts
     if hidden := facts["megalite_hidden_by"]:
         message = f"the folder {hidden} has no __init__.py and hides the installed package megalite"
-        yield Finding(report.host, "megalite", message, f"launch from another folder than {wanted.folder}")
+        yield HostFinding(
+            report.host, "megalite", message, f"launch from another folder than {wanted.folder}"
+        )
     elif not facts["megalite"]:
         message = f"megalite cannot be imported by {wanted.python}: {facts['megalite_error']}"
         remedy = f"install it there: `{wanted.python} -m pip install ...`, or launch from a shared checkout"
-        yield Finding(report.host, "megalite", message, remedy)
+        yield HostFinding(report.host, "megalite", message, remedy)
     if not facts["torch"]:
         remedy = f"install it there: `{wanted.python} -m pip install torch`"
-        yield Finding(report.host, "torch", f"torch is not installed for {wanted.python}", remedy)
+        yield HostFinding(report.host, "torch", f"torch is not installed for {wanted.python}", remedy)
 
 
-def _files(report: HostReport, wanted: Wanted) -> Iterator[Finding]:
+def _files(report: HostReport, wanted: HostRequirements) -> Iterator[HostFinding]:
     if error := report.facts["run_file"]["error"]:
         remedy = "copy it there, or put it into a folder that all hosts share"
-        yield Finding(report.host, "run file", f"{wanted.run_file} cannot be read: {error}", remedy)
+        yield HostFinding(report.host, "run file", f"{wanted.run_file} cannot be read: {error}", remedy)
     elif report.facts["run_file"]["digest"] != wanted.run_digest:
         message = f"{wanted.run_file} has another content than on this machine"
-        yield Finding(report.host, "run file", message, "copy this machine's to it, or use a shared folder")
+        yield HostFinding(
+            report.host, "run file", message, "copy this machine's to it, or use a shared folder"
+        )
     if error := report.facts["disk_error"]:
         remedy = "change its owner or mode, or choose another run.folder"
-        yield Finding(report.host, "run folder", f"{error}, and run.folder is {wanted.run_folder}", remedy)
+        yield HostFinding(
+            report.host, "run folder", f"{error}, and run.folder is {wanted.run_folder}", remedy
+        )
     if report.shared is False:
         message = (
             f"run.folder {wanted.run_folder} is another folder than the first host's; a checkpoint needs one"
         )
-        yield Finding(
+        yield HostFinding(
             report.host, "run folder", message, "use a folder of a file system that all hosts share"
         )
 
 
-def _machine(report: HostReport, wanted: Wanted) -> Iterator[Finding]:
+def _machine(report: HostReport, wanted: HostRequirements) -> Iterator[HostFinding]:
     facts, host, slots = report.facts, report.host, report.slots
     memory, shared, disk = (facts[f"{name}_bytes"] for name in ("memory", "shared_memory", "disk"))
     if 0 < facts["gpus"] < slots:
         message = f"{slots} slots, but {counted(facts['gpus'], 'GPU')}"
-        yield Finding(host, "GPUs", message, f"write slots={facts['gpus']}")
+        yield HostFinding(host, "GPUs", message, f"write slots={facts['gpus']}")
     if facts["cores"] < slots:
         message = f"{slots} slots share {counted(facts['cores'], 'core')}: ranks take turns"
-        yield Finding(host, "cores", message, f"write slots={facts['cores']}", "warning")
+        yield HostFinding(host, "cores", message, f"write slots={facts['cores']}", "warning")
     total, needed = facts.get("total_memory_bytes"), wanted.rank_bytes * slots
     if total is not None and not (facts["gpus"] or facts.get("accelerator")) and needed > total:
         message = (
             f"{counted(slots, 'rank')} need {size(needed)} or more for weights, gradients, optimizer and one micro "
             f"batch, and the host has {size(total)}"
         )
-        yield Finding(
+        yield HostFinding(
             host, "memory", message, "use more hosts, or raise parallel.tensor or parallel.pipeline"
         )
     elif memory is not None and memory < GIB * slots:
         message = f"{size(memory)} of memory are free for {counted(slots, 'rank')}"
-        yield Finding(host, "memory", message, "end other programs there", "warning")
+        yield HostFinding(host, "memory", message, "end other programs there", "warning")
     if shared is not None and shared < _LEAST_SHARED_MEMORY_BYTES:
         message = f"{size(shared)} of shared memory are free; NCCL needs some for each pair of ranks"
-        yield Finding(host, "/dev/shm", message, "start the container with --shm-size=8g", "warning")
+        yield HostFinding(host, "/dev/shm", message, "start the container with --shm-size=8g", "warning")
     if shared is None:
-        yield Finding(host, "/dev/shm", "there is no /dev/shm", "mount a tmpfs there", "warning")
+        yield HostFinding(host, "/dev/shm", "there is no /dev/shm", "mount a tmpfs there", "warning")
     if disk is not None and disk < _LEAST_DISK_BYTES:
         message = f"the disk of run.folder {wanted.run_folder} has {size(disk)} left"
-        yield Finding(
+        yield HostFinding(
             host, "disk", message, "remove old checkpoints, or choose another run.folder", "warning"
         )
 
 
-def _network(report: HostReport, wanted: Wanted) -> Iterator[Finding]:
+def _network(report: HostReport, wanted: HostRequirements) -> Iterator[HostFinding]:
     interfaces, own = report.facts["interfaces"], report.facts["own_name"]
     if wanted.interface and wanted.interface not in interfaces:
         message = f"there is no network interface {wanted.interface}; it has {', '.join(interfaces)}"
         remedy = (
             'set launch.interface to one that all hosts have, or to "auto" (also without GLOO_SOCKET_IFNAME)'
         )
-        yield Finding(report.host, "address", message, remedy)
+        yield HostFinding(report.host, "address", message, remedy)
     loopback = [each for each in own["addresses"] if is_loopback(each)]
     if loopback and report.to_launcher is not None:
         message = (
             f"the host's own name has the address {loopback[0]} in its /etc/hosts; megalite does not use it"
         )
-        yield Finding(report.host, "address", message, "", "note")
+        yield HostFinding(report.host, "address", message, "", "note")
     if report.port_error:
         remedy = "end the program that uses them, or choose other ports"
-        yield Finding(report.host, "address", report.port_error, remedy)
+        yield HostFinding(report.host, "address", report.port_error, remedy)
 
 
-def _connections(answering: Sequence[HostReport], first: HostReport) -> Iterator[Finding]:
+def _connections(answering: Sequence[HostReport], first: HostReport) -> Iterator[HostFinding]:
     remedy = "open these ports between the hosts, or choose another network with launch.interface"
     for report in answering:
         ways = (
@@ -219,21 +225,21 @@ def _connections(answering: Sequence[HostReport], first: HostReport) -> Iterator
         )
         for row, way, message in ways:
             if way is not None and way["error"]:
-                yield Finding(report.host, row, f"{message}: {way['error']}", remedy)
+                yield HostFinding(report.host, row, f"{message}: {way['error']}", remedy)
             elif way is not None and is_loopback(way["own"]) and first is not report and row == "to first":
                 message = f"it reaches {first.host} through {way['own']}, an address of this host alone"
                 remedy = f"remove the line with 127.* and {first.host} from its /etc/hosts"
-                yield Finding(report.host, "address", message, remedy)
+                yield HostFinding(report.host, "address", message, remedy)
 
 
-def _clocks(answering: Sequence[HostReport]) -> Iterator[Finding]:
+def _clocks(answering: Sequence[HostReport]) -> Iterator[HostFinding]:
     for report in answering:
         ahead = clock_ahead(report, answering[0])
         if ahead is None or abs(ahead) <= _MOST_CLOCK_SECONDS + report.error_seconds:
             continue
         way = "ahead of" if ahead > 0 else "behind"
         message = f"its clock is {abs(ahead):.1f} s {way} that of {answering[0].host}; times in logs mislead"
-        yield Finding(report.host, "clock", message, "start chrony or ntpd there", "warning")
+        yield HostFinding(report.host, "clock", message, "start chrony or ntpd there", "warning")
 
 
 def clock_ahead(report: HostReport, first: HostReport) -> float | None:
@@ -267,7 +273,7 @@ def usual(answering: Sequence[HostReport], value: _Value) -> str:
 
 def _different(
     answering: Sequence[HostReport], row: str, value: _Value, remedy: str, level: Level
-) -> Iterator[Finding]:
+) -> Iterator[HostFinding]:
     # A host without megalite or torch has its own error.
     answering = [
         report for report in answering if value(report) or row not in ("megalite", "torch", "library")
@@ -280,15 +286,15 @@ def _different(
         if value(report) != expected:
             own, theirs = value(report) or "not installed", expected or "not installed"
             message = f"{row} is {own}, but {theirs} on {listed(others)}"
-            yield Finding(report.host, row, message, remedy, level)
+            yield HostFinding(report.host, row, message, remedy, level)
 
 
-def _unlike_cards(answering: Sequence[HostReport]) -> Iterator[Finding]:
+def _unlike_cards(answering: Sequence[HostReport]) -> Iterator[HostFinding]:
     with_cards = [report.host for report in answering if report.facts["gpus"]]
     for report in answering:
         if with_cards and not report.facts["gpus"]:
             message = f"no GPU is visible, but {listed(with_cards)} have some"
-            yield Finding(report.host, "GPUs", message, "run nvidia-smi there, or --exclude the host")
+            yield HostFinding(report.host, "GPUs", message, "run nvidia-smi there, or --exclude the host")
 
 
 def is_loopback(address: str) -> bool:

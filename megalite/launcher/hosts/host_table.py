@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megalite.launcher.hosts.host_report import Finding, HostReport, clock_ahead, size
+from megalite.launcher.hosts.host_report import HostFinding, HostReport, clock_ahead, size
 
 WIDTH = 110
 _MARKS = {"note": "  ", "warning": "? ", "error": "! "}  # the gravest last
@@ -11,7 +11,7 @@ _LABEL = 14
 _LONGEST_CELL = 28
 
 
-def table(reports: Sequence[HostReport], findings: Sequence[Finding]) -> Iterator[str]:
+def table(reports: Sequence[HostReport], findings: Sequence[HostFinding]) -> Iterator[str]:
     """Yield the lines: the cells with an error begin with "!", those with a warning with "?"."""
     ranked = sorted(findings, key=lambda each: list(_MARKS).index(each.level))
     marks = {(each.host, each.row): _MARKS[each.level] for each in ranked}
@@ -27,7 +27,7 @@ def table(reports: Sequence[HostReport], findings: Sequence[Finding]) -> Iterato
         yield ""
 
 
-def _shown(reports: Sequence[HostReport], findings: Sequence[Finding]) -> list[HostReport]:
+def _shown(reports: Sequence[HostReport], findings: Sequence[HostFinding]) -> list[HostReport]:
     """Leave out hosts that passed, if there are too many for one screen; the first host stays."""
     if len(reports) <= 8:
         return list(reports)

@@ -20,7 +20,7 @@ from typing import Any
 
 from megalite.errors import LaunchError, listed
 from megalite.launcher.hosts import probe
-from megalite.launcher.hosts.host_report import Finding, HostReport, Wanted, is_loopback, judge
+from megalite.launcher.hosts.host_report import HostFinding, HostReport, HostRequirements, is_loopback, judge
 from megalite.launcher.hosts.host_table import table
 from megalite.launcher.hosts.job_hosts import Hosts
 
@@ -74,7 +74,7 @@ class Preflight:
     """The result: every host's report, in the order of the hosts, and the findings, errors first."""
 
     reports: Sequence[HostReport]
-    findings: Sequence[Finding]
+    findings: Sequence[HostFinding]
 
     @property
     def passed(self) -> list[str]:
@@ -107,7 +107,7 @@ class Preflight:
 
 
 def preflight(
-    slots: Mapping[str, int], wanted: Wanted, transport: Transport, seconds: float = SECONDS
+    slots: Mapping[str, int], wanted: HostRequirements, transport: Transport, seconds: float = SECONDS
 ) -> Preflight:
     """Ask all hosts at once; slots: host -> number of ranks, the first host has rank 0.
 
@@ -138,7 +138,7 @@ def preflight(
 class _Talk:
     """The conversation with the probe on one host; any failure ends it and is written into the report."""
 
-    def __init__(self, report: HostReport, wanted: Wanted, prefix: Sequence[str], seconds: float):
+    def __init__(self, report: HostReport, wanted: HostRequirements, prefix: Sequence[str], seconds: float):
         self.report, self._wanted = report, wanted
         self._command = [*prefix, _shell_command(wanted)]
         self._seconds = seconds
@@ -245,7 +245,7 @@ class _Talk:
             self.report.failure = "unreachable" if lost else "crash"
 
 
-def _shell_command(wanted: Wanted) -> str:
+def _shell_command(wanted: HostRequirements) -> str:
     """Return the command that starts the probe as a rank would be started: same folder, interpreter, environment."""
     folder, python = shlex.quote(str(wanted.folder)), shlex.quote(wanted.python)
     script = "; ".join(
@@ -281,7 +281,7 @@ def _compare_run_folders(talks: Sequence[_Talk], together: _Together, run_folder
     talks[0].report.shared = True
 
 
-def _connect(talks: Sequence[_Talk], together: _Together, wanted: Wanted) -> None:
+def _connect(talks: Sequence[_Talk], together: _Together, wanted: HostRequirements) -> None:
     """Let every host connect to the first and to this machine, and the first to every host."""
     ports = list(wanted.ports or (0,))
     first = talks[0]
@@ -312,7 +312,7 @@ def _connect(talks: Sequence[_Talk], together: _Together, wanted: Wanted) -> Non
         talk.report.from_first = way
 
 
-def _target(talk: _Talk, wanted: Wanted) -> tuple[list[str], int, str]:
+def _target(talk: _Talk, wanted: HostRequirements) -> tuple[list[str], int, str]:
     facts = talk.report.facts
     addresses = _addresses(facts["interfaces"], facts["own_name"]["addresses"], wanted.interface)
     return addresses, talk.port, talk.token

@@ -19,7 +19,7 @@ from megalite.config.rules.adapter import an_adapter_has_a_model
 from megalite.config.sections.checked import Facts, Unknown
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.toml import format_value
-from megalite.config.sections.unchecked import Draft
+from megalite.config.sections.unchecked import SettingsDraft
 from megalite.config.validate import validate
 from megalite.errors import ConfigError, Problem
 from tests.support.matrix.axes import AXES, BASE, COMPILED_LAYOUTS, ELSEWHERE, Row, Settings
@@ -120,7 +120,7 @@ def _not_worth_a_row(row: Row) -> Iterator[str]:
 
 def _facts(row: Row) -> Facts:
     """Return the known settings of a partial row as a draft."""
-    draft = Draft("the row")
+    draft = SettingsDraft("the row")
     for key, value in settings_of(row).items():
         section, *path = key.split(".")
         table = draft.section(section)

@@ -14,7 +14,7 @@ from megalite.config.load import load_run
 from megalite.config.output.write import write_resolved
 from megalite.config.sections.describe import item_model, section_models, type_names
 from megalite.config.sections.schema import RunConfig
-from megalite.config.sections.unchecked import Draft
+from megalite.config.sections.unchecked import SettingsDraft
 from megalite.config.validate import validate
 from tests.unit.config.runs import RUN, changed, load, problems, write_run
 
@@ -45,13 +45,13 @@ _TEXTS = (
 )
 
 
-def of_flags(*flags: str, values: dict[str, Any] | None = None) -> Draft:
-    draft = Draft("run.toml", values or {})
+def of_flags(*flags: str, values: dict[str, Any] | None = None) -> SettingsDraft:
+    draft = SettingsDraft("run.toml", values or {})
     apply_overrides(draft, flags)
     return draft
 
 
-def value_of(draft: Draft, key: str) -> Any:
+def value_of(draft: SettingsDraft, key: str) -> Any:
     section, name = key.split(".")
     return draft.values[section][name]
 
@@ -139,7 +139,7 @@ def test_every_value_is_the_same_from_flags_from_python_and_from_a_written_file(
         if not isinstance(value, str):
             assert value_of(of_flags(f"--{key}", str(value).lower()), key) == value
         run = changed({key: value})
-        draft = Draft("run.toml", run)
+        draft = SettingsDraft("run.toml", run)
         validate(draft, None)
         if draft.problems:  # a sample outside of the setting's limits
             continue

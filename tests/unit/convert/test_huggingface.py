@@ -17,7 +17,7 @@ from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface import export as huggingface
 from megalite.convert.huggingface.export import Export, export, plan_files, rounded
 from megalite.convert.huggingface.model_card import model_card
-from megalite.data.text.corpus import Piece
+from megalite.data.text.corpus import DocumentPiece
 from megalite.data.tokenizers.sentencepiece_model import PROBE_TEXTS
 from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.data.tokenizers.tokenizer_training import KINDS, train_into
@@ -190,7 +190,7 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
 def test_every_kind_of_tokenizer_gives_its_ids_from_the_export(tmp_path: Path, kind: str) -> None:
     train_into(
         tmp_path / "tokenizer",
-        [Piece(text, ends_document=True) for text in tiny_corpus()],
+        [DocumentPiece(text, ends_document=True) for text in tiny_corpus()],
         290,
         kind=kind,
         end_of_document="<end>",

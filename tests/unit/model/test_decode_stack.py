@@ -12,7 +12,7 @@ from megalite.generation.engine import build_model
 from megalite.model.adapters import add_banks
 from megalite.model.decode import empty_cache
 from megalite.model.decode_stack import DecodeStack
-from megalite.model.kv_cache import CachedStep, KeyValueCache, Room, Segment
+from megalite.model.kv_cache import CachedStep, KeyValueCache, PromptSegment, Room
 from megalite.model.replica import Replica
 from megalite.model.transformer import Chunk
 from megalite.ops.int8 import quantise_rows
@@ -135,7 +135,7 @@ def test_it_is_for_few_new_tokens_alone(calls: list[int]) -> None:
     ids = torch.ones(1, 9, dtype=torch.int64)
     with torch.inference_mode():
         replica.stage.whole.decode(ids, torch.zeros_like(ids), cache=CachedStep(cache, (1,) * 9))
-        step = CachedStep(cache, (1, 1), (Segment(2, 0, 3, 3),))
+        step = CachedStep(cache, (1, 1), (PromptSegment(2, 0, 3, 3),))
         replica.stage.whole.decode(ids[:, :5], torch.zeros_like(ids[:, :5]), cache=step)
     assert not calls
     replica.stage.whole.decode(ids[:, :2], torch.zeros_like(ids[:, :2]), cache=CachedStep(cache, (1, 1)))

@@ -11,11 +11,11 @@ from megalite.errors import ConfigError
 from megalite.model.kernels import choose_kernels
 from megalite.ops import extension, trust
 from megalite.ops.choice import ALL_COMPILED, COMPILED, NAMES, PLAIN_TORCH, Operators, attention_operator
-from megalite.ops.trust import Choice, Finding
+from megalite.ops.trust import CaseResult, OperatorChoice
 
-RIGHT = Finding("right", "", 1e-7, 1e-6)
+RIGHT = CaseResult("right", "", 1e-7, 1e-6)
 TIMED = replace(RIGHT, seconds=0.5, torch_seconds=1.0)
-WRONG = Finding("wrong", "wrong: error 3.0e-02 over 1.0e-03, at 4x5", 3e-2, 1e-3)
+WRONG = CaseResult("wrong", "wrong: error 3.0e-02 over 1.0e-03, at 4x5", 3e-2, 1e-3)
 FACTS = {"device": "cuda", "card": "NVIDIA H100 80GB HBM3", "capability": "9.0", "driver": "580.65.06"}
 FACTS |= {"torch": "2.13.0", "library": "aaaa bbbb", "packages": ""}
 FOUND = {"norm": {"odd": {"megalite": RIGHT}, "own": {"megalite": TIMED}}}
@@ -111,7 +111,7 @@ def test_another_library_file_is_another_library(monkeypatch: pytest.MonkeyPatch
     assert digests[0] == "" and len(set(digests)) == 3
 
 
-def finding(seconds: float) -> dict[str, Finding]:
+def finding(seconds: float) -> dict[str, CaseResult]:
     return {"odd": RIGHT, "own": replace(RIGHT, seconds=seconds, torch_seconds=1.0)}
 
 
@@ -127,14 +127,14 @@ def finding(seconds: float) -> dict[str, Finding]:
         ({"megalite": {"odd": RIGHT}}, "torch", trust.UNTESTED),
         ({}, "torch", trust.UNTESTED),
         (
-            {"megalite": {each: Finding("absent", "no CUDA kernels") for each in ("odd", "own")}},
+            {"megalite": {each: CaseResult("absent", "no CUDA kernels") for each in ("odd", "own")}},
             "torch",
             "no CUDA kernels",
         ),
         (
             {
                 "megalite": {"odd": WRONG, "own": TIMED},
-                "liger": {each: Finding("absent", "liger is not installed") for each in ("odd", "own")},
+                "liger": {each: CaseResult("absent", "liger is not installed") for each in ("odd", "own")},
             },
             "torch",
             f"{WRONG.why} (odd)",
@@ -146,7 +146,9 @@ def finding(seconds: float) -> dict[str, Finding]:
         ),
     ],
 )
-def test_the_fastest_right_one_is_chosen(shown: dict[str, dict[str, Finding]], name: str, why: str) -> None:
+def test_the_fastest_right_one_is_chosen(
+    shown: dict[str, dict[str, CaseResult]], name: str, why: str
+) -> None:
     found = {
         case: {each: cases[case] for each, cases in shown.items() if case in cases} for case in ("odd", "own")
     }
@@ -155,19 +157,24 @@ def test_the_fastest_right_one_is_chosen(shown: dict[str, dict[str, Finding]], n
 
 
 def test_machines_agree_on_one_or_on_torch() -> None:
-    ours, wrong = Choice("megalite", ratio=0.5), Choice("torch", "wrong", {"megalite": "wrong"})
+    ours, wrong = (
+        OperatorChoice("megalite", ratio=0.5),
+        OperatorChoice("torch", "wrong", {"megalite": "wrong"}),
+    )
     assert trust.agreed([ours, ours]) == ours
     assert trust.agreed([ours, wrong, ours]) == wrong
-    assert trust.agreed([ours, Choice("liger")]) == Choice("torch", "machines choose liger and megalite")
+    assert trust.agreed([ours, OperatorChoice("liger")]) == OperatorChoice(
+        "torch", "machines choose liger and megalite"
+    )
 
 
 def test_a_run_is_told_who_computes_what_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(extension, "why_not", lambda device_type: "")
     choices = {
-        "rotary": Choice("megalite", ratio=0.5),
-        "attention": Choice("flash_attn"),
-        "norm": Choice("torch", "slower than torch: 1.40 times its time"),
-        "add_norm": Choice("torch", "slower than torch: 1.40 times its time"),
+        "rotary": OperatorChoice("megalite", ratio=0.5),
+        "attention": OperatorChoice("flash_attn"),
+        "norm": OperatorChoice("torch", "slower than torch: 1.40 times its time"),
+        "add_norm": OperatorChoice("torch", "slower than torch: 1.40 times its time"),
     }
     chosen = choose_kernels("auto", "cuda", choices)
     assert str(chosen) == (
@@ -198,7 +205,10 @@ def test_until_it_is_tested_an_accelerator_has_torch(monkeypatch: pytest.MonkeyP
     ("choices", "said"),
     [
         (
-            {"norm": Choice("torch", "wrong: x", {"megalite": "wrong: x"}), "glu": Choice("megalite")},
+            {
+                "norm": OperatorChoice("torch", "wrong: x", {"megalite": "wrong: x"}),
+                "glu": OperatorChoice("megalite"),
+            },
             'model.kernels: "fused": the compiled RMSNorm, LayerNorm (norm) cannot be trusted on this card: wrong: x; '
             'use "auto", which has torch compute it, or "reference"',
         ),
@@ -207,7 +217,7 @@ def test_until_it_is_tested_an_accelerator_has_torch(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_fused_refuses_what_failed_or_is_untested(
-    monkeypatch: pytest.MonkeyPatch, choices: dict[str, Choice], said: str
+    monkeypatch: pytest.MonkeyPatch, choices: dict[str, OperatorChoice], said: str
 ) -> None:
     monkeypatch.setattr(extension, "why_not", lambda device_type: "")
     with pytest.raises(ConfigError) as refused:

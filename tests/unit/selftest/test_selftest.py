@@ -14,7 +14,7 @@ import torch
 from megalite.cli import main
 from megalite.errors import KernelError
 from megalite.ops import trust
-from megalite.ops.trust import Choice, Finding, Findings
+from megalite.ops.trust import CaseResult, Findings, OperatorChoice
 from megalite.selftest import run
 from megalite.selftest.decide import choices_of, combined, untested
 from megalite.selftest.registry import Workload, cases_of
@@ -36,7 +36,7 @@ FLAGS = [
 
 
 @pytest.fixture(scope="module")
-def proved() -> tuple[Findings, Mapping[str, Choice]]:
+def proved() -> tuple[Findings, Mapping[str, OperatorChoice]]:
     """All planted faults, proved once in worker processes."""
     cases = cases_of(entries_of(FAULTY), WORKLOAD)
     found = prove_all(cases, CPU, entries=FAULTY, case_seconds=6)
@@ -62,7 +62,7 @@ def proved() -> tuple[Findings, Mapping[str, Choice]]:
     ],
 )
 def test_a_planted_fault_is_left_to_torch(
-    proved: tuple[Findings, Mapping[str, Choice]], operator: str, reason: str
+    proved: tuple[Findings, Mapping[str, OperatorChoice]], operator: str, reason: str
 ) -> None:
     choice = proved[1][operator]
     assert choice.name == "torch"
@@ -70,14 +70,14 @@ def test_a_planted_fault_is_left_to_torch(
 
 
 def test_what_is_wrong_at_odd_sizes_alone_is_right_at_the_runs_own(
-    proved: tuple[Findings, Mapping[str, Choice]],
+    proved: tuple[Findings, Mapping[str, OperatorChoice]],
 ) -> None:
     odd, own = (found["megalite"] for found in proved[0]["rotary"].values())
     assert (odd.verdict, own.verdict) == ("wrong", "right")
 
 
 def test_a_right_operator_is_used_and_a_slow_one_is_not(
-    proved: tuple[Findings, Mapping[str, Choice]],
+    proved: tuple[Findings, Mapping[str, OperatorChoice]],
 ) -> None:
     assert all(each["megalite"].right for each in proved[0]["norm"].values())
     assert all(each["megalite"].right for each in proved[0]["accumulate"].values())
@@ -171,7 +171,7 @@ def test_a_device_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]
 def test_a_finding_that_is_no_number_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGALITE_TRUST_FOLDER", str(tmp_path))
     facts = trust.machine(CPU)
-    trust.write(facts, {"norm": {"case": {"megalite": Finding("wrong", "wrong", float("inf"), 1.0)}}})
+    trust.write(facts, {"norm": {"case": {"megalite": CaseResult("wrong", "wrong", float("inf"), 1.0)}}})
     assert trust.read(facts)["norm"]["case"]["megalite"].error is None
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megalite.data.chat.text_size import measure_text
-from megalite.data.text.corpus import Piece
+from megalite.data.text.corpus import DocumentPiece
 from megalite.data.tokenizers.tokenizer_training import train_bpe
 from megalite.errors import DataError
 
@@ -25,7 +25,7 @@ def test_a_tokenizer_of_a_token_a_word_can_be_trained(tmp_path: Path, text: str)
     found = measure_text([str(tmp_path / "a.txt")])
     assert (found.characters, found.documents) == (len(text), 1)
     size = 257 + found.words
-    assert train_bpe([Piece(text, ends_document=True)], size).get_vocab_size() == size
+    assert train_bpe([DocumentPiece(text, ends_document=True)], size).get_vocab_size() == size
 
 
 def test_a_long_text_is_estimated_from_its_beginning(tmp_path: Path) -> None:

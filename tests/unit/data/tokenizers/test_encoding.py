@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers
 
-from megalite.data.text.corpus import Piece, cut_document
+from megalite.data.text.corpus import DocumentPiece, cut_document
 from megalite.data.tokenizers.encoding import PieceEncoder
 from megalite.data.tokenizers.sentencepiece_model import convert_sentencepiece
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
@@ -33,7 +33,7 @@ def loaded(backend: Backend, folder: Path, end_of_document: str = "</s>") -> Tok
 
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_of_what_we_train(tmp_path: Path, kind: str) -> None:
-    train_into(tmp_path, [Piece(TEXT, ends_document=True)], 280, kind=kind)
+    train_into(tmp_path, [DocumentPiece(TEXT, ends_document=True)], 280, kind=kind)
     tokenizer = load_tokenizer(tmp_path)
     for limit in (40, 97, 300):
         assert in_pieces(tokenizer, TEXT, limit) == tokenizer.encode(TEXT)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken
 
 from megalite.data.files.partial_files import lock_held, partial
-from megalite.data.text.corpus import Piece
+from megalite.data.text.corpus import DocumentPiece
 from megalite.data.tokenizers.tokenizer import (
     Tokenizer,
     copy_tokenizer,
@@ -31,8 +31,8 @@ HARD_TEXTS = [
 ]
 
 
-def pieces(texts: list[str]) -> list[Piece]:
-    return [Piece(text, ends_document=True) for text in texts]
+def pieces(texts: list[str]) -> list[DocumentPiece]:
+    return [DocumentPiece(text, ends_document=True) for text in texts]
 
 
 def trained(folder: Path, vocab_size: int = 300, **options: str) -> Tokenizer:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer as Backend
 
-from megalite.data.text.corpus import Piece
+from megalite.data.text.corpus import DocumentPiece
 from megalite.data.tokenizers.sentencepiece_model import PROBE_TEXTS, convert_sentencepiece
 from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.data.tokenizers.tokenizer_training import (
@@ -28,8 +28,8 @@ from tests.support.tiny import tiny_corpus
 ALGORITHMS = ("unigram", "bpe")
 
 
-def pieces(texts: list[str]) -> list[Piece]:
-    return [Piece(text, ends_document=True) for text in texts]
+def pieces(texts: list[str]) -> list[DocumentPiece]:
+    return [DocumentPiece(text, ends_document=True) for text in texts]
 
 
 @pytest.fixture(scope="module", params=ALGORITHMS)

@@ -12,12 +12,12 @@ from megalite.errors import LaunchError
 from megalite.launcher.control import rendezvous as module
 from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.messages import Verdict
-from megalite.launcher.control.rendezvous import Limits, Meeting, meet
+from megalite.launcher.control.rendezvous import Meeting, RendezvousLimits, meet
 from megalite.launcher.rank.address import Route
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import agent_owns_port, coordinator_address
 
-LIMITS = Limits(rendezvous_seconds=5, heartbeat_seconds=5)
+LIMITS = RendezvousLimits(rendezvous_seconds=5, heartbeat_seconds=5)
 
 
 def infos(ranks: int, **fields) -> list[RankInfo]:

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megalite.launcher.hosts.host_report import GIB, HostReport, Wanted, judge
+from megalite.launcher.hosts.host_report import GIB, HostReport, HostRequirements, judge
 from megalite.launcher.hosts.host_table import WIDTH, table
 from megalite.launcher.hosts.preflight import Preflight
 
-NEEDS = Wanted(Path("/jobs"), "/env/bin/python", Path("run.toml"), Path("runs/big"))
+NEEDS = HostRequirements(Path("/jobs"), "/env/bin/python", Path("run.toml"), Path("runs/big"))
 YES = {"address": "10.0.0.1", "own": "10.0.0.2", "interface": "eth0", "error": ""}
 
 
@@ -52,7 +52,7 @@ def report(host: str, **changed) -> HostReport:
     return replace(whole, **fields)
 
 
-def lines(*reports: HostReport, needs: Wanted = NEEDS) -> list[str]:
+def lines(*reports: HostReport, needs: HostRequirements = NEEDS) -> list[str]:
     return list(Preflight(reports, judge(reports, needs)).lines())
 
 

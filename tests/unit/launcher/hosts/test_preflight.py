@@ -8,18 +8,18 @@ import pytest
 
 from megalite.errors import LaunchError
 from megalite.launcher.hosts import probe
-from megalite.launcher.hosts.host_report import Wanted
+from megalite.launcher.hosts.host_report import HostRequirements
 from megalite.launcher.hosts.preflight import Preflight, Transport, locally, over_srun, over_ssh, preflight
 
 ROOT = Path(__file__).parents[4]
 REFUSED = "ssh: connect to host n1 port 22: Connection refused"
 
 
-def wanted(folder: Path = ROOT, **settings) -> Wanted:
-    return Wanted(**{"folder": folder, "python": sys.executable, **settings})
+def wanted(folder: Path = ROOT, **settings) -> HostRequirements:
+    return HostRequirements(**{"folder": folder, "python": sys.executable, **settings})
 
 
-def asked(hosts: dict[str, str], needs: Wanted | None = None, seconds: float = 20.0) -> Preflight:
+def asked(hosts: dict[str, str], needs: HostRequirements | None = None, seconds: float = 20.0) -> Preflight:
     """Ask hosts of which each first runs a shell command of its own: `exit 255` is a host that ssh cannot reach."""
     transport = Transport("local", lambda host: ["sh", "-c", f'{hosts[host]}\nexec sh -c "$1"', host])
     return preflight(dict.fromkeys(hosts, 1), needs or wanted(), transport, seconds)
