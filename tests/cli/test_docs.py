@@ -32,7 +32,7 @@ from tests.support.jobs import ROOT
 
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LONGEST_LINE = 160
-README_WORDS = 900
+README_WORDS = 700
 SHELL = ("cd", "git", "kubectl", "pip", "scancel", "source", "squeue", "tail")
 """Commands that are not megalite's."""
 LAUNCHERS = ("torchrun", "deepspeed")
@@ -229,8 +229,10 @@ def test_the_readme_is_short() -> None:
 
 
 def test_every_page_stands_in_the_index() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert [page for page in sorted((ROOT / "docs").glob("*.md")) if f"(docs/{page.name})" not in text] == []
+    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    assert {page for page in pages if f"({page})" not in index} == set()
+    assert "(docs/README.md)" in README.read_text(encoding="utf-8")
 
 
 def test_the_page_of_settings_is_that_of_the_schema() -> None:
