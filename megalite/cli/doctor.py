@@ -116,10 +116,12 @@ def _lines(
     for title, found in findings.items():
         yield ""
         yield f"{title}:"
-        for each in found:
-            mark = "+" if each.found else "-"
-            rest = f"{each.found}  ({each.purpose})" if each.found else f"not found: {each.without}"
-            yield f" {mark} {each.name:<{_WIDTH - 2}} {rest}"
+        for finding in found:
+            mark = "+" if finding.found else "-"
+            rest = (
+                f"{finding.found}  ({finding.purpose})" if finding.found else f"not found: {finding.without}"
+            )
+            yield f" {mark} {finding.name:<{_WIDTH - 2}} {rest}"
     if kernels:
         yield ""
         yield "compiled operators:"

@@ -234,16 +234,16 @@ def parse_archs(wanted: str) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         return None
     codes: list[str] = []
     ptx: list[str] = []
-    for each in wanted.split(";"):
-        parts = re.fullmatch(r"(\d+\.\d)([af]?)(\+PTX)?", each.strip())
+    for arch in wanted.split(";"):
+        parts = re.fullmatch(r"(\d+\.\d)([af]?)(\+PTX)?", arch.strip())
         if parts is None:
-            raise ValueError(f"MEGALITE_ARCHS has '{each}'; it is auto or a list like \"8.0+PTX;9.0a;12.0\"")
+            raise ValueError(f"MEGALITE_ARCHS has '{arch}'; it is auto or a list like \"8.0+PTX;9.0a;12.0\"")
         chip, kind, keeps = parts.groups()
         if numbers(chip) < OLDEST_CHIP:
-            raise ValueError(f"MEGALITE_ARCHS has '{each}'; the kernels need {dotted(OLDEST_CHIP)} or newer")
+            raise ValueError(f"MEGALITE_ARCHS has '{arch}'; the kernels need {dotted(OLDEST_CHIP)} or newer")
         if kind and keeps:
             raise ValueError(
-                f"MEGALITE_ARCHS has '{each}', but PTX of {chip}{kind} runs on no later GPU; "
+                f"MEGALITE_ARCHS has '{arch}', but PTX of {chip}{kind} runs on no later GPU; "
                 f'add +PTX to a compute capability without a letter: "8.0+PTX;{chip}{kind}"'
             )
         codes.append(chip + kind)

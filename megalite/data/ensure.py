@@ -77,9 +77,9 @@ def ensure_data(
     """
     console = console or PreparationConsole()
     sets = _sets(config)
-    for each in sets:
-        if isinstance(each.source, Corpus):
-            each.source.require_text()
+    for part_set in sets:
+        if isinstance(part_set.source, Corpus):
+            part_set.source.require_text()
     rows = None if config.model.vocab_size == "auto" else config.model.vocab_size
     request = TokenizerRequest(
         config.tokenizer,
@@ -99,27 +99,29 @@ def ensure_data(
     found: dict[str, list[Path]] = {part: [] for part in PARTS}
     stream, said = _stream(config, sets)
     notes = list(said)
-    for each in sets:
-        if stream and each.part == "train":
+    for part_set in sets:
+        if stream and part_set.part == "train":
             continue
-        if isinstance(each.source, Path):
-            _check_prepared(each, each.source, tokenizer, config)
-            _check_ids(each.source, tokenizer, rows, run_folder)
-            notes += source_notes(prepared_facts(each.source))
-            found[each.part].append(each.source)
+        if isinstance(part_set.source, Path):
+            _check_prepared(part_set, part_set.source, tokenizer, config)
+            _check_ids(part_set.source, tokenizer, rows, run_folder)
+            notes += source_notes(prepared_facts(part_set.source))
+            found[part_set.part].append(part_set.source)
             continue
-        preparation = _preparation(config, each, tokenizer, run_folder / "data")
+        preparation = _preparation(config, part_set, tokenizer, run_folder / "data")
         prepared = _prepared(config, run_folder, changed, preparation, console)
         notes += [*_notes(preparation, prepared), *source_notes(prepared[0])]
         split = len(preparation.outputs) > 1
-        parts = [PARTS[part] for part in preparation.split.parts] if split else [each.part]
+        parts = [PARTS[part] for part in preparation.split.parts] if split else [part_set.part]
         for part, prefix in zip(parts, preparation.outputs, strict=True):
             found[part].append(prefix)
     if config.data.kind != "text":
         notes += _rows(config, found)
     elif not stream:
-        for each, prefix in zip((each for each in sets if each.part == "train"), found["train"], strict=True):
-            _require_a_sequence(each, prefix, config.training.sequence_length)
+        for part_set, prefix in zip(
+            (part_set for part_set in sets if part_set.part == "train"), found["train"], strict=True
+        ):
+            _require_a_sequence(part_set, prefix, config.training.sequence_length)
     return RunData(
         tokenizer=folder,
         train=tuple(found["train"]),
@@ -220,27 +222,27 @@ def _set(
     return _Set(key, opened, part)
 
 
-def _files(each: _Set) -> dict[Path, Path]:
+def _files(part_set: _Set) -> dict[Path, Path]:
     """Return the files of a set: their absolute paths -> the paths that the user wrote."""
-    if isinstance(each.source, Path):
-        return {idx_path(each.source).resolve(): idx_path(each.source)}
-    return {file.place: file.path for file in each.source.files}
+    if isinstance(part_set.source, Path):
+        return {idx_path(part_set.source).resolve(): idx_path(part_set.source)}
+    return {file.place: file.path for file in part_set.source.files}
 
 
-def _preparation(config: RunConfig, each: _Set, tokenizer: Tokenizer | None, folder: Path) -> Preparation:
-    assert isinstance(each.source, Corpus)
+def _preparation(config: RunConfig, part_set: _Set, tokenizer: Tokenizer | None, folder: Path) -> Preparation:
+    assert isinstance(part_set.source, Corpus)
     if tokenizer is None:
         raise DataError(
-            f"{each.key}: {', '.join(each.source.sources)} is text, and the prepared token file beside it has no "
-            "tokenizer; set tokenizer.path"
+            f"{part_set.key}: {', '.join(part_set.source.sources)} is text, and the prepared token file beside it "
+            "has no tokenizer; set tokenizer.path"
         )
-    shares = config.data.split if each.part == "train" and config.data.split is not None else (1.0,)
+    shares = config.data.split if part_set.part == "train" and config.data.split is not None else (1.0,)
     split = Split(shares, config.run.seed)
-    names = [each.part] if len(split.parts) == 1 else [PARTS[part] for part in split.parts]
+    names = [part_set.part] if len(split.parts) == 1 else [PARTS[part] for part in split.parts]
     return Preparation(
-        each.source,
+        part_set.source,
         tokenizer,
-        outputs=tuple(folder / f"{name}{each.number}" for name in names),
+        outputs=tuple(folder / f"{name}{part_set.number}" for name in names),
         min_length=config.data.min_length,
         split=split,
         sequence_length=config.training.sequence_length,
@@ -349,7 +351,7 @@ def _buckets(config: RunConfig, file: TokenFile) -> str:
     )
 
 
-def _check_prepared(each: _Set, prefix: Path, tokenizer: Tokenizer | None, config: RunConfig) -> None:
+def _check_prepared(part_set: _Set, prefix: Path, tokenizer: Tokenizer | None, config: RunConfig) -> None:
     """Raise DataError unless a given token file opens, has this tokenizer, and fits the settings of the data."""
     file, data = TokenFile.open(prefix), config.data
     if data.document_mask and data.kind == "text":
@@ -376,7 +378,7 @@ def _check_prepared(each: _Set, prefix: Path, tokenizer: Tokenizer | None, confi
     if data.split is not None and len(Split(data.split).parts) > 1:
         raise DataError(
             f"{prefix} is a prepared token file, and data.split divides text only; prepare the text with "
-            f"megalite data prepare --split, and name the parts as {each.key} and data.validation"
+            f"megalite data prepare --split, and name the parts as {part_set.key} and data.validation"
         )
     if data.min_length and facts is not None and facts.min_length != data.min_length:
         raise DataError(
@@ -410,14 +412,14 @@ def _check_rows(rows: int | None, tokenizer: Tokenizer) -> None:
         )
 
 
-def _require_a_sequence(each: _Set, prefix: Path, sequence_length: int) -> None:
+def _require_a_sequence(part_set: _Set, prefix: Path, sequence_length: int) -> None:
     """Raise DataError if a training set is shorter than one sequence, which padding would fill."""
     tokens = TokenFile.open(prefix).num_tokens
     if tokens - 1 < sequence_length:
-        source = prefix if isinstance(each.source, Path) else ", ".join(each.source.sources)
+        source = prefix if isinstance(part_set.source, Path) else ", ".join(part_set.source.sources)
         remedy = f", or set training.sequence_length to {tokens - 1} or less" if tokens > 1 else ""
         raise DataError(
-            f"{each.key}: {source} has {counted(tokens, 'token')}, fewer than one sequence of {sequence_length} "
+            f"{part_set.key}: {source} has {counted(tokens, 'token')}, fewer than one sequence of {sequence_length} "
             f"(training.sequence_length) and its last label; name a longer text{remedy}"
         )
 

@@ -60,8 +60,8 @@ class SetOrder:
         self._taken = [0] * len(shares)
         self._waiting: list[tuple[int, int]] = []
         self._due: list[tuple[int, int]] = []
-        for each in present:
-            self._enter(each)
+        for number in present:
+            self._enter(number)
 
     def look_up(self, steps: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return for each step its set, and how many earlier steps had the same set: [steps] int64 each."""
@@ -80,11 +80,11 @@ class SetOrder:
             counts = np.bincount(self._sets[:rest], minlength=len(self.shares))
         return periods * self.shares + counts
 
-    def _enter(self, each: int) -> None:
+    def _enter(self, number: int) -> None:
         """Queue the next turn of a set under the first step that the bound allows."""
-        share, turn = int(self.shares[each]), self._taken[each]
+        share, turn = int(self.shares[number]), self._taken[number]
         first = -(-((turn * self._scale + 1) * self.period) // (self._scale * share))
-        heapq.heappush(self._waiting, (first, each))
+        heapq.heappush(self._waiting, (first, number))
 
     def _compute(self, steps: int) -> None:
         start = len(self._sets)
@@ -188,7 +188,7 @@ class BlendedSamples:
         self._order = ChangingOrder([WeightChange(each.first // together, each.weights) for each in phases])
         seeds = [seed] if len(sizes) == 1 else [seed_of_set(seed, index) for index in range(len(sizes))]
         self._samplers = [
-            Sampler(size // together, each, shuffle) for size, each in zip(sizes, seeds, strict=True)
+            Sampler(size // together, set_seed, shuffle) for size, set_seed in zip(sizes, seeds, strict=True)
         ]
 
     def __len__(self) -> int:
@@ -203,14 +203,14 @@ class BlendedSamples:
         labels = np.empty_like(input_ids)
         sample_ids = np.empty_like(places)
         begins: NDArray[np.bool_] | None = None
-        for each in np.unique(sets):
-            rows = sets == each
-            ids = self._samplers[each].sample_ids(turns[rows]) * self._together + members[rows]
-            input_ids[rows], labels[rows], found = self._samples[each].read(ids, pad_id)
+        for number in np.unique(sets):
+            rows = sets == number
+            ids = self._samplers[number].sample_ids(turns[rows]) * self._together + members[rows]
+            input_ids[rows], labels[rows], found = self._samples[number].read(ids, pad_id)
             if found is not None:
                 begins = np.zeros(input_ids.shape, dtype=bool) if begins is None else begins
                 begins[rows] = found
-            sample_ids[rows] = ids + self._first_ids[each]
+            sample_ids[rows] = ids + self._first_ids[number]
         return Rows(input_ids, labels, sample_ids, sets, begins)
 
 

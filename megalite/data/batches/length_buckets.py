@@ -51,8 +51,8 @@ def length_buckets(
     chosen = _least_padding(candidates, counts, rows, count)
     numbers = np.searchsorted(candidates[chosen], lengths)
     return [
-        Bucket(int(candidates[each]), int(rows[each]), np.flatnonzero(numbers == number))
-        for number, each in enumerate(chosen)
+        Bucket(int(candidates[candidate]), int(rows[candidate]), np.flatnonzero(numbers == number))
+        for number, candidate in enumerate(chosen)
     ]
 
 

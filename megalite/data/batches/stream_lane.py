@@ -222,7 +222,7 @@ def _empty_lane(
     for lane in (*range(first, lanes), *range(first)):
         segments = lane_segments(files, lane, lanes)
         documents = chain.from_iterable(
-            files[each.file].documents(each.start, each.stop, text_column) for each in segments
+            files[segment.file].documents(segment.start, segment.stop, text_column) for segment in segments
         )
         # A token has at least a byte, so a text with fewer bytes is too short; ranks count the tokens themselves.
         if not any(len(text.encode()) >= max(1, min_length) for text, _ in documents):

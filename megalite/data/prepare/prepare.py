@@ -98,8 +98,8 @@ class Preparation:
         if {content for content, _ in recorded} != {self.content_fingerprint}:
             return None
         moved = [replace(each, fingerprint=self.fingerprint, sources=self.corpus.sources) for each in facts]
-        for prefix, each in zip(self.outputs, moved, strict=True):
-            update_facts(prefix, each)
+        for prefix, moved_facts in zip(self.outputs, moved, strict=True):
+            update_facts(prefix, moved_facts)
         return moved
 
     def _hash(self, corpus: str) -> str:
@@ -207,9 +207,11 @@ def _prepare_by_tokens(
     try:
         with partial_files(preparation.outputs) as files:
             writers = []
-            for each in files:
-                each.cut(0, 0)
-                writer = TokenWriter(each.bin_file, each.idx_file, dtype, lengths_file=each.lengths_file)
+            for partial in files:
+                partial.cut(0, 0)
+                writer = TokenWriter(
+                    partial.bin_file, partial.idx_file, dtype, lengths_file=partial.lengths_file
+                )
                 writers.append(_Documents(writer, 0))
             cut_by_tokens(
                 file, sizes, [each.writer for each in writers], preparation.tokenizer.end_of_document_id
@@ -259,8 +261,8 @@ class _Documents:
         self._pending.append(tokens)
         if self._passing or self._open_tokens >= self._min_length:
             self._passing = True
-            for each in self._pending:
-                self.writer.add(each)
+            for pending in self._pending:
+                self.writer.add(pending)
             self._pending = []
         if closing:
             if self._passing:
@@ -308,15 +310,15 @@ def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_
             counts = RowCounts.of_json(journal.get("counts", {}))
             state, saved = _State(Place(**journal["place"]), journal["document"], counts), journal["writers"]
     writers = []
-    for each, fields in zip(files, saved, strict=True):
+    for partial, fields in zip(files, saved, strict=True):
         left_out = {name: fields.pop(name, 0) for name in ("short", "dropped", "truncated")}
         writer_state = WriterState(**fields)
-        each.cut(writer_state.bin_bytes, writer_state.lengths_bytes)
+        partial.cut(writer_state.bin_bytes, writer_state.lengths_bytes)
         writer = TokenWriter(
-            each.bin_file,
-            each.idx_file,
+            partial.bin_file,
+            partial.idx_file,
             preparation.dtype,
-            lengths_file=each.lengths_file,
+            lengths_file=partial.lengths_file,
             state=writer_state,
         )
         writers.append(_Documents(writer, preparation.min_length, **left_out))
@@ -371,8 +373,8 @@ def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) ->
             f"all {short} documents of {sources} have fewer than {preparation.min_length} tokens; "
             "lower data.min_length (--min-length)"
         )
-    for part, each in zip(preparation.split.parts, writers, strict=True):
-        if not each.writer.documents:
+    for part, documents in zip(preparation.split.parts, writers, strict=True):
+        if not documents.writer.documents:
             raise DataError(
                 f"data.split: the {PARTS[part]} part gets none of the {kept} documents of {sources} with "
                 f"{preparation.min_length} tokens or more; lower data.min_length (--min-length), or raise the part's "
@@ -395,7 +397,7 @@ def _published(
 ) -> list[PreparedFacts]:
     facts = []
     tokenizer, chat = preparation.tokenizer, preparation.chat
-    for each, documents in zip(files, writers, strict=True):
+    for partial, documents in zip(files, writers, strict=True):
         documents.writer.finish()
         facts.append(
             PreparedFacts(
@@ -405,8 +407,8 @@ def _published(
                 documents=documents.writer.documents,
                 tokens=documents.writer.tokens,
                 dtype=str(preparation.dtype),
-                bin_bytes=each.bin_file.tell(),
-                idx_bytes=each.idx_file.tell(),
+                bin_bytes=partial.bin_file.tell(),
+                idx_bytes=partial.idx_file.tell(),
                 tokenizer=str(tokenizer.file.resolve()),
                 tokenizer_sha256=tokenizer.sha256,
                 vocab_size=tokenizer.vocab_size,
@@ -417,7 +419,7 @@ def _published(
                 source_bytes=preparation.corpus.size_bytes,
                 content_fingerprint=preparation.content_fingerprint,
                 largest_id=documents.writer.largest_id,
-                tokenizer_beside=os.path.relpath(tokenizer.file.resolve(), each.prefix.parent.resolve()),
+                tokenizer_beside=os.path.relpath(tokenizer.file.resolve(), partial.prefix.parent.resolve()),
                 split_by_tokens=split_by_tokens,
                 kind="text" if chat is None else chat.kind,
                 sequence_length=0 if chat is None else chat.sequence_length,
@@ -430,8 +432,8 @@ def _published(
             )
         )
     journal_path(preparation.outputs[0]).unlink(missing_ok=True)
-    for each, fact in zip(files, facts, strict=True):
-        publish(each, asdict(fact))
+    for partial, fact in zip(files, facts, strict=True):
+        publish(partial, asdict(fact))
     return facts
 
 

@@ -154,8 +154,8 @@ class Coordinator:
         """Serve until every rank has left or was told the verdict; return the verdict, None without a failure."""
         self._began = self._told = time.monotonic()
         self._listener.setblocking(False)
-        for each in (self._wake_receiver, self._wake_sender):
-            each.setblocking(False)
+        for wake_socket in (self._wake_receiver, self._wake_sender):
+            wake_socket.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         try:
@@ -216,9 +216,9 @@ class Coordinator:
 
     def _watch_time(self) -> None:
         now = time.monotonic()
-        for each in list(self._connections):
-            if each.rank < 0 and now - each.since > _HELLO_SECONDS:
-                self._drop(each)
+        for connection in list(self._connections):
+            if connection.rank < 0 and now - connection.since > _HELLO_SECONDS:
+                self._drop(connection)
         if self.verdict is not None:
             return
         if self._decide_at is not None and now >= self._decide_at:
@@ -418,9 +418,9 @@ class Coordinator:
     def _broadcast(self, kind: str, **fields: Any) -> None:
         line = encode(kind, **fields)
         # Rank 0 last: its process may hold this thread and ends when it knows.
-        for each in sorted(self._connections, key=lambda connection: -connection.rank):
-            if each.rank >= 0:
-                self._send(each, line)
+        for connection in sorted(self._connections, key=lambda connection: -connection.rank):
+            if connection.rank >= 0:
+                self._send(connection, line)
 
     def _send(self, connection: _Connection, line: bytes) -> None:
         if connection in self._connections:
@@ -452,8 +452,8 @@ class Coordinator:
             connection.socket.close()
 
     def _close(self) -> None:
-        for each in list(self._connections):
-            self._drop(each)
+        for connection in list(self._connections):
+            self._drop(connection)
         self._selector.close()
         for each_socket in (self._listener, self._wake_receiver, self._wake_sender):
             each_socket.close()

@@ -116,8 +116,8 @@ def differences(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]
     lines = []
     for name in sorted({name for each in told.values() for name in each}):
         ranks_of: dict[str, list[int]] = {}
-        for rank, each in sorted(told.items()):
-            ranks_of.setdefault(each.get(name, "not set"), []).append(rank)
+        for rank, rank_facts in sorted(told.items()):
+            ranks_of.setdefault(rank_facts.get(name, "not set"), []).append(rank)
         if len(ranks_of) > 1:
             values = (f"{value} on {_places(ranks, hosts)}" for value, ranks in ranks_of.items())
             lines.append(f"{name}: {', '.join(values)}")

@@ -99,9 +99,9 @@ class Preflight:
 
     def _sentences(self, level: str) -> Iterator[str]:
         groups: dict[tuple[str, str], list[str]] = {}
-        for each in self.findings:
-            if each.level == level:
-                groups.setdefault((each.message, each.remedy), []).append(each.host)
+        for finding in self.findings:
+            if finding.level == level:
+                groups.setdefault((finding.message, finding.remedy), []).append(finding.host)
         for (message, remedy), hosts in groups.items():
             yield f"{level}: {listed(hosts, most=64)}: {message}" + (f"; {remedy}" if remedy else "")
 

@@ -199,9 +199,9 @@ def _names(value: str, interface: str, *, prefixes: bool) -> bool:
 
 def _of_family(own: Sequence[InterfaceAddress], remote: str) -> InterfaceAddress:
     version = ip_address(remote).version
-    for each in own:
-        if each.parsed.version == version:
-            return each
+    for interface in own:
+        if interface.parsed.version == version:
+            return interface
     raise LaunchError(
         f"the master's address {remote} is IPv{version}, but the interface {own[0].interface} has only "
         f"{_described(own)}; set {SETTING} to another one, or MASTER_ADDR to an address of its family"
