@@ -9,10 +9,9 @@ from pathlib import Path
 
 from megalite.cli.arguments import Parser, add_adapters, add_chat_template, whole_number
 from megalite.cli.generate_chat import CLEAR, chat
-from megalite.cli.generate_run import Job, continue_prompt, run_file, search_prompt
+from megalite.cli.generate_run import Job, continue_prompt, run_file
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.errors import ConfigError, DataError, Problem
-from megalite.generation.beams import BeamSettings, beam_problems, check_beams
 from megalite.generation.layout import layout_problems
 from megalite.generation.memory import DEFAULT_TOKENS, cache_problems
 from megalite.generation.request import Request, Sampling, check_request, sampling_problems
@@ -43,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
     return on_local_ranks(job.layout, _TASKS[job.task], job, name="generate", preload=preload)
 
 
-_TASKS = {"prompt": continue_prompt, "beams": search_prompt, "batch": run_file, "chat": chat}
+_TASKS = {"prompt": continue_prompt, "batch": run_file, "chat": chat}
 
 
 def _job(options: argparse.Namespace, source: ModelSource) -> Job:
@@ -67,15 +66,10 @@ def _job(options: argparse.Namespace, source: ModelSource) -> Job:
         if options.output is not None and not options.output.parent.is_dir():
             raise DataError(f"the folder of --output {options.output} does not exist; create it")
         return replace(job, task="batch", file=requests, output=options.output)
-    texts = stops.texts if options.beams == 1 else ()
-    request = replace(first, prompt_ids=tuple(prompt_ids(tokenizer, options.prompt)), stop=(*stop, *texts))
-    if options.beams > 1:
-        beams = BeamSettings.of(options.beams, options.length_penalty)
-        job = replace(job, task="beams", beams=beams)
+    prompt = tuple(prompt_ids(tokenizer, options.prompt))
+    request = replace(first, prompt_ids=prompt, stop=(*stop, *stops.texts))
     try:
         check_request(request, source.shape, source.shape.longest_sequence)
-        if job.beams is not None:
-            check_beams(job.beams, request, source.shape)
     except ConfigError as error:
         problems = [replace(problem, key=_flag(problem.key)) for problem in error.problems]
         raise ConfigError(problems, error.source) from error
@@ -85,9 +79,7 @@ def _job(options: argparse.Namespace, source: ModelSource) -> Job:
 def _too_large(job: Job) -> Iterator[Problem]:
     """Yield the problem of a model, or a cache, that cannot fit this machine."""
     slots, tokens = ("--tokens", 1), len(job.request.prompt_ids) + job.request.max_tokens
-    if job.task == "beams" and job.beams is not None:
-        slots = ("--beams", job.beams.beams)
-    elif job.task == "batch":
+    if job.task == "batch":
         slots = ("--max-requests", min(job.max_requests, len(job.file)))
         tokens = max(len(each.request.prompt_ids) + each.request.max_tokens for each in job.file)
     elif job.task == "chat":
@@ -129,22 +121,12 @@ def _check(options: argparse.Namespace, shape: ModelShape) -> None:
         stop=options.stop,
         logprobs=options.logprobs,
     )
-    problems += _beam_problems(options)
+    if options.beams is not None:
+        message = "beam search is the job of transformers"
+        remedy = "megalite convert export MODEL FOLDER, and then model.generate(num_beams=N) on FOLDER"
+        problems.append(Problem("--beams, --length-penalty", message, remedy))
     if problems:
         raise ConfigError(problems, "the request")
-
-
-def _beam_problems(options: argparse.Namespace) -> Iterator[Problem]:
-    if options.beams > 1 and options.prompt is None:
-        yield Problem("--beams", "is for --prompt", "leave it out")
-    yield from beam_problems(
-        options.beams,
-        options.length_penalty,
-        _sampling(options),
-        _flag,
-        stop=options.stop,
-        logprobs=options.logprobs,
-    )
 
 
 _COMMON = (
@@ -235,19 +217,7 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="subtract X from the logit of a new token each time it was used (0)",
     )
-    add(
-        "--beams",
-        type=whole_number(1),
-        default=1,
-        metavar="N",
-        help="beam search: follow the N most likely texts at a time; not with sampling, --batch or --chat (1)",
-    )
-    add(
-        "--length-penalty",
-        type=float,
-        metavar="F",
-        help="rank ended beams by log probability / tokens^F; 0: no penalty, more favours long texts (1)",
-    )
+    add("--beams", "--length-penalty", help=argparse.SUPPRESS)
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     add(
         "--logprobs",

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
-from megalite.generation.beams import BeamSettings
 from megalite.generation.request import Request
 from megalite.generation.source import ModelSource
 from megalite.generation.token_text import TokenText
@@ -29,11 +28,11 @@ class Job:
     """The arguments that every rank gets.
 
     request: the settings of all requests, with the ids of `prompt` if the task is one. file: the requests of a file.
-    keyboard: a file descriptor to read a conversation from; None: standard input. beams: the settings of a beam search.
+    keyboard: a file descriptor to read a conversation from; None: standard input.
     template: of the conversation; None: the tokenizer's own.
     """
 
-    task: Literal["prompt", "beams", "batch", "chat"]
+    task: Literal["prompt", "batch", "chat"]
     source: ModelSource
     layout: Layout
     dtype: str
@@ -43,7 +42,6 @@ class Job:
     output: Path | None = None
     max_requests: int = 16
     keyboard: int | None = None
-    beams: BeamSettings | None = None
     template: "ChatTemplate | None" = None
 
 
@@ -65,21 +63,6 @@ def continue_prompt(job: Job, mesh: "ParallelMesh") -> int:
             _show(mesh, shown.line(event) + "\n")
     if mesh.rank == 0:
         tell(f"{job.source.folder}: {len(events)} tokens in {seconds:.2f} s")
-    return 0
-
-
-def search_prompt(job: Job, mesh: "ParallelMesh") -> int:
-    """Print the prompt and the continuation that beam search finds, on rank 0."""
-    from megalite.generation.text import searched
-
-    assert job.beams is not None
-    loaded = load(job, mesh)
-    started = time.perf_counter()
-    text, tokens = searched(loaded, job.request, job.beams)
-    seconds = time.perf_counter() - started
-    _show(mesh, f"{job.prompt}{text}\n")
-    if mesh.rank == 0:
-        tell(f"{job.source.folder}: {tokens} tokens in {seconds:.2f} s with {job.beams.beams} beams")
     return 0
 
 

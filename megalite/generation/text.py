@@ -4,9 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from megalite.errors import ConfigError
 from megalite.generation.batch_engine import BatchEngine, Event
-from megalite.generation.beam_search import beam_search
-from megalite.generation.beams import BeamSettings, beam_problems
-from megalite.generation.detokenise import Detokeniser
 from megalite.generation.loaded import LoadedModel as LoadedModel
 from megalite.generation.loaded import load_source as load_source
 from megalite.generation.prompts import prompt_ids
@@ -27,8 +24,6 @@ def generate(
     frequency_penalty: float = 0.0,
     stop: Sequence[str] = (),
     seed: int = 0,
-    beams: int = 1,
-    length_penalty: float | None = None,
     adapter: str | None = None,
 ) -> str:
     """Return the prompt and its continuation, the text that `megalite generate` prints.
@@ -38,9 +33,7 @@ def generate(
     fewest tokens with that total probability. min_p: sample from the tokens that are at least min_p times as likely as
     the most likely one.
     Penalties: see `megalite.generation.request.Sampling`. stop: strings that end the text before them. seed: equal
-    seeds give equal texts. beams: 2 or more search for the most likely text among that many at a time; not with
-    temperature, penalties or stop. length_penalty: see `megalite.generation.beams.BeamSettings`. adapter: the name
-    of one of the adapters that the model was loaded with.
+    seeds give equal texts. adapter: the name of one of the adapters that the model was loaded with.
     Raises ConfigError for a wrong value, with all of them, and if prompt and new tokens exceed the model's positions.
     """
     problems = sampling_problems(
@@ -54,6 +47,8 @@ def generate(
         frequency_penalty=frequency_penalty,
         stop=stop,
     )
+    if found := list(problems):
+        raise ConfigError(found, "the request")
     sampling = Sampling(
         temperature,
         top_k or 0,
@@ -64,19 +59,15 @@ def generate(
         presence_penalty,
         frequency_penalty,
     )
-    if found := [*problems, *beam_problems(beams, length_penalty, sampling, stop=stop)]:
-        raise ConfigError(found, "the request")
     stops = loaded.stops
     request = Request(
         tuple(prompt_ids(loaded.tokenizer, prompt)),
         tokens,
         sampling,
         stops.ids,
-        (*stop, *(stops.texts if beams == 1 else ())),
+        (*stop, *stops.texts),
         adapter=adapter,
     )
-    if beams > 1:
-        return prompt + searched(loaded, request, BeamSettings.of(beams, length_penalty))[0]
     return prompt + "".join(event.text for event in stream(loaded, request))
 
 
@@ -87,14 +78,3 @@ def stream(loaded: LoadedModel, request: Request) -> Iterator[Event]:
     engine.submit(request)
     while engine.has_work:
         yield from engine.step()
-
-
-def searched(loaded: LoadedModel, request: Request, settings: BeamSettings) -> tuple[str, int]:
-    """Return the text that beam search finds and its number of tokens, on every rank of the model's mesh alike.
-
-    Raises ConfigError.
-    """
-    tokens = beam_search(loaded.replica, request, settings).tokens
-    detokeniser = Detokeniser(loaded.tokenizer, request.prompt_ids)
-    text = "".join(detokeniser.push(token) for token in tokens if token not in request.stop_ids)
-    return text + detokeniser.finish(), len(tokens)

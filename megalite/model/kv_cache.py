@@ -3,7 +3,7 @@
 Running requests stand in slots 0 to n - 1, so that a decode step reads views of the buffers and copies nothing.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -61,21 +61,6 @@ class KeyValueCache:
         end = self.prefix + tokens
         for buffer in self._layers.values():
             buffer[:, target, :, :end] = buffer[:, source, :, :end]
-
-    def reorder(self, sources: Sequence[int], begin: int, end: int) -> None:
-        """Have each slot i hold the tokens [begin, end) that slot sources[i] held; virtual tokens too if begin is 0.
-
-        A slot may be the source of several; slots from len(sources) on stay as they are.
-        """
-        moved = [slot for slot, source in enumerate(sources) if slot != source]
-        if not moved:
-            return
-        targets = torch.tensor(moved, device=self.device)
-        origins = torch.tensor([sources[slot] for slot in moved], device=self.device)
-        first, last = self.prefix + begin if begin else 0, self.prefix + end
-        for buffer in self._layers.values():
-            tokens = buffer[:, :, :, first:last]
-            tokens[:, targets] = tokens[:, origins]  # the right side is a copy
 
 
 @dataclass(frozen=True)

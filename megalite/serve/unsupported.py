@@ -33,10 +33,15 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-_INSTEAD = {"functions": "send tools instead", "function_call": "send tool_choice instead"}
+_INSTEAD = {
+    "functions": "send tools instead",
+    "function_call": "send tool_choice instead",
+    "use_beam_search": "search with transformers' model.generate(num_beams=N) on the export",
+}
 
 
 def without_neutral(values: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

@@ -52,10 +52,6 @@ def test_each_line_of_a_file_names_its_adapter(place: Path, capsys: pytest.Captu
     assert again == alone
     with pytest.raises(ConfigError, match=r"adapter: 'x' is not one of the model's adapters; use a or b, or"):
         megalite.generate(loaded, "one rank", adapter="x")
-    with pytest.raises(
-        ConfigError, match="adapter: is not for beam search; leave it out, or leave out beams"
-    ):
-        megalite.generate(loaded, "one rank", adapter="a", beams=2)
 
 
 def test_a_line_with_an_unknown_adapter_is_named_before_anything_runs(place: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-import megalite
 from megalite.cli import generate
 from megalite.cli.generate_chat import _lines
 from megalite.cli.generate_run import Job
@@ -103,23 +102,11 @@ def test_a_file_of_requests_runs_in_its_order(
     assert [each["text"] for each in again] == [each["text"] for each in results]
 
 
-def test_beam_search_prints_its_text_and_runs_alone(
-    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = [str(run_folder), "--prompt", "one rank", "--tokens", "12"]
-    searched = printed(capsys, *flags, "--beams", "4", "--length-penalty", "0.5")
-    loaded = megalite.load(run_folder)
-    assert searched == megalite.generate(loaded, "one rank", tokens=12, beams=4, length_penalty=0.5) + "\n"
-    assert searched.startswith("one rank") and searched != printed(capsys, *flags)
-    with pytest.raises(ConfigError, match=r"--temperature: is not for beam search") as refused:
-        generate.run([*flags, "--beams", "2", "--temperature", "1", "--stop", "x"])
-    assert "--stop: is not for beam search; leave it out, or leave out --beams" in str(refused.value)
-    with pytest.raises(ConfigError, match="--beams: is for --prompt"):
-        generate.run([str(run_folder), "--chat", "--beams", "2"])
-    with pytest.raises(ConfigError, match=r"--beams: 200 beams need 400 candidates"):
-        generate.run([*flags, "--beams", "200"])
-    with pytest.raises(ConfigError, match=r"length_penalty: has no effect without beam search"):
-        megalite.generate(loaded, "one rank", length_penalty=2.0)
+@pytest.mark.parametrize("flags", [["--beams", "4"], ["--length-penalty=0.5"]])
+def test_beam_search_is_sent_to_transformers(run_folder: Path, flags: list[str]) -> None:
+    sentence = r"beam search is the job of transformers; megalite convert export .*generate\(num_beams=N\)"
+    with pytest.raises(ConfigError, match=rf"has 1 problem\n  --beams, --length-penalty: {sentence}"):
+        generate.run([str(run_folder), "--prompt", "one rank", *flags])
 
 
 def test_every_bad_line_is_named_before_anything_runs(run_folder: Path, tmp_path: Path) -> None:

@@ -15,10 +15,7 @@ from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.errors import ConfigError
-from megalite.generation.beam_search import beam_search
-from megalite.generation.beams import BeamSettings
 from megalite.generation.engine import generate_ids
-from megalite.generation.request import GREEDY, Request
 from megalite.model.kv_cache import CachedStep
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.replica import Replica
@@ -49,7 +46,6 @@ from tests.support.parity import (
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, in_documents, tiny_batch, tiny_shape
 from tests.support.training import Job, RankResult, build, local_batch, train_on_rank
-from tests.unit.convert.exporting import lively_stage
 
 DIRECT, PROJECTED = Prefix(3), Prefix(5, projection=10)
 TINY = Job(tiny_shape(tied=True), steps=2)
@@ -271,32 +267,6 @@ def test_logits_loss_and_gradients_equal_peft(name, prefix, tmp_path):
         _as_peft(shape, prefix, {each: values.grad for each, values in replica.trained_tensors.items()}),
         rtol=FLOAT32_GRADIENT_RTOL,
     )
-
-
-@pytest.mark.parametrize("prefix", cases([DIRECT, PROJECTED], core=[DIRECT]))
-def test_beams_equal_peft(prefix, tmp_path):
-    shape = tiny_shape()
-    stage = lively_stage(replace(shape, adapter=prefix)).eval()
-    replica = Replica.whole(stage)
-    model, _ = _in_peft(shape, prefix, replica, tmp_path)
-    for prompt, beams, penalty in (((5, 9, 2, 40), 2, 1.0), ((7,), 4, 0.0), ((3, 3, 8), 3, 2.0)):
-        ids = torch.tensor([prompt])
-        expected = model.eval().generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=12,
-            num_beams=beams,
-            do_sample=False,
-            length_penalty=penalty,
-            pad_token_id=0,
-            eos_token_id=None,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-        request = Request(prompt, 12, GREEDY, frozenset())
-        found = beam_search(replica, request, BeamSettings(beams, penalty), prefill_chunk=3)
-        assert found.tokens == tuple(expected.sequences[0, len(prompt) :].tolist())
-        assert_close(found.score, float(expected.sequences_scores[0]), rtol=FLOAT32_RTOL)
 
 
 def _in_peft(

@@ -104,6 +104,7 @@ WRONG = [
     completion(400, "stream_options", "invalid_value", stream_options={"include_usage": True}),
     completion(400, "stream_options.x", "unknown_field", stream=True, stream_options={"x": 1}),
     completion(400, "best_of", "unsupported", best_of=2),
+    completion(400, "use_beam_search", "unsupported", use_beam_search=True),
     completion(400, "echo", "invalid_value", echo=True, response_format={"type": "json_object"}),
     completion(400, "suffix", "unsupported", suffix="end"),
     completion(400, "logit_bias", "unsupported", logit_bias={"5": 1}),
