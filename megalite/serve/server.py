@@ -13,7 +13,6 @@ import uvicorn
 
 from megalite.errors import LaunchError
 from megalite.serve.app import Service
-from megalite.serve.connection import limited
 from megalite.serve.peers import PeerWatch
 from megalite.serve.settings import ServeSettings
 
@@ -119,7 +118,7 @@ class _Server(uvicorn.Server):
 def _config(service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         service.app(),
-        http=limited(service.settings),
+        http="h11",
         ws="none",
         lifespan="off",
         log_config=None,
@@ -127,6 +126,8 @@ def _config(service: Service) -> uvicorn.Config:
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        # A connection that asks counts itself.
+        limit_concurrency=service.settings.max_connections + 1,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         h11_max_incomplete_event_size=_LONGEST_HEAD,

@@ -16,9 +16,8 @@ class ServeSettings:
     max_requests: sequences generated at the same time. max_queue: sequences that wait. max_tokens: new tokens of a
     sequence. max_body_bytes: of a request. max_connections: open connections.
     request_seconds: from the arrival of a request to its last byte. read_seconds: for a client to send a request's
-    headers, and its body. write_seconds: a client that takes no bytes for as long is disconnected. drain_seconds:
-    running requests may take as long after SIGTERM. cors_origins: the sites whose pages may send requests, such as
-    https://example.org; "*": all of them.
+    body. drain_seconds: running requests may take as long after SIGTERM. cors_origins: the sites whose pages may send
+    requests, such as https://example.org; "*": all of them.
     """
 
     host: str = "localhost"
@@ -31,7 +30,6 @@ class ServeSettings:
     max_connections: int = 512
     request_seconds: float = 600.0
     read_seconds: float = 20.0
-    write_seconds: float = 30.0
     drain_seconds: float = 30.0
     cors_origins: tuple[str, ...] = ()
 
