@@ -7,7 +7,6 @@ schedule runs. One stage of one chunk is the whole model.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from typing import Self
 
 import torch
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 
 from megalite.model.attention import SelfAttention
 from megalite.model.context import StepContext
-from megalite.model.decode_stack import DecodeStack
 from megalite.model.dropout import DropoutContext
 from megalite.model.embedding import InputEmbedding
 from megalite.model.head import Head, OutputHead
@@ -147,17 +145,9 @@ class Chunk(nn.Module):
         if self.is_first and torch.is_grad_enabled() and not hidden_states.requires_grad:
             # A frozen embedding: recomputed layers and stages without a trained weight need a gradient to pass on.
             hidden_states.requires_grad_()
-        stack = self.decode_stack if cache is not None and not cache.segments else None
-        if stack is not None and cache is not None and stack.serves(hidden_states, cache, rotation):
-            return stack(hidden_states, cache, rotation)
         for layer in self.layers:
             hidden_states = layer(hidden_states, context)
         return hidden_states
-
-    @cached_property
-    def decode_stack(self) -> DecodeStack | None:
-        """The layers as one operator, for the new tokens of a decode step; None: they run one by one."""
-        return DecodeStack.of(self.shape, tuple(self.layers), self.ops)
 
     def normed(self, hidden_states: Tensor) -> Tensor:
         """Last chunk: [B, S, H] -> [B, S, H] after the final norm."""

@@ -33,7 +33,6 @@ RESOURCES = Path(__file__).parent / "kernel_resources.json"
 FOR_THE_CPU_ALONE = (
     "megalite::cross_entropy_losses_",
     "megalite::decode_attention",
-    "megalite::decode_layers",
     "megalite::few_rows_linear",
 )
 HAS_COMPILER, HAS_NVCC = (any(map(shutil.which, names)) for names in (("g++", "c++"), ("nvcc",)))

@@ -12,7 +12,7 @@ from megalite.convert.huggingface.export import export
 from megalite.generation import slots
 from megalite.generation.engine import load_model
 from megalite.generation.request import Request
-from megalite.model import decode_stack, kv_cache
+from megalite.model import kv_cache
 from megalite.topology.axes import Layout
 from tests.support.generation import mixed_requests, run_requests, tokens_on_rank
 from tests.support.selection import cases
@@ -93,9 +93,8 @@ def test_tokens_are_those_of_transformers(known, family):
 
 
 def _attend_by_torch(patch):
-    """Switch the compiled attention of decode steps off, and the stack that contains it."""
-    for module in (kv_cache, decode_stack):
-        patch(module, "compiled_serves", lambda _: False)
+    """Switch the compiled attention of decode steps off."""
+    patch(kv_cache, "compiled_serves", lambda _: False)
 
 
 @pytest.mark.parametrize("family", cases([*CORE, "smollm3 with windows"], core=("gemma2",)))

@@ -1,6 +1,5 @@
 #include "decode_attention.h"
 
-#include "bind/lengths.h"
 #include "bind/tensor.h"
 
 namespace {
@@ -13,6 +12,22 @@ void check_heads(const Tensor& given, const Tensor& cache, int64_t rows, int64_t
       given.dim() == 3 && given.size(0) == rows && given.size(1) == heads && given.size(2) == cache.size(4),
       "megalite: ", what, " must be [", rows, ", ", heads, ", ", cache.size(4), "]");
   STD_TORCH_CHECK(given.stride(2) == 1, "megalite: the last dim of ", what, " must be contiguous");
+}
+
+// Returns contiguous lengths [rows] of slots with room for `room` tokens, after checking that each fits another token
+// behind `prefix` virtual ones.
+Tensor checked_lengths(const Tensor& given, int64_t rows, int64_t prefix, int64_t room) {
+  STD_TORCH_CHECK(
+      given.scalar_type() == torch::headeronly::ScalarType::Long, "megalite: the lengths must be int64");
+  ml::check_size(given, rows, "lengths");
+  const Tensor lengths = ml::contiguous(given);
+  const auto* each = static_cast<const int64_t*>(lengths.const_data_ptr());
+  for (int64_t row = 0; row < rows; ++row) {
+    STD_TORCH_CHECK(
+        each[row] >= 0 && prefix + each[row] < room, "megalite: slot ", row, " holds ", each[row],
+        " tokens behind a prefix of ", prefix, " and has room for ", room);
+  }
+  return lengths;
 }
 
 Tensor decode_attention(
@@ -29,7 +44,7 @@ Tensor decode_attention(
   check_heads(query, cache, rows, heads, "query");
   check_heads(key, cache, rows, kv_heads, "key");
   check_heads(value, cache, rows, kv_heads, "value");
-  const Tensor lengths = ml::checked_lengths(given_lengths, rows, prefix, cache.size(3));
+  const Tensor lengths = checked_lengths(given_lengths, rows, prefix, cache.size(3));
   STD_TORCH_CHECK(window == -1 || window > 0, "megalite: the window must be positive, or -1 for none, not ", window);
   Tensor output = ml::new_empty(query, {rows, heads, cache.size(4)});
   const MegaliteDecodeAttention attention{
