@@ -101,7 +101,7 @@ def _facts(manifest: Manifest) -> list[str]:
     model = ", ".join(f"{name} {value}" for name, value in vars(manifest.model).items())
     return [
         f"step {state['step']:,}, {state.get('samples', 0):,} sequences, {state.get('tokens', 0):,} tokens",
-        f"written by tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}, layers {stages}",
+        f"written by {layout.text}, layers {stages}",
         f"{total:,} bytes in {len(manifest.files)} files",
         f"megalite {manifest.megalite}, torch {manifest.torch}",
         f"model: {model}",

@@ -217,12 +217,11 @@ def _plan(
 def _plan_lines(plan: _Plan) -> Iterator[str]:
     for note in plan.loaded.notes:
         yield f"note: {note}"
-    parallel, layout = plan.loaded.config.parallel, plan.loaded.config.layout
+    layout = plan.loaded.config.layout
     hosts = f"{len(plan.hosts)} host{'s' * (len(plan.hosts) != 1)} of {plan.found.named}"
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size != 1)}"
     yield (
-        f"{ranks}: tensor {parallel.tensor} * pipeline {parallel.pipeline} * data {parallel.data}, "
-        f"on {plan.found.named if plan.job.local else hosts}, with --backend {plan.backend}"
+        f"{ranks}: {layout.text}, on {plan.found.named if plan.job.local else hosts}, with --backend {plan.backend}"
     )
     width = max(len(host.name) for host in plan.hosts)
     for host in plan.hosts[:_RANKS_SHOWN]:

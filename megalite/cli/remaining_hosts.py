@@ -49,8 +49,8 @@ def remaining_hosts(
     run = smaller_layout(run_file, overrides, ranks, slots)
     layout, training = run.loaded.config.layout, run.loaded.config.training
     say(
-        f"{', '.join(gone)} left out: going on with {layout.world_size} of {ranks} ranks, tensor {layout.tensor} * "
-        f"pipeline {layout.pipeline} * data {layout.data}, {training.micro_batches} micro batches of "
-        f"{training.micro_batch_size}, the same global batch of {training.global_batch_size}"
+        f"{', '.join(gone)} left out: going on with {layout.world_size} of {ranks} ranks, {layout.text}, "
+        f"{training.micro_batches} micro batches of {training.micro_batch_size}, "
+        f"the same global batch of {training.global_batch_size}"
     )
     return Restart(left, layout.world_size, run.flags)

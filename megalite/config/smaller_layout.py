@@ -1,7 +1,7 @@
 """Finds the layout with which a run goes on when fewer ranks are left: same global batch, nearest legal sizes."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.config.flags import as_flags
@@ -48,10 +48,11 @@ def _candidates(config: RunConfig, slots: int) -> Iterator[tuple[str, ...]]:
     assert total is not None and size is not None  # load_run solves them
     for tensor in _divisors(whole.tensor):
         for pipeline in range(whole.pipeline, 0, -1):
-            for data in range(min(whole.data, slots // (tensor * pipeline)), 0, -1):
+            replica = replace(whole, tensor=tensor, pipeline=pipeline, data=1)
+            for data in range(min(whole.data, slots // replica.world_size), 0, -1):
                 for smaller in _divisors(size):
                     if total % (smaller * data) == 0:
-                        layout = Layout(tensor=tensor, pipeline=pipeline, data=data)
+                        layout = replace(replica, data=data)
                         yield _flags(config, layout, smaller, total // (smaller * data))
 
 

@@ -1,9 +1,10 @@
 """The mesh axes, the roles of their groups, and the coordinates of each rank."""
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 # Axis -> its setting in [parallel], outermost first: tensor-parallel ranks are neighbours because their traffic
 # is the heaviest.
@@ -24,14 +25,14 @@ ROLES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The place of a rank on each axis, in the order of AXES."""
+    """The place of a rank on each axis."""
 
-    pp: int
-    dp: int
-    tp: int
+    pp: int = 0
+    dp: int = 0
+    tp: int = 0
 
     def __str__(self) -> str:
-        return ", ".join(f"{axis} {place}" for axis, place in zip(AXES, astuple(self), strict=True))
+        return ", ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,11 @@ class Layout:
     data: int = 1
     tensor: int = 1
 
+    @classmethod
+    def of(cls, settings: Any, data: int = 1) -> "Layout":
+        """Return the layout of the settings in [parallel]; data: the number of replicas, which may be "auto" there."""
+        return cls(data=data, **{name: getattr(settings, name) for name in AXES.values() if name != "data"})
+
     @property
     def sizes(self) -> dict[str, int]:
         """Axis -> its number of ranks, in the order of AXES."""
@@ -50,6 +56,26 @@ class Layout:
     @property
     def world_size(self) -> int:
         return prod(self.sizes.values())
+
+    @property
+    def replica_size(self) -> int:
+        """The number of ranks that read the same samples."""
+        return self.world_size // self.data
+
+    @property
+    def named_sizes(self) -> dict[str, int]:
+        """Setting in [parallel] -> size, the innermost axis first and data last.
+
+        An axis that splits neither the model nor the batch stands here only if its size is above 1.
+        """
+        always = {*ROLES["replica"], *ROLES["batch"]}
+        axes = sorted(reversed(self.sizes.items()), key=lambda item: item[0] in ROLES["batch"])
+        return {AXES[axis]: size for axis, size in axes if axis in always or size > 1}
+
+    @property
+    def text(self) -> str:
+        """The sizes as people write them: "tensor 2 x pipeline 2 x data 2"."""
+        return " x ".join(f"{name} {size}" for name, size in self.named_sizes.items())
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of `rank`; ValueError outside of the world."""
@@ -63,15 +89,17 @@ class Layout:
     def rank(self, at: Coordinates) -> int:
         """Return the rank at these coordinates."""
         rank = 0
-        for size, place in zip(self.sizes.values(), astuple(at), strict=True):
-            rank = rank * size + place
+        for axis, size in self.sizes.items():
+            rank = rank * size + getattr(at, axis)
         return rank
 
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks, `rank` included and ascending, with the same coordinates on all axes but the named ones."""
-        places = zip(self.sizes.items(), astuple(self.coordinates(rank)), strict=True)
-        ranges = [range(size) if axis in axes else (place,) for (axis, size), place in places]
-        return tuple(self.rank(Coordinates(*place)) for place in product(*ranges))
+        at = self.coordinates(rank)
+        ranges = [range(size) if axis in axes else (getattr(at, axis),) for axis, size in self.sizes.items()]
+        return tuple(
+            self.rank(Coordinates(**dict(zip(AXES, places, strict=True)))) for places in product(*ranges)
+        )
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return all peer groups over the named axes: a partition of the world, ordered by first rank."""

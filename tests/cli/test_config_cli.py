@@ -171,9 +171,7 @@ def test_config_show_resolves_for_the_ranks_of_a_launcher(capsys: pytest.Capture
     assert main([*arguments, "16"]) == 0
     assert "data = 4" in capsys.readouterr().out
     assert main([*arguments, "6"]) == 2
-    assert (
-        "parallel.tensor 2 * parallel.pipeline 2 = 4 does not divide the 6 ranks" in capsys.readouterr().err
-    )
+    assert "tensor 2 x pipeline 2 = 4 does not divide the 6 ranks" in capsys.readouterr().err
 
 
 def test_config_show_says_that_deepspeed_is_not_used(capsys: pytest.CaptureFixture[str]) -> None:

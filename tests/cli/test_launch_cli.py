@@ -52,7 +52,7 @@ def test_a_dry_run_prints_the_plan_and_a_command_for_each_host(folder, capsys, m
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     lines = printed(capsys, "run.toml", "--hostfile", "hosts", "--backend", "ssh", "--training.steps", "3")
     assert lines[:3] == [
-        "4 ranks: tensor 2 * pipeline 2 * data 1, on 2 hosts of the hostfile hosts, with --backend ssh",
+        "4 ranks: tensor 2 x pipeline 2 x data 1, on 2 hosts of the hostfile hosts, with --backend ssh",
         "  n0  ranks 0-1",
         "  n1  ranks 2-3",
     ]
@@ -114,7 +114,7 @@ def test_data_auto_takes_the_slots_and_says_which_stay_idle(folder, capsys):
     lines = printed(
         capsys, "run.toml", "--hostfile", "hosts", "--backend", "ssh", "--training.global_batch_size=12"
     )
-    assert lines[0].startswith("12 ranks: tensor 2 * pipeline 2 * data 3, on 3 hosts")
+    assert lines[0].startswith("12 ranks: tensor 2 x pipeline 2 x data 3, on 3 hosts")
     assert "idle: 1 of 3 slots of n2" in lines
 
 

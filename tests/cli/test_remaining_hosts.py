@@ -79,7 +79,7 @@ def test_too_few_slots_are_an_error_unless_fewer_are_allowed(tmp_path):
         restart.ranks == 2 and "--parallel.data=1" in restart.flags and "--parallel.tensor=2" in restart.flags
     )
     assert cluster.said == [
-        "n1 left out: going on with 2 of 4 ranks, tensor 2 * pipeline 1 * data 1, 4 micro batches of 2, "
+        "n1 left out: going on with 2 of 4 ranks, tensor 2 x pipeline 1 x data 1, 4 micro batches of 2, "
         "the same global batch of 8"
     ]
 

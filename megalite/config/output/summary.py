@@ -111,7 +111,7 @@ def length_line(config: RunConfig) -> str:
 def layout_line(config: RunConfig) -> str:
     """Return the mesh and the ZeRO stage."""
     layout, layers = config.layout, config.parallel.layers_per_stage
-    mesh = f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}"
+    mesh = layout.text
     if layout.pipeline > 1:
         mesh += f", schedule {config.parallel.schedule}"
         if layers is not None:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from megalite.config.sections.checked import Facts, Unknown
 from megalite.config.sections.schema import BatchPlan
 from megalite.errors import Problem
+from megalite.topology.axes import Layout
 
 _GLOBAL, _SIZE, _COUNT = "training.global_batch_size", "training.micro_batch_size", "training.micro_batches"
 
 
 def data_size(facts: Facts) -> int:
     """Return the number of data-parallel replicas. Raises Unknown if the layout does not fit the started ranks."""
-    replica = facts.parallel.tensor * facts.parallel.pipeline
+    replica = Layout.of(facts.parallel).replica_size
     if facts.parallel.data == "auto":
         if facts.world_size is None:
             return 1
@@ -27,7 +28,7 @@ def data_size(facts: Facts) -> int:
 def most_ranks(facts: Facts, slots: int) -> int | None:
     """Return the most ranks that parallel.data = "auto" can use of `slots`; None where the layout alone decides."""
     try:
-        replica = facts.parallel.tensor * facts.parallel.pipeline
+        replica = Layout.of(facts.parallel).replica_size
         return slots // replica * replica or None if facts.parallel.data == "auto" else None
     except Unknown:
         return None
@@ -74,7 +75,7 @@ def _contradiction(facts: Facts, total: int, size: int, count: int, data: int) -
     if total % (count * data) == 0:
         fitting.append(f"micro_batch_size {total // (count * data)}")
     if total % (size * count) == 0:
-        ranks = total // (size * count) * facts.parallel.tensor * facts.parallel.pipeline
+        ranks = Layout.of(facts.parallel, total // (size * count)).world_size
         fitting.append(f"data {total // (size * count)} ({_ranks(ranks)})")
     return Problem(_GLOBAL, message, f"use {' or '.join(fitting)}")
 
@@ -104,9 +105,9 @@ def _data(facts: Facts, data: int) -> str:
         return f"data {data} {facts.source('parallel.data')}"
     if facts.world_size is None:
         return f"data {data} (default)"
-    cut = [f" / {axis} {getattr(facts.parallel, axis)}" for axis in ("tensor", "pipeline")]
-    cut = [text for text in cut if not text.endswith(" 1")]
-    return f"data {data} ({_ranks(facts.world_size)}{''.join(cut)})"
+    sizes = Layout.of(facts.parallel).named_sizes
+    cut = "".join(f" / {name} {size}" for name, size in sizes.items() if size > 1)
+    return f"data {data} ({_ranks(facts.world_size)}{cut})"
 
 
 def _ranks(count: int) -> str:

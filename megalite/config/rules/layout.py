@@ -6,6 +6,7 @@ from math import isqrt
 from megalite.config.sections.checked import Facts
 from megalite.errors import Problem
 from megalite.launcher.rank.rank_count import how_to_start, ranks_started
+from megalite.topology.axes import Layout
 from megalite.topology.sharding import heads_fit
 
 
@@ -56,14 +57,13 @@ def tensor_fits_vocabulary(facts: Facts) -> Iterator[Problem]:
 
 
 def ranks_make_whole_replicas(facts: Facts) -> Iterator[Problem]:
-    world, tensor, pipeline = facts.world_size, facts.parallel.tensor, facts.parallel.pipeline
-    if world is None or facts.parallel.data != "auto" or world % (tensor * pipeline) == 0:
+    world, layout = facts.world_size, Layout.of(facts.parallel)
+    replica = layout.replica_size
+    if world is None or facts.parallel.data != "auto" or world % replica == 0:
         return
-    replica = tensor * pipeline
     started = ranks_started(world, facts.launched)
-    message = (
-        f"parallel.tensor {tensor} * parallel.pipeline {pipeline} = {replica} does not divide the {started}"
-    )
+    sizes = " x ".join(f"{name} {size}" for name, size in layout.named_sizes.items() if name != "data")
+    message = f"{sizes} = {replica} does not divide the {started}"
     nearest = [each for each in (world // replica * replica, (world // replica + 1) * replica) if each]
     yield Problem("parallel.data", message, how_to_start(nearest, facts.launched))
 
@@ -72,13 +72,12 @@ def ranks_fill_the_layout(facts: Facts) -> Iterator[Problem]:
     world, data = facts.world_size, facts.parallel.data
     if world is None or data == "auto":
         return
-    tensor, pipeline = facts.parallel.tensor, facts.parallel.pipeline
-    ranks = tensor * pipeline * data
-    if world != ranks:
+    layout = Layout.of(facts.parallel, data)
+    if world != layout.world_size:
         started = ranks_started(world, facts.launched)
-        message = f"tensor {tensor} * pipeline {pipeline} * data {data} = {ranks}, not the {started}"
-        automatic = "" if world % (tensor * pipeline) else 'use "auto", or '
-        yield Problem("parallel.data", message, automatic + how_to_start([ranks], facts.launched))
+        message = f"{layout.text} = {layout.world_size}, not the {started}"
+        automatic = "" if world % layout.replica_size else 'use "auto", or '
+        yield Problem("parallel.data", message, automatic + how_to_start([layout.world_size], facts.launched))
 
 
 def zero_fits_the_pipeline(facts: Facts) -> Iterator[Problem]:

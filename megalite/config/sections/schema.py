@@ -373,7 +373,7 @@ class RunConfig(Section):
     @property
     def layout(self) -> Layout:
         """Sizes of the mesh's axes; for a resolved run."""
-        return Layout(self.parallel.pipeline, self._data, self.parallel.tensor)
+        return Layout.of(self.parallel, self._data)
 
     @property
     def split(self) -> PipelineSplit:

@@ -33,7 +33,7 @@ def model_card(
         **({"weights": f"the average of steps {', '.join(map(str, averaged))}"} if len(averaged) > 1 else {}),
         "sequences": f"{state['samples']:,}",
         "tokens": f"{state['tokens']:,}",
-        "layout": f"tensor {layout.tensor} x pipeline {layout.pipeline} x data {layout.data}",
+        "layout": layout.text,
         **_training_facts(manifest.config),
         "software": f"megalite {manifest.megalite}, torch {manifest.torch}; exported by {__version__}",
     }

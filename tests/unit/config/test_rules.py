@@ -186,7 +186,7 @@ CASES = [
     Case(
         "ranks_make_whole_replicas",
         {"parallel.tensor": 2, "parallel.pipeline": 2},
-        "parallel.data: parallel.tensor 2 * parallel.pipeline 2 = 4 does not divide the 6 ranks that were started; "
+        "parallel.data: tensor 2 x pipeline 2 = 4 does not divide the 6 ranks that were started; "
         "start 4 or 8 ranks",
         {},
         world_size=6,
@@ -195,7 +195,7 @@ CASES = [
     Case(
         "ranks_fill_the_layout",
         {"parallel.tensor": 2, "parallel.data": 2},
-        "parallel.data: tensor 2 * pipeline 1 * data 2 = 4, not the 8 ranks that were started; "
+        "parallel.data: tensor 2 x pipeline 1 x data 2 = 4, not the 8 ranks that were started; "
         'use "auto", or start 4 ranks',
         {"parallel.data": "auto"},
         world_size=8,

@@ -83,13 +83,13 @@ def test_a_run_file_for_another_number_of_ranks_names_the_variable_and_the_start
     for flags, reason, counts, offer in (
         (
             ["--parallel.tensor", "2", "--parallel.data", "4"],
-            "tensor 2 * pipeline 1 * data 4 = 8, not",
+            "tensor 2 x pipeline 1 x data 4 = 8, not",
             8,
             "use",
         ),
         (
             ["--parallel.pipeline", "3", "--parallel.data", "1"],
-            "tensor 1 * pipeline 3 * data 1 = 3, not",
+            "tensor 1 x pipeline 3 x data 1 = 3, not",
             3,
             "",
         ),
@@ -104,7 +104,7 @@ def test_a_run_file_for_another_number_of_ranks_names_the_variable_and_the_start
         load_run(write_run(tmp_path, RUN), ["--parallel.pipeline", "3"], launched=ranks(name)[-1])
     told = str(caught.value)
     assert (
-        f"parallel.pipeline 3 = 3 does not divide the 4 ranks that {source}; start 3 or 6 ranks, as with"
+        f"tensor 1 x pipeline 3 = 3 does not divide the 4 ranks that {source}; start 3 or 6 ranks, as with"
         in told
     )
     assert start.replace("{}", "3") in told
