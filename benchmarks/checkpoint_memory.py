@@ -28,6 +28,7 @@ from benchmarks.loader import forget
 from benchmarks.ranks import run_ranks
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import Parameter, stage_parameters
+from megalite.topology.place import RankPlace
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit, pipeline_split
 
@@ -77,12 +78,11 @@ def write_checkpoint(run: Path, shape: ModelShape) -> Path:
     entries: dict[str, TensorEntry] = {}
     sizes: dict[str, int] = {}
     for rank in range(WRITTEN_BY.world_size):
-        at, file = WRITTEN_BY.coordinates(rank), f"rank-{rank:05d}.safetensors"
+        place, file = RankPlace(WRITTEN_BY, rank), f"rank-{rank:05d}.safetensors"
         regions = {
             f"{WEIGHT}/{part.name}": (part, region)
-            for parameter, part, region in slices_of(shape, split, at.pp, at.tp, WRITTEN_BY.tensor)
-            if at.pp == (parameter.spec.stages or (at.pp,))[0]
-            and parameter.spec.first_holder(part, at.tp, WRITTEN_BY.tensor) == at.tp
+            for parameter, part, region in slices_of(shape, split, place)
+            if place.is_first_stage(parameter) and place.is_first_holder(parameter, part)
         }
 
         def read(key: str, regions: dict[str, Any] = regions) -> torch.Tensor:
@@ -114,11 +114,11 @@ def write_checkpoint(run: Path, shape: ModelShape) -> Path:
 
 
 def slices_of(
-    shape: ModelShape, split: PipelineSplit, stage: int, rank: int, size: int
+    shape: ModelShape, split: PipelineSplit, place: RankPlace
 ) -> Iterator[tuple[Parameter, Any, Any]]:
     """Yield a rank's share: registered parameter, canonical tensor, slice of the tensor."""
-    for parameter in stage_parameters(shape, split, stage):
-        for part, region in parameter.spec.slices(rank, size):
+    for parameter in stage_parameters(shape, split, place.at.pp):
+        for part, region in place.slices(parameter):
             yield parameter, part, region
 
 
@@ -173,7 +173,7 @@ def importing(folder: Path, shape: ModelShape, layout: Layout) -> dict[str, floa
     replica = build_replica(shape, mesh, split, seed=None)
     load_huggingface(folder, replica)
     seconds, after = time.perf_counter() - began, counters()
-    held = slices_of(shape, split, mesh.at.pp, mesh.tp.rank, mesh.tp.size)
+    held = slices_of(shape, split, mesh)
     return {
         "start": memory.start_bytes,
         "peak": memory.peak_bytes,

@@ -26,10 +26,8 @@ def write_initial_weights(path: Path) -> None:
     replica = build_replica(SHAPE, ParallelMesh.single(), pipeline_split(SHAPE.num_hidden_layers, 1), seed=0)
     ours: dict[str, Tensor] = {}
     for parameter in replica.parameters:
-        rows = replica.tensors[parameter.name].detach()
-        for part, region in parameter.spec.slices(0, 1):
-            count = region.shape[0]
-            ours[part.name], rows = rows[:count], rows[count:]
+        parts = replica.mesh.parts_of(parameter, replica.tensors[parameter.name].detach())
+        ours |= {part.name: values for part, _, values in parts}
     theirs = {
         tensor.name: as_family_tensor(tensor, [ours[part] for part in tensor.parts]).contiguous()
         for tensor in family_tensors(SHAPE)

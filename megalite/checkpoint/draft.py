@@ -110,8 +110,7 @@ def pieces_of(replica: Replica, optimizer: OptimizerState) -> Iterator[StoredPie
         weights = _whole_weights(replica)
     for shard in chain(weights, optimizer.shards()):
         if shard.owned:
-            regions = shard.parameter.spec.slices(mesh.tp.rank, mesh.tp.size)
-            ranges = split_flat_range(regions, shard.start, shard.values.numel())
+            ranges = split_flat_range(mesh.slices(shard.parameter), shard.start, shard.values.numel())
             for each in _written(mesh, shard.parameter, ranges):
                 yield StoredPiece(shard.key, each, shard.values[each.offset : each.offset + each.numel])
 
@@ -125,18 +124,17 @@ def by_key(pieces: Iterable[StoredPiece]) -> dict[str, StoredPiece]:
 
 
 def _whole_weights(replica: Replica) -> Iterator[StateShard]:
-    """The weights that every data-parallel rank holds; the ranks take turns to write them."""
-    copies, tensors = replica.mesh.dense_gradients, replica.tensors
-    for index, parameter in enumerate(replica.trained):
-        owned = index % copies.size == copies.rank
-        yield StateShard(parameter, WEIGHT, 0, tensors[parameter.name].detach().reshape(-1), owned)
+    """The weights of this rank; the ranks with the same ones take turns to write them."""
+    tensors = replica.tensors
+    for turn, parameter in enumerate(replica.trained):
+        values = tensors[parameter.name].detach().reshape(-1)
+        yield StateShard(parameter, WEIGHT, 0, values, replica.mesh.writes(parameter, turn))
 
 
 def _written(mesh: ParallelMesh, parameter: Parameter, ranges: Iterable[PartRange]) -> Iterator[PartRange]:
-    """The flat ranges that this tensor-parallel rank and stage write: replicas and tied copies only once."""
-    spec, (rank, size) = parameter.spec, (mesh.tp.rank, mesh.tp.size)
-    if not spec.stages or mesh.at.pp == spec.stages[0]:
-        yield from (each for each in ranges if spec.first_holder(each.part, rank, size) == rank)
+    """The flat ranges that this rank of those over which the parameter is cut writes: replicas and tied copies once."""
+    if mesh.is_first_stage(parameter):
+        yield from (each for each in ranges if mesh.is_first_holder(parameter, each.part))
 
 
 def _write(path: Path, by_key: Mapping[str, StoredPiece], read: Callable[[str], Tensor]) -> str:

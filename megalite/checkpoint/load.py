@@ -117,12 +117,11 @@ def load_parameter(
 
     most_elements: how many elements, about, to read at a time; None: each part at once.
     """
-    row = 0
-    for part, region in parameter.spec.slices(mesh.tp.rank, mesh.tp.size):
-        for some in [region] if most_elements is None else rows_of(region, most_elements):
-            if some.numel:
-                tensor[row : row + some.shape[0]].copy_(reader.read(state_key, part.name, some))
-            row += some.shape[0]
+    for part, region, values in mesh.parts_of(parameter, tensor):
+        for block in [region] if most_elements is None else rows_of(region, most_elements):
+            row = block.offsets[0] - region.offsets[0]
+            if block.numel:
+                values[row : row + block.shape[0]].copy_(reader.read(state_key, part.name, block))
 
 
 def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
@@ -201,10 +200,9 @@ def _optimizer_shards(manifest: Manifest, optimizer: OptimizerState) -> Iterator
 
 def _targets(shard: StateShard, state_key: str, mesh: ParallelMesh) -> Iterator[TensorTarget]:
     """Yield the parts of a flat range of one parameter: all of its elements, each once."""
-    regions = shard.parameter.spec.slices(mesh.tp.rank, mesh.tp.size)
     size = shard.values.numel()
     filled = 0
-    for each in split_flat_range(regions, shard.start, size):
+    for each in split_flat_range(mesh.slices(shard.parameter), shard.start, size):
         values = shard.values[each.offset : each.offset + each.numel]
         filled += each.numel
         yield TensorTarget(values, state_key, each.part.name, each.region, each.start)

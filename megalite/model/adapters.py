@@ -66,15 +66,13 @@ def _banks(
     replica: Replica, layer: int, shares: Sequence[Mapping[str, LoraShare]], selection: Selection
 ) -> Iterator[tuple[str, LoraBank]]:
     """Add a bank to each linear of a layer that an adapter changes; yield the linear's name and its bank."""
-    tp, decoder_layer = replica.mesh.tp, replica.stage.model.layers[str(layer)]
+    mesh, decoder_layer = replica.mesh, replica.stage.model.layers[str(layer)]
     for within in dict.fromkeys(name for each in shares for name in each):
         linear = decoder_layer.get_submodule(within)
         assert isinstance(linear, ColumnParallelLinear | RowParallelLinear | Int8Linear)
         outputs, inputs = linear.weight.shape
-        widths = [
-            each[within].a.spec.local_shape(tp.rank, tp.size)[0] if within in each else 0 for each in shares
-        ]
+        widths = [mesh.local_shape(each[within].a)[0] if within in each else 0 for each in shares]
         linear.bank = LoraBank(
-            widths, inputs, outputs, selection, dtype=replica.stage.dtype, device=replica.mesh.device
+            widths, inputs, outputs, selection, dtype=replica.stage.dtype, device=mesh.device
         )
         yield within, linear.bank

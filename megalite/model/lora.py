@@ -40,7 +40,7 @@ def lora_shares(shape: ModelShape, layer: int, mesh: ParallelMesh) -> dict[str, 
         linear = name.removesuffix(_A)
         parts = tuple(
             (region.shape[0], adapter.adapts(part.name.removesuffix(".weight")))
-            for part, region in parameters[f"{linear}.weight"].spec.slices(mesh.tp.rank, mesh.tp.size)
+            for part, region in mesh.slices(parameters[f"{linear}.weight"])
         )
         within = linear.removeprefix(f"model.layers.{layer}.")
         shares[within] = LoraShare(a, parameters[f"{linear}.lora.B"], parts)
@@ -56,10 +56,9 @@ def add_lora(
     options: ModelOptions,
 ) -> None:
     """Add A and B, and DoRA's magnitudes, to each linear of `decoder_layer` that the topology adapts."""
-    rank, size = mesh.tp.rank, mesh.tp.size
     for name, share in lora_shares(shape, layer, mesh).items():
         linear = decoder_layer.get_submodule(name)
-        a, b = (each.spec.local_shape(rank, size) for each in (share.a, share.b))
+        a, b = (mesh.local_shape(each) for each in (share.a, share.b))
         if isinstance(linear, ColumnParallelLinear):
             linear.lora = ColumnLora(
                 a,

@@ -26,8 +26,7 @@ class Replica:
     stage: Stage
 
     def __post_init__(self) -> None:
-        tp = self.mesh.tp
-        expected = {each.name: each.spec.local_shape(tp.rank, tp.size) for each in self.parameters}
+        expected = {each.name: self.mesh.local_shape(each) for each in self.parameters}
         held = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
         if held != expected:
             differing = sorted(dict(held.items() ^ expected.items()))

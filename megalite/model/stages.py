@@ -53,13 +53,10 @@ def initialise(replica: Replica, seed: int, *, adapter_only: bool = False) -> No
 @torch.no_grad()
 def fill(parameters: Iterable[Parameter], replica: Replica, seed: int) -> None:
     """Fill parameters: with `Parameter.fill`, or with normal values drawn for the region that this rank holds."""
-    tensors, tp = replica.tensors, replica.mesh.tp
+    tensors, mesh = replica.tensors, replica.mesh
     for parameter in parameters:
         if parameter.std is None:
             tensors[parameter.name].fill_(parameter.fill)
             continue
-        row = 0
-        for part, region in parameter.spec.slices(tp.rank, tp.size):
-            rows = tensors[parameter.name][row : row + region.shape[0]]
-            rows.copy_(normal_slice(seed, part.name, region, parameter.std))
-            row += region.shape[0]
+        for part, region, values in mesh.parts_of(parameter, tensors[parameter.name]):
+            values.copy_(normal_slice(seed, part.name, region, parameter.std))

@@ -28,7 +28,7 @@ from megalite.parallel.layers import VocabParallelEmbedding
 from megalite.parallel.lora import adapters_off
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.shape import ModelShape
-from megalite.topology.stages import PipelineSplit, balanced_split
+from megalite.topology.stages import PipelineSplit
 
 
 class Decoder(nn.Module):
@@ -168,7 +168,7 @@ class Stage(nn.Module):
         chunks = split.chunks_of(mesh.at.pp)
         self.model = Decoder(shape, split, mesh, options)
         if len(split.layers) - 1 in chunks and not shape.tie_word_embeddings:
-            rows = len(balanced_split(shape.vocab_size, mesh.tp.size)[mesh.tp.rank])
+            rows = mesh.local(shape.vocab_size)
             self.lm_head = Head(rows, shape.hidden_size, dtype=options.dtype, bias=shape.head_bias)
         if shape.position_embedding == "rope":
             self.rotary = LayerRotations(shape, options.dtype)

@@ -1,7 +1,7 @@
 """The mesh of ranks and the process groups of its axes. No other module creates process groups."""
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,8 +15,10 @@ from torch.distributed import Store as Store
 from megalite.errors import CheckpointError, LaunchError
 from megalite.launcher.control.progress import now
 from megalite.parallel.device import accelerator_id, require_distinct_accelerators
-from megalite.topology.axes import AXES, ROLES, Coordinates, Layout
-from megalite.topology.sharding import heads_held
+from megalite.topology.axes import COPIES, Layout
+from megalite.topology.parameters import Parameter
+from megalite.topology.place import RankPlace
+from megalite.topology.sharding import Part, TensorSlice, heads_held
 from megalite.topology.stages import balanced_split
 
 T = TypeVar("T")
@@ -45,11 +47,10 @@ ALONE = RankGroup(ranks=(0,), rank=0)
 
 
 @dataclass(frozen=True)
-class ParallelMesh:
-    """This rank's coordinates on the mesh, and its process group along each axis and for each role.
+class ParallelMesh(RankPlace):
+    """This rank's place on the mesh, and its process group along each axis and for each role.
 
-    groups: axis or role (topology.axes) -> this rank's group; a missing entry means this rank alone.
-        "tied": the first and the last stage, which both hold tied embeddings; only this rank on other stages.
+    groups: axis or role (`RankPlace.peers`) -> this rank's group; a missing entry means this rank alone.
         "pp_upwards": the ranks of "pp" in another process group, for what a stage sends to one before it.
     sequence_parallel: outside of attention and MLP each tp rank holds a range of the positions (Korthikanti et al.,
         "Reducing Activation Recomputation in Large Transformer Models", 2022).
@@ -57,8 +58,6 @@ class ParallelMesh:
         tensors, and waiting for it would synchronise the device.
     """
 
-    layout: Layout
-    rank: int
     device: torch.device
     groups: Mapping[str, RankGroup] = field(default_factory=dict, hash=False)
     sequence_parallel: bool = False
@@ -87,19 +86,15 @@ class ParallelMesh:
             ids: list[Any] = [None] * world_size
             dist.all_gather_object(ids, accelerator_id(device), group=host)
             require_distinct_accelerators(ids)
-        reach = {**{axis: (axis,) for axis in AXES}, **ROLES}
-        ranks_of = {name: layout.peers(rank, *axes) for name, axes in reach.items()}
-        stages = ranks_of["pp"]
-        ends = tuple(dict.fromkeys((stages[0], stages[-1])))
-        ranks_of["tied"] = ends if rank in ends else (rank,)
+        peers = RankPlace(layout, rank).peers
         # Before groups that only some of these ranks have: torch names a group by how many the rank has made.
-        upwards = _join(stages, rank, "pp") if len(stages) > 1 else None
+        upwards = _join(peers["pp"], rank, "pp") if layout.pipeline > 1 else None
         # Roles with the same ranks share a group: each costs connections and, on a GPU, memory.
         joined: dict[tuple[int, ...], RankGroup] = {}
-        for name, ranks in ranks_of.items():
+        for name, ranks in peers.items():
             if ranks not in joined:
                 joined[ranks] = _join(ranks, rank, name)
-        groups = {name: joined[ranks] for name, ranks in ranks_of.items()}
+        groups = {name: joined[ranks] for name, ranks in peers.items()}
         groups["pp_upwards"] = upwards or groups["pp"]
         return cls(
             layout,
@@ -162,9 +157,23 @@ class ParallelMesh:
         """True on the one tensor-parallel rank whose copy of replicated values counts in a sum over the world."""
         return self.tp.rank == 0
 
-    @property
-    def at(self) -> Coordinates:
-        return self.layout.coordinates(self.rank)
+    def cut_over(self, parameter: Parameter) -> RankGroup:
+        """Return the ranks over which a parameter is cut."""
+        return self.groups.get(parameter.spec.axis, ALONE)
+
+    def copies(self, parameter: Parameter) -> RankGroup:
+        """Return the ranks with the same shard of a parameter, which sum its gradient."""
+        return self.groups.get(COPIES[parameter.spec.axis], ALONE)
+
+    def parts_of(self, parameter: Parameter, tensor: Tensor) -> Iterator[tuple[Part, TensorSlice, Tensor]]:
+        """Yield each part of a parameter with this rank's slice and, as a view, the slice's rows of `tensor`.
+
+        tensor: this rank's shard of the parameter, or a tensor with as many rows.
+        """
+        row = 0
+        for part, region in self.slices(parameter):
+            yield part, region, tensor[row : row + region.shape[0]]
+            row += region.shape[0]
 
     def local(self, size: int) -> int:
         """Return this rank's part of a size that may be sharded over tp at any index, such as intermediate features."""

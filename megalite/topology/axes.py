@@ -22,6 +22,9 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     "replica": ("pp", "tp"),
 }
 
+# Axis over which a parameter is cut (`ShardSpec.axis`) -> role of the ranks that hold the same shard of it.
+COPIES: Mapping[str, str] = {"tp": "dense_gradients"}
+
 
 @dataclass(frozen=True)
 class Coordinates:

@@ -19,7 +19,7 @@ class FiniteFlags:
 
     def __init__(self, parameters: Sequence[Parameter], mesh: ParallelMesh):
         self._parameters, self._mesh = parameters, mesh
-        counts = [len(self._rows(parameter)) for parameter in parameters]
+        counts = [len(parameter.spec.parts) for parameter in parameters]
         # Allocated once: a small tensor that outlives a backward would split the heap between large ones.
         self._all = torch.ones(sum(counts), dtype=torch.bool, device=mesh.device)
         names = (parameter.name for parameter in parameters)
@@ -27,7 +27,7 @@ class FiniteFlags:
 
     def see(self, parameter: Parameter, gradient: Tensor) -> None:
         flags = self._flags[parameter.name]
-        for index, part in enumerate(gradient.detach().split(self._rows(parameter))):
+        for index, part in enumerate(gradient.detach().split(self._mesh.rows(parameter))):
             # One pass that allocates nothing of the gradient's size: both ends are NaN if an element is.
             flags[index] &= torch.stack(part.aminmax()).isfinite().all()
 
@@ -39,15 +39,11 @@ class FiniteFlags:
     def clear(self) -> None:
         self._all.fill_(True)
 
-    def _rows(self, parameter: Parameter) -> list[int]:
-        regions = parameter.spec.slices(self._mesh.tp.rank, self._mesh.tp.size)
-        return [region.shape[0] for _, region in regions]
-
     def _stand_in(self, parameter: Parameter) -> Tensor:
         """A gradient of as many rows, in which what is not finite is where it was."""
         flags = self._flags[parameter.name]
         values = torch.where(flags, 0.0, torch.inf)
-        return values.repeat_interleave(torch.tensor(self._rows(parameter), device=flags.device))
+        return values.repeat_interleave(torch.tensor(self._mesh.rows(parameter), device=flags.device))
 
 
 @dataclass(frozen=True)

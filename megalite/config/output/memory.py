@@ -18,6 +18,7 @@ from megalite.topology.parameters import (
     model_parameters,
     stage_parameters,
 )
+from megalite.topology.place import RankPlace
 
 _BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 # More than any accelerator of today has: a rank that needs more fits on none.
@@ -46,21 +47,22 @@ def memory_line(config: RunConfig, vocab_size: int) -> str:
 
 
 def memory_of_stages(config: RunConfig, vocab_size: int) -> Iterator[RankMemory]:
-    """Yield the memory of the first tensor-parallel rank of each stage, for a run whose precision is known."""
+    """Yield the memory of the first rank of each stage, for a run whose precision is known."""
     shape = config.shape(vocab_size)
-    tp, copies, zero = config.layout.tensor, config.layout.data, config.zero_stage
+    zero = config.zero_stage
     of_weight = _BYTES[config.training.precision]
     exact = max(4, of_weight)
     of_gradient = exact if config.training.accumulation == "fp32" else of_weight
-    for stage in range(config.layout.pipeline):
+    for place in RankPlace.of_stages(config.layout):
+        copies = len(place.peers["dense_gradients"])
         held = [
-            (each, prod(each.spec.local_shape(0, tp)))
-            for each in stage_parameters(shape, config.split, stage)
+            (each, prod(place.local_shape(each)))
+            for each in stage_parameters(shape, config.split, place.at.pp)
         ]
         trained = [(each, numel) for each, numel in held if each.trained]
         weights = of_weight * sum(numel for _, numel in held)
         gradients = of_gradient * sum(numel for _, numel in trained)
-        states = sum(_state_numel(config, each) for each, _ in trained)
+        states = sum(_state_numel(config, each, place) for each, _ in trained)
         # ZeRO has its own fp32 copy of what it updates, also of a model in fp32.
         masters = sum(numel for _, numel in trained) if of_weight < 4 or zero else 0
         optimizer = exact * (states + masters)
@@ -144,7 +146,7 @@ def _least_memory(config: RunConfig) -> LeastMemory:
         weights = 0.0 if "offload_param" in on_disk else stage.weights
         totals.append(weights + stage.gradients + optimizer + hidden_states)
     totals[-1] += logits  # the V-shaped schedules have the head elsewhere, which changes no sum
-    return LeastMemory(min(totals), sum(totals) * layout.tensor * layout.data)
+    return LeastMemory(min(totals), sum(totals) * (layout.world_size // layout.pipeline))
 
 
 def _largest_part(config: RunConfig) -> tuple[str, int]:
@@ -181,10 +183,9 @@ def _value(config: RunConfig, key: str) -> int:
     return int(getattr(getattr(config, section), name) or 0)
 
 
-def _state_numel(config: RunConfig, parameter: Parameter) -> int:
-    """Return how many values the optimizer keeps for the first tensor-parallel rank's shard of a parameter."""
-    optimizer, tp = config.optimizer, config.layout.tensor
-    shard = prod(parameter.spec.local_shape(0, tp))
+def _state_numel(config: RunConfig, parameter: Parameter, place: RankPlace) -> int:
+    """Return how many values the optimizer keeps for a rank's shard of a parameter."""
+    optimizer, shard = config.optimizer, prod(place.local_shape(parameter))
     average = shard if optimizer.ema_decay else 0
     if optimizer.name == "sgd":
         return average + (shard if optimizer.momentum else 0)
@@ -192,6 +193,6 @@ def _state_numel(config: RunConfig, parameter: Parameter) -> int:
         return average + shard
     if optimizer.name == "adafactor":
         matrix = len(parameter.spec.full_shape) == 2
-        moments = sum(sum(region.shape) for _, region in parameter.spec.slices(0, tp))
+        moments = sum(sum(region.shape) for _, region in place.slices(parameter))
         return average + (moments if matrix else shard)
     return average + 2 * shard

@@ -14,6 +14,7 @@ from megalite.topology.parameters import (
     parameter_count,
     stage_parameters,
 )
+from megalite.topology.place import RankPlace
 
 _UNKNOWN_VOCABULARY = 1
 STATE_BYTES = 18
@@ -76,16 +77,13 @@ def tokens_text(count: int) -> str:
 
 def rank_share_line(config: RunConfig) -> str:
     """Return the parameters of the largest rank; "" where every rank has all, or the vocabulary is unknown."""
-    rows, parallel = vocabulary(config), config.parallel
-    if rows is None or parallel.tensor * parallel.pipeline == 1:
+    rows, places = vocabulary(config), [*RankPlace.of_stages(config.layout)]
+    if rows is None or len(places[0].peers["replica"]) == 1:
         return ""
     shape = config.shape(rows)
     held = [
-        sum(
-            prod(each.spec.local_shape(0, parallel.tensor))
-            for each in stage_parameters(shape, config.split, stage)
-        )
-        for stage in range(parallel.pipeline)
+        sum(prod(place.local_shape(each)) for each in stage_parameters(shape, config.split, place.at.pp))
+        for place in places
     ]
     return f"{max(held):,} on the largest rank, a rank of stage {held.index(max(held))}"
 

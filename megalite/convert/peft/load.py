@@ -71,11 +71,11 @@ def load_adapters(named: Mapping[str, NamedAdapter], replica: Replica) -> Adapte
 
 
 def _fill(adapter: NamedAdapter, linears: Sequence[AdaptedLinear], replica: Replica) -> None:
-    tp, exact = replica.mesh.tp, torch.promote_types(replica.stage.dtype, torch.float32)
+    exact = torch.promote_types(replica.stage.dtype, torch.float32)
     with _opened(adapter.folder, adapter.shape, is_peft=adapter.is_peft) as reader:
 
         def read(parameter: Parameter) -> Tensor:
-            tensor = torch.empty(parameter.spec.local_shape(tp.rank, tp.size), dtype=exact)
+            tensor = torch.empty(replica.mesh.local_shape(parameter), dtype=exact)
             load_parameter(reader, parameter, tensor, replica.mesh)
             return tensor
 

@@ -65,7 +65,7 @@ def numbered(shape: ModelShape) -> dict[str, Tensor]:
 
 def imported(world: World, folder: Path, mesh: ThreadMesh) -> HeldStage:
     """Return a rank's values after the import; nan where none was written."""
-    sizes = {each.name: each.spec.local_shape(mesh.tp.rank, mesh.tp.size) for each in world.parameters(mesh)}
+    sizes = {each.name: mesh.local_shape(each) for each in world.parameters(mesh)}
     stage = HeldStage({name: torch.full(size, torch.nan) for name, size in sizes.items()})
     load_huggingface(folder, world.replica(mesh, stage))
     return stage

@@ -16,8 +16,8 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.regions import index_in
 from megalite.checkpoint.save import save_checkpoint
 from megalite.model.replica import Replica
-from megalite.parallel.mesh import RankGroup
-from megalite.topology.axes import Coordinates, Layout
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import Parameter, canonical_tensors, stage_parameters
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
@@ -28,24 +28,22 @@ T = TypeVar("T")
 KINDS = ("exp_avg", "exp_avg_sq")
 
 
-class ThreadMesh:
-    """The part of ParallelMesh that checkpoints use, for one rank of a world of threads."""
+@dataclass(frozen=True)
+class ThreadMesh(ParallelMesh):
+    """The mesh of one rank of a world of threads, without process groups."""
 
-    def __init__(self, layout: Layout, rank: int, exchange: "Exchange"):
-        self.layout, self.rank, self._exchange = layout, rank, exchange
-        self.at: Coordinates = layout.coordinates(rank)
-        self.tp = RankGroup(layout.peers(rank, "tp"), self.at.tp)
-        self.dense_gradients = RankGroup(layout.peers(rank, "dp"), self.at.dp)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    exchange: "Exchange" = field(default_factory=lambda: Exchange(1))
 
     def gather_objects(self, value: Any) -> list[Any] | None:
-        gathered = self._exchange.all(self.rank, value)
+        gathered = self.exchange.all(self.rank, value)
         return gathered if self.rank == 0 else None
 
     def broadcast_object(self, value: Any) -> Any:
-        return self._exchange.all(self.rank, value)[0]
+        return self.exchange.all(self.rank, value)[0]
 
     def max_over_world(self, value: float) -> float:
-        return max(self._exchange.all(self.rank, value))
+        return max(self.exchange.all(self.rank, value))
 
 
 class Exchange:
@@ -73,7 +71,7 @@ def on_all_ranks(layout: Layout, action: Callable[[ThreadMesh], T]) -> list[T | 
 
     def work(rank: int) -> None:
         try:
-            outcomes[rank] = action(ThreadMesh(layout, rank, exchange))
+            outcomes[rank] = action(ThreadMesh(layout, rank, exchange=exchange))
         except Exception as error:
             outcomes[rank] = error
             if (
@@ -105,7 +103,7 @@ def local_truth(shape: ModelShape, kind: str, parameter: Parameter, mesh: Thread
         truth(shape, kind, part.name, version=version)[
             index_in(region, TensorSlice((0,) * len(part.shape), part.shape))
         ]
-        for part, region in parameter.spec.slices(mesh.tp.rank, mesh.tp.size)
+        for part, region in mesh.slices(parameter)
     ]
     return torch.cat(pieces)
 
@@ -138,16 +136,12 @@ class HeldState:
         return None
 
     def shards(self) -> Iterator[StateShard]:
-        tp = self.mesh.tp
-        sizes = [prod(parameter.spec.local_shape(tp.rank, tp.size)) for parameter in self.parameters]
+        sizes = [prod(self.mesh.local_shape(parameter)) for parameter in self.parameters]
         low, high = self._partition(sum(sizes))
         first = 0
         for index, (parameter, size) in enumerate(zip(self.parameters, sizes, strict=True)):
             start, stop = max(low, first) - first, min(high, first + size) - first
-            owned = (
-                self.cuts is not None
-                or index % self.mesh.dense_gradients.size == self.mesh.dense_gradients.rank
-            )
+            owned = self.cuts is not None or index % self.mesh.layout.data == self.mesh.at.dp
             if start < stop:
                 for kind in KINDS:
                     values = self.locals[kind, parameter.name].view(-1)[start:stop]
@@ -163,12 +157,9 @@ class HeldState:
     def _partition(self, total: int) -> tuple[int, int]:
         if self.cuts is None:
             return 0, total
-        bounds = [
-            0,
-            *(round(cut * total) for cut in sorted(self.cuts)[: self.mesh.dense_gradients.size - 1]),
-            total,
-        ]
-        return bounds[self.mesh.dense_gradients.rank], bounds[self.mesh.dense_gradients.rank + 1]
+        data, rank = self.mesh.layout.data, self.mesh.at.dp
+        bounds = [0, *(round(cut * total) for cut in sorted(self.cuts)[: data - 1]), total]
+        return bounds[rank], bounds[rank + 1]
 
 
 @dataclass(frozen=True)
@@ -196,8 +187,7 @@ class World:
 
         def local(kind: str, parameter: Parameter) -> Tensor:
             if version is None:
-                local_shape = parameter.spec.local_shape(mesh.tp.rank, mesh.tp.size)
-                return torch.full(local_shape, torch.nan)
+                return torch.full(mesh.local_shape(parameter), torch.nan)
             return local_truth(self.shape, kind, parameter, mesh, version)
 
         stage = HeldStage({parameter.name: local("weight", parameter) for parameter in parameters})

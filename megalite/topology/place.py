@@ -1,0 +1,85 @@
+"""RankPlace: one rank of a layout, its share of each parameter, and which copies of it count. Without torch."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megalite.topology.axes import AXES, COPIES, ROLES, Coordinates, Layout
+from megalite.topology.parameters import Parameter
+from megalite.topology.sharding import Part, TensorSlice
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank of a layout.
+
+    The only place that answers, by `ShardSpec.axis` and the roles of the mesh: which slice of a parameter the rank
+    holds, who holds the same one, who counts it in a sum over the world and who writes it.
+    """
+
+    layout: Layout
+    rank: int
+
+    @classmethod
+    def of_stages(cls, layout: Layout) -> Iterator["RankPlace"]:
+        """Yield the first rank of each stage, which holds as much as any rank of it."""
+        yield from (cls(layout, rank) for rank in layout.peers(0, "pp"))
+
+    @cached_property
+    def at(self) -> Coordinates:
+        return self.layout.coordinates(self.rank)
+
+    @cached_property
+    def peers(self) -> Mapping[str, tuple[int, ...]]:
+        """Axis or role -> the ranks, this one included and ascending, that differ from this one there alone.
+
+        "tied": the first and the last stage, which both hold tied embeddings; only this rank on other stages.
+        """
+        reach = {**{axis: (axis,) for axis in AXES}, **ROLES}
+        peers = {name: self.layout.peers(self.rank, *axes) for name, axes in reach.items()}
+        ends = tuple(dict.fromkeys((peers["pp"][0], peers["pp"][-1])))
+        return {**peers, "tied": ends if self.rank in ends else (self.rank,)}
+
+    def cut(self, parameter: Parameter) -> tuple[int, int]:
+        """Return this rank's index among the ranks over which a parameter is cut, and their number."""
+        ranks = self.peers[parameter.spec.axis]
+        return ranks.index(self.rank), len(ranks)
+
+    def slices(self, parameter: Parameter) -> tuple[tuple[Part, TensorSlice], ...]:
+        """Return each part of a parameter with this rank's slice, in the order of the parameter's dim 0."""
+        return parameter.spec.slices(*self.cut(parameter))
+
+    def rows(self, parameter: Parameter) -> list[int]:
+        """Return the length along dim 0 of this rank's slice of each part."""
+        return [region.shape[0] for _, region in self.slices(parameter)]
+
+    def local_shape(self, parameter: Parameter) -> tuple[int, ...]:
+        """Return the shape of the registered parameter on this rank."""
+        return parameter.spec.local_shape(*self.cut(parameter))
+
+    def is_shared(self, parameter: Parameter, part: Part) -> bool:
+        """Return whether several ranks hold the same slice of a sharded part: it has fewer heads than ranks."""
+        return parameter.spec.is_shared(part, self.cut(parameter)[1])
+
+    def is_first_holder(self, parameter: Parameter, part: Part) -> bool:
+        """Return whether no rank before this one, of those over which a parameter is cut, holds the same slice."""
+        index, size = self.cut(parameter)
+        return parameter.spec.first_holder(part, index, size) == index
+
+    def is_first_stage(self, parameter: Parameter) -> bool:
+        """Return whether this rank's stage is the first, or the only one, that holds a parameter."""
+        return not parameter.spec.stages or self.at.pp == parameter.spec.stages[0]
+
+    def is_counted(self, parameter: Parameter) -> bool:
+        """Return whether this rank's copy counts: whole ones on the first rank, tied weights on their first stage.
+
+        Key-value heads shared by ranks need no rule: all ranks but the first hold zeros as their gradient.
+        """
+        return (parameter.spec.dim is not None or self.cut(parameter)[0] == 0) and self.is_first_stage(
+            parameter
+        )
+
+    def writes(self, parameter: Parameter, turn: int) -> bool:
+        """Return whether this rank writes its shard of a parameter: ranks with the same shard take turns."""
+        copies = self.peers[COPIES[parameter.spec.axis]]
+        return copies[turn % len(copies)] == self.rank
