@@ -1,17 +1,17 @@
-"""Sums gradients over the data-parallel ranks in buckets, each as soon as its gradients are complete.
+"""Sums gradients over the copies of their weights in buckets, each as soon as its gradients are complete.
 
 As torch's DistributedDataParallel does (Li et al. 2020), at the moment that FSDP2 chooses: a layer's gradients are
 complete once the gradient of its input is.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalite.parallel.collectives import Pending, start_all_reduce
 from megalite.parallel.gradients import buckets
@@ -29,7 +29,7 @@ class _Bucket:
 
 
 class GradientBuckets:
-    """The sums of one rank's gradients over `copies`, the ranks with the same weights.
+    """The sums of one rank's gradients over the ranks with the same weights.
 
     Once a sum has started, `.grad` is a view of its bucket; gradients are read again after `finish`.
     """
@@ -37,15 +37,15 @@ class GradientBuckets:
     def __init__(
         self,
         chunks: Mapping[int, Sequence[nn.Module]],
-        tensors: Collection[nn.Parameter],
+        copies: Mapping[nn.Parameter, RankGroup],
         late: Collection[nn.Parameter],
-        copies: RankGroup,
     ):
         """
         chunks: chunk -> its layers in forward order; a layer's first argument is its hidden states.
-        tensors: all parameters of the rank. late: those that other ranks' parts are added to before `finish`.
+        copies: parameter of the rank -> the ranks with the same shard. late: the parameters that other ranks' parts are
+        added to before `finish`.
         """
-        self._tensors, self._copies = tuple(tensors), copies
+        self._copies = copies
         self._watched = False
         self._pending: list[Pending] = []
         self._started: set[_Bucket] = set()
@@ -69,7 +69,7 @@ class GradientBuckets:
     def finish(self) -> None:
         """Start the sums of all other gradients, and wait for all sums. Collective over the copies."""
         begun = {id(tensor) for bucket in self._started for tensor in bucket.tensors}
-        self._pending += start_sums([each for each in self._tensors if id(each) not in begun], self._copies)
+        self._pending += start_sums([each for each in self._copies if id(each) not in begun], self._copies)
         for finish in self._pending:
             finish()
         self._pending.clear()
@@ -101,14 +101,20 @@ class GradientBuckets:
 
 
 @torch.no_grad()
-def start_sums(tensors: Iterable[nn.Parameter], ranks: RankGroup) -> list[Pending]:
-    """Start the sums of the gradients over the ranks; `.grad` becomes a view of the buffer that holds the sum."""
+def start_sums(tensors: Iterable[nn.Parameter], copies: Mapping[nn.Parameter, RankGroup]) -> list[Pending]:
+    """Start the sums of the gradients over `copies`; `.grad` becomes a view of the buffer that holds the sum."""
+
+    def measure(item: tuple[nn.Parameter, Tensor]) -> tuple[Hashable, int]:
+        tensor, gradient = item
+        return (copies[tensor].ranks, gradient.dtype), gradient.numel() * gradient.element_size()
+
     pending = []
-    held = [(each, each.grad) for each in tensors if each.grad is not None]
-    for bucket in buckets(held, lambda each: (each[1].dtype, each[1].numel() * each[1].element_size())):
+    # Frozen parameters have neither gradient nor copies.
+    gradients = [(each, each.grad) for each in tensors if each.grad is not None and copies[each].size > 1]
+    for bucket in buckets(gradients, measure):
         flat = torch.cat([gradient.reshape(-1) for _, gradient in bucket])
         parts = flat.split([gradient.numel() for _, gradient in bucket])
         for (tensor, _), part in zip(bucket, parts, strict=True):
             tensor.grad = part.view_as(tensor)
-        pending.append(start_all_reduce(flat, ranks))
+        pending.append(start_all_reduce(flat, copies[bucket[0][0]]))
     return pending

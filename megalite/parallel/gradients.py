@@ -1,7 +1,7 @@
 """Gradients after the pipeline: sums over tensor-parallel copies and tied weights, the norm and its clipping."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.launcher.control.progress import now
 from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.parameters import EMBEDDING, Parameter
 from megalite.topology.sharding import Part
 
@@ -28,7 +28,7 @@ _BUCKET_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class _Share:
-    """This rank's copy of elements of a weight or gradient that are replicated over tp.
+    """This rank's copy of elements of a weight or gradient that several of `ranks` hold.
 
     start: the elements' offset in the flattened canonical tensor; total: that tensor's size. first: whether this rank
     is the first holder; true on every rank if all ranks hold the whole tensor.
@@ -38,6 +38,7 @@ class _Share:
     start: int
     total: int
     first: bool
+    ranks: RankGroup
 
 
 def all_reduce_replicated_gradients(
@@ -46,11 +47,12 @@ def all_reduce_replicated_gradients(
     mesh: ParallelMesh,
     gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
 ) -> None:
-    """Sum, once a step and before the sum over dp, the partial gradients of weights that several ranks hold.
+    """Sum, once a step and before the sum over its copies, the partial gradients of weights that several ranks hold.
 
-    Over tp: weights that each rank holds whole but uses for its own positions or heads only, and key-value heads that
-    ranks share (all ranks but the first then hold zeros as their gradient, so that every norm counts it once). Over the
-    stages that hold a copy: tied weights. Collective over both. gradient_of: returns a parameter's gradient.
+    Over the axis of its ShardSpec: weights that each rank holds whole but uses for its own positions or heads only, and
+    key-value heads that ranks share (all ranks but the first then hold zeros as their gradient, so that every norm
+    counts it once). Over the stages that hold a copy: tied weights. Collective over both. gradient_of: returns a
+    parameter's gradient.
     """
 
     def gradient(parameter: Parameter) -> Tensor:
@@ -60,7 +62,7 @@ def all_reduce_replicated_gradients(
         return found
 
     concerned = [each for each in parameters if _is_partial(each, mesh)]
-    _add_up([share for each in concerned for share in _shares(each, gradient(each), mesh)], mesh)
+    _add_up([share for each in concerned for share in _shares(each, gradient(each), mesh)])
     for parameter in parameters:
         if len(parameter.spec.stages) > 1:
             all_reduce(gradient(parameter), mesh.tied_over(parameter.spec.stages))
@@ -69,14 +71,14 @@ def all_reduce_replicated_gradients(
 def all_reduce_replicated_in_backward(
     parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> None:
-    """Make every backward sum replicated gradients over tp: one collective for each weight, instead of once a step.
+    """Make every backward sum replicated gradients: one collective for each weight, instead of once a step.
 
     For an optimizer that takes gradients away in backward (ZeRO 2 and 3), which has one pipeline stage.
     """
 
     def complete(parameter: Parameter, given: Tensor) -> Tensor:
         gradient = given.clone(memory_format=torch.contiguous_format)
-        _add_up([*_shares(parameter, gradient, mesh)], mesh)
+        _add_up([*_shares(parameter, gradient, mesh)])
         return gradient
 
     for parameter in parameters:
@@ -84,11 +86,11 @@ def all_reduce_replicated_in_backward(
             tensors[parameter.name].register_hook(partial(complete, parameter))
 
 
-def partial_over_tp(parameter: Parameter, part: Part, mesh: ParallelMesh) -> bool:
-    """Return whether backward leaves each tensor-parallel rank with a partial gradient of a replicated part."""
+def is_partial(parameter: Parameter, part: Part, mesh: ParallelMesh) -> bool:
+    """Return whether backward leaves each rank of the parameter's axis with a partial gradient of a replicated part."""
     spec = parameter.spec
-    whole = spec.dim is None and mesh.tp.size > 1 and (spec.summed or mesh.sequence_parallel)
-    return whole or spec.is_shared(part, mesh.tp.size)
+    whole = spec.dim is None and mesh.cut_over(parameter).size > 1 and (spec.summed or mesh.sequence_parallel)
+    return whole or mesh.is_shared(parameter, part)
 
 
 def waits_for_other_ranks(parameter: Parameter, mesh: ParallelMesh) -> bool:
@@ -97,7 +99,7 @@ def waits_for_other_ranks(parameter: Parameter, mesh: ParallelMesh) -> bool:
 
 
 def _is_partial(parameter: Parameter, mesh: ParallelMesh) -> bool:
-    return any(partial_over_tp(parameter, part, mesh) for part in parameter.spec.parts)
+    return any(is_partial(parameter, part, mesh) for part in parameter.spec.parts)
 
 
 def sync_tied_weights(
@@ -106,13 +108,12 @@ def sync_tied_weights(
     """Overwrite all copies of a tied weight with the first stage's copy, and of a shared head with the first rank's.
 
     Tied copies see the same gradient, but reductions round by an element's place in a buffer, which differs
-    between stages: without this they would drift apart by a last digit a step. Collective over tp and the stages that
-    hold copies.
+    between stages: without this they would drift apart by a last digit a step. Collective over the parameters' axes
+    and the stages that hold copies.
     """
-    size = mesh.tp.size
-    shared = [each for each in parameters if any(each.spec.is_shared(part, size) for part in each.spec.parts)]
+    shared = [each for each in parameters if any(mesh.is_shared(each, part) for part in each.spec.parts)]
     shares = [share for each in shared for share in _shares(each, tensors[each.name].data, mesh)]
-    for share, total in _sums_over_tp(shares, mesh, of_first=True):
+    for share, total in _sums(shares, of_first=True):
         share.values.copy_(total)
     for parameter in parameters:
         if len(parameter.spec.stages) > 1:
@@ -122,34 +123,32 @@ def sync_tied_weights(
 
 
 def _shares(parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> Iterator[_Share]:
-    spec, row = parameter.spec, 0
-    for part, region in spec.slices(mesh.tp.rank, mesh.tp.size):
-        if partial_over_tp(parameter, part, mesh):
-            first = spec.dim is None or spec.first_holder(part, mesh.tp.rank, mesh.tp.size) == mesh.tp.rank
+    for part, region, values in mesh.parts_of(parameter, tensor):
+        if is_partial(parameter, part, mesh):
+            first = parameter.spec.dim is None or mesh.is_first_holder(parameter, part)
             start = region.offsets[0] * prod(part.shape[1:])
-            yield _Share(tensor[row : row + region.shape[0]], start, prod(part.shape), first)
-        row += region.shape[0]
+            yield _Share(values, start, prod(part.shape), first, mesh.cut_over(parameter))
 
 
-def _add_up(shares: Sequence[_Share], mesh: ParallelMesh) -> None:
-    """Set the first copy of each gradient to its sum over tp, and the other copies to zero."""
-    for share, total in _sums_over_tp(shares, mesh):
+def _add_up(shares: Sequence[_Share]) -> None:
+    """Set the first copy of each gradient to the sum of all copies, and the other copies to zero."""
+    for share, total in _sums(shares):
         if share.first:
             share.values.copy_(total)
         else:
             share.values.zero_()
 
 
-def _sums_over_tp(
-    shares: Sequence[_Share], mesh: ParallelMesh, *, of_first: bool = False
-) -> Iterator[tuple[_Share, Tensor]]:
-    """Yield each share with the sum over tp of all copies of its elements (of_first: with the first copy).
+def _sums(shares: Sequence[_Share], *, of_first: bool = False) -> Iterator[tuple[_Share, Tensor]]:
+    """Yield each share with the sum of all copies of its elements (of_first: with the first copy).
 
     One collective for each bucket.
     """
-    for bucket in buckets(
-        shares, lambda share: (share.values.dtype, share.total * share.values.element_size())
-    ):
+
+    def measure(share: _Share) -> tuple[Hashable, int]:
+        return (share.ranks.ranks, share.values.dtype), share.total * share.values.element_size()
+
+    for bucket in buckets(shares, measure):
         places = [*accumulate((share.total for share in bucket), initial=0)]
         flat = bucket[0].values.new_zeros(places[-1])
         held = [
@@ -159,19 +158,8 @@ def _sums_over_tp(
         for share, elements in zip(bucket, held, strict=True):
             if share.first or not of_first:
                 elements.copy_(share.values)
-        all_reduce(flat, mesh.tp)
+        all_reduce(flat, bucket[0].ranks)
         yield from zip(bucket, held, strict=True)
-
-
-def counted_here(parameter: Parameter, mesh: ParallelMesh) -> bool:
-    """Return whether this rank's copy counts: replicas count on tp rank 0, tied weights on their first stage.
-
-    Key-value heads shared by ranks need no rule: all ranks but the first hold zeros as their gradient.
-    """
-    spec = parameter.spec
-    if spec.dim is None and not mesh.counts_replicated:
-        return False
-    return len(spec.stages) < 2 or mesh.at.pp == spec.stages[0]
 
 
 def squared_norm_share(
@@ -183,11 +171,15 @@ def squared_norm_share(
 ) -> Tensor:
     """Return this rank's share of the squared L2 norm of the whole model's gradient, [] float64 on the mesh's device.
 
-    The shares of all ranks sum to it; every element counts once. The gradients are summed over dp already.
+    The shares of all ranks sum to it; every element counts once. The gradients are summed over their copies already.
     """
-    found = [tensors[each.name].grad for each in parameters if counted_here(each, mesh)]
-    gradients = [gradient for gradient in found if gradient is not None]
-    return ops.sum_of_squares(gradients).to(mesh.device) / mesh.dense_gradients.size
+    by_copies: dict[int, list[Tensor]] = {mesh.dense_gradients.size: []}
+    for parameter in parameters:
+        gradient = tensors[parameter.name].grad
+        if gradient is not None and mesh.is_counted(parameter):
+            by_copies.setdefault(mesh.copies(parameter).size, []).append(gradient)
+    squares = [ops.sum_of_squares(same) / copies for copies, same in by_copies.items()]
+    return torch.stack([each.to(mesh.device) for each in squares]).sum()
 
 
 def global_norm(
@@ -231,12 +223,8 @@ def first_nonfinite_part(parameter: Parameter, held: Tensor, mesh: ParallelMesh)
 
     held: this rank's shard of the parameter or of its gradient.
     """
-    row = 0
-    for part, region in parameter.spec.slices(mesh.tp.rank, mesh.tp.size):
-        if not held[row : row + region.shape[0]].isfinite().all():
-            return part.name
-        row += region.shape[0]
-    return parameter.name
+    parts = mesh.parts_of(parameter, held)
+    return next((part.name for part, _, values in parts if not values.isfinite().all()), parameter.name)
 
 
 def scale_gradients(gradients: Sequence[Tensor], factor: float) -> None:
@@ -264,16 +252,19 @@ def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float)
         scale_gradients(gradients, factor)
 
 
-def buckets(items: Iterable[T], measure: Callable[[T], tuple[torch.dtype, int]]) -> Iterator[list[T]]:
-    """Yield consecutive items of one dtype, about _BUCKET_BYTES together; `measure`: item -> dtype and bytes."""
+def buckets(items: Iterable[T], measure: Callable[[T], tuple[Hashable, int]]) -> Iterator[list[T]]:
+    """Yield consecutive items, about _BUCKET_BYTES together.
+
+    measure: item -> what is the same for a bucket, as dtype and ranks are, and bytes.
+    """
     bucket: list[T] = []
-    dtype, size_bytes = None, 0
+    same, size_bytes = None, 0
     for item in items:
-        item_dtype, item_bytes = measure(item)
-        if bucket and (size_bytes >= _BUCKET_BYTES or item_dtype != dtype):
+        item_same, item_bytes = measure(item)
+        if bucket and (size_bytes >= _BUCKET_BYTES or item_same != same):
             yield bucket
             bucket, size_bytes = [], 0
         bucket.append(item)
-        dtype, size_bytes = item_dtype, size_bytes + item_bytes
+        same, size_bytes = item_same, size_bytes + item_bytes
     if bucket:
         yield bucket

@@ -57,8 +57,9 @@ class ShardSpec:
     """The sharding of a registered parameter over the mesh.
 
     parts: the canonical tensors that the parameter consists of, stacked along dim 0. Each part is sharded by itself,
-        so that every tensor-parallel rank has its share of the query, the key and the value of a fused weight.
-    dim: the tensor dim that is sharded over the tensor-parallel ranks; None: every rank holds a replica.
+        so that every rank of the axis has its share of the query, the key and the value of a fused weight.
+    dim: the tensor dim that is sharded over the ranks of the axis; None: each of them holds a replica.
+    axis: the mesh axis over which the parameter is sharded, a key of `topology.axes.COPIES`.
     stages: the pipeline stages that hold a copy. More than one, the first and the last stage or all: a tied weight,
         whose gradients are summed over them.
     summed: the parameter is replicated, but each rank applies it to its own heads (query and key norms), so its
@@ -81,7 +82,7 @@ class ShardSpec:
         return (sum(part.shape[0] for part in self.parts), *self.parts[0].shape[1:])
 
     def slice_of(self, part: Part, index: int, size: int) -> TensorSlice:
-        """Return the slice of `part` on tensor-parallel rank `index` of `size`."""
+        """Return the slice of `part` on rank `index` of the axis, of `size` ranks."""
         offsets, shape = [0] * len(part.shape), list(part.shape)
         if self.dim is not None:
             if part.heads is None:

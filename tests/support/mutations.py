@@ -24,7 +24,7 @@ from megalite.model import dropout, head, layer, recompute, stages, transformer
 from megalite.ops import attention, choice
 from megalite.ops.choice import Operators
 from megalite.parallel.matrices import MatrixShard
-from megalite.topology import parameters
+from megalite.topology import parameters, place
 from megalite.topology.sharding import Part, TensorSlice
 from megalite.train import reference
 from megalite.train import step as train_step
@@ -281,17 +281,17 @@ def _without_sums(original: Any) -> Any:
 # ----------------------------------------------------------------------------------------------- gradients and update
 
 
-def _partial_gradients_only_of_heads(partial_over_tp: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda parameter, part, mesh: parameter.spec.summed and partial_over_tp(parameter, part, mesh)
+def _partial_gradients_only_of_heads(is_partial: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda parameter, part, mesh: parameter.spec.summed and is_partial(parameter, part, mesh)
 
 
-def _partial_gradients_only_by_position(partial_over_tp: Callable[..., bool]) -> Callable[..., bool]:
-    return lambda parameter, part, mesh: not parameter.spec.summed and partial_over_tp(parameter, part, mesh)
+def _partial_gradients_only_by_position(is_partial: Callable[..., bool]) -> Callable[..., bool]:
+    return lambda parameter, part, mesh: not parameter.spec.summed and is_partial(parameter, part, mesh)
 
 
-def _partial_gradients_only_where_whole(partial_over_tp: Callable[..., bool]) -> Callable[..., bool]:
+def _partial_gradients_only_where_whole(is_partial: Callable[..., bool]) -> Callable[..., bool]:
     return lambda parameter, part, mesh: (
-        not parameter.spec.is_shared(part, mesh.tp.size) and partial_over_tp(parameter, part, mesh)
+        not mesh.is_shared(parameter, part) and is_partial(parameter, part, mesh)
     )
 
 
@@ -352,12 +352,13 @@ def _forget_earlier_micro_batches(wrap: Callable[..., Any]) -> Callable[..., Any
     return wrapped
 
 
-def _of_own_shards(shards: Any, function: Callable[[Tensor], Tensor], mesh: Any) -> Iterator[Tensor]:
+def _of_own_shards(shards: Any, function: Callable[[Tensor], Tensor]) -> Iterator[Tensor]:
     return (function(each.values) for each in shards)
 
 
 def _as_one_matrix(parameter: Any, tensor: Tensor, mesh: Any) -> Iterator[MatrixShard]:
-    yield MatrixShard(parameter.spec, Part(parameter.name, parameter.spec.full_shape), tensor)
+    part, ranks = Part(parameter.name, parameter.spec.full_shape), mesh.cut_over(parameter)
+    yield MatrixShard(parameter, part, tensor, ranks, mesh.copies(parameter))
 
 
 TP, PP, DP = ({"layout": layout} for layout in ("tp2-pp1-dp1", "tp1-pp2-dp1", "tp1-pp1-dp2"))
@@ -374,15 +375,15 @@ FAULTS: dict[str, Fault] = {
         collectives._Reduce, "forward", _instead(staticmethod(_reduce_without_reduce)), TP
     ),
     "tied head counted twice in the norm": Fault(
-        gradients,
-        "counted_here",
-        _instead(lambda parameter, mesh: parameter.spec.dim is not None or mesh.tp.rank == 0),
+        place.RankPlace,
+        "is_counted",
+        _instead(lambda self, parameter: parameter.spec.dim is not None or self.at.tp == 0),
         PP,
     ),
     "replicated norms counted once a tensor rank": Fault(
-        gradients,
-        "counted_here",
-        _instead(lambda parameter, mesh: len(parameter.spec.stages) < 2 or mesh.at.pp == 0),
+        place.RankPlace,
+        "is_counted",
+        _instead(lambda self, parameter: len(parameter.spec.stages) < 2 or self.at.pp == 0),
         TP,
     ),
     "norm of one stage": Fault(torch_path, "squared_norm_share", _norm_of_first_stage, PP),
@@ -435,13 +436,13 @@ FAULTS: dict[str, Fault] = {
         {**PP, "schedule": "zbv", "chunks": "2"},
     ),
     "norm weights' gradients of own positions only": Fault(
-        gradients, "partial_over_tp", _partial_gradients_only_of_heads, SEQUENCE
+        gradients, "is_partial", _partial_gradients_only_of_heads, SEQUENCE
     ),
     "head norms' gradients of own heads only": Fault(
-        gradients, "partial_over_tp", _partial_gradients_only_by_position, {**TP, "family": "qwen3"}
+        gradients, "is_partial", _partial_gradients_only_by_position, {**TP, "family": "qwen3"}
     ),
     "shared key-value heads' gradients of own queries only": Fault(
-        gradients, "partial_over_tp", _partial_gradients_only_where_whole, {**TP, "kv_heads": "1"}
+        gradients, "is_partial", _partial_gradients_only_where_whole, {**TP, "kv_heads": "1"}
     ),
     "norm weights' gradients of own positions reduced by ZeRO": Fault(
         deepspeed,
@@ -534,12 +535,12 @@ PREFIX_FAULTS: dict[str, Fault] = {
         gradients.ParallelMesh, "tied_over", _instead(lambda self, stages: self.tied), {"job": "pp4"}
     ),
     "prefix trunk's gradients of own heads only": Fault(
-        gradients, "partial_over_tp", _partial_gradients_only_by_position, {"job": "tp2"}
+        gradients, "is_partial", _partial_gradients_only_by_position, {"job": "tp2"}
     ),
     "prefix trunk counted once a stage in the norm": Fault(
-        gradients,
-        "counted_here",
-        _instead(lambda parameter, mesh: parameter.spec.dim is not None or mesh.tp.rank == 0),
+        place.RankPlace,
+        "is_counted",
+        _instead(lambda self, parameter: parameter.spec.dim is not None or self.at.tp == 0),
         {"job": "pp2"},
     ),
     "prefix counted in the loss mask": Fault(

@@ -19,8 +19,8 @@ from megalite.model.transformer import Stage
 from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH, Operators
 from megalite.parallel import gradient_buckets
 from megalite.parallel.device import local_device
-from megalite.parallel.gradients import partial_over_tp
-from megalite.parallel.mesh import ParallelMesh, RankGroup
+from megalite.parallel.gradients import is_partial
+from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.objective import NEXT_TOKEN, Objective, Preference
 from megalite.parallel.pipeline import PipelineRunner, weight_share
 from megalite.parallel.step_batch import StepBatch
@@ -347,12 +347,12 @@ def kept_before_sums() -> Iterator[dict[int, Tensor]]:
     kept: dict[int, Tensor] = {}
     start = gradient_buckets.start_sums
 
-    def keep_and_start(tensors: Iterable[torch.nn.Parameter], ranks: RankGroup) -> Any:
+    def keep_and_start(tensors: Iterable[torch.nn.Parameter], copies: Any) -> Any:
         tensors = list(tensors)
         kept.update(
             {id(each): each.grad.to(torch.float64, copy=True) for each in tensors if each.grad is not None}
         )
-        return start(tensors, ranks)
+        return start(tensors, copies)
 
     with mock.patch.object(gradient_buckets, "start_sums", keep_and_start):
         yield kept
@@ -376,15 +376,12 @@ def shards_of(
     shards = []
     for parameter in parameters:
         assert parameter.name in tensors, f"nothing of {parameter.name} was seen"
-        row = 0
-        for part, region in parameter.spec.slices(mesh.tp.rank, mesh.tp.size):
-            values = tensors[parameter.name].detach()[row : row + region.shape[0]].cpu().clone()
-            in_parts = partial_over_tp(parameter, part, mesh)
+        for part, region, values in mesh.parts_of(parameter, tensors[parameter.name].detach()):
+            in_parts = is_partial(parameter, part, mesh)
             # Under ZeRO 2 and 3 backward sums them, and all holders of a head but the first have zeros.
             if complete:
-                in_parts = parameter.spec.is_shared(part, mesh.tp.size)
-            shards.append(Shard(part.name, region, values, in_parts))
-            row += region.shape[0]
+                in_parts = mesh.is_shared(parameter, part)
+            shards.append(Shard(part.name, region, values.cpu().clone(), in_parts))
     return shards
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import COLUMN_MOMENT, ROW_MOMENT, VECTOR_MOMENT, state_parameter
 from megalite.train.optimizer.rule import UpdateRule
@@ -25,11 +25,11 @@ _LEAST_SCALE = 1e-3
 
 
 class Adafactor(UpdateRule):
-    """Adafactor over weights that are split over tensor-parallel ranks.
+    """Adafactor over weights that are split over ranks.
 
     Means over rows, columns and whole tensors are those of the canonical tensor, each part of a fused weight by itself,
-    whatever the layout: the ranks add up their sums, in two collectives a step. A step is the learning rate, at most
-    1 / sqrt(step), times the RMS of the tensor.
+    whatever the layout: the ranks add up their sums, in two collectives a step and axis. A step is the learning rate,
+    at most 1 / sqrt(step), times the RMS of the tensor.
 
     sharding: weight -> its parameter, for every weight of `groups`.
     """
@@ -41,15 +41,15 @@ class Adafactor(UpdateRule):
         self._sharding, self._mesh = sharding, mesh
 
     def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
-        parameter, tp = self._sharding[weight], self._mesh.tp
+        parameter, mesh = self._sharding[weight], self._mesh
         keys = (ROW_MOMENT, COLUMN_MOMENT) if weight.dim() == 2 else (VECTOR_MOMENT,)
-        shapes = {key: state_parameter(parameter, key).spec.local_shape(tp.rank, tp.size) for key in keys}
+        shapes = {key: mesh.local_shape(state_parameter(parameter, key)) for key in keys}
         moments = {key: weight.detach().new_zeros(shape) for key, shape in shapes.items()}
         return {"step": torch.zeros((), dtype=torch.float32), **moments}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every weight that has a gradient, and overwrite the gradients. Collective over tensor ranks."""
+        """Update every weight that has a gradient, and overwrite the gradients. Collective over the weights' axes."""
         slices = [each for group in self.param_groups for each in self._slices(group)]
         for each, sums in zip(slices, self._summed(slices, [each.sums() for each in slices]), strict=True):
             each.precondition(sums)
@@ -64,32 +64,35 @@ class Adafactor(UpdateRule):
             state["step"] += 1
             assert weight.grad is not None
             row = 0
-            for index, (part, region) in enumerate(parameter.spec.slices(mesh.tp.rank, mesh.tp.size)):
-                here = slice(row, row + region.shape[0])
+            for index, (part, _, values) in enumerate(mesh.parts_of(parameter, weight)):
+                here = slice(row, row + values.shape[0])
                 row = here.stop
                 yield _Slice(
-                    weight[here],
+                    values,
                     weight.grad[here],
                     {key: state[key][here] for key in (ROW_MOMENT, VECTOR_MOMENT) if key in state},
                     state[COLUMN_MOMENT][index : index + 1] if COLUMN_MOMENT in state else None,
                     part.shape,
-                    parameter.spec.dim if mesh.tp.size > 1 else None,
-                    parameter.spec.first_holder(part, mesh.tp.rank, mesh.tp.size) == mesh.tp.rank,
+                    parameter.spec.dim if mesh.cut_over(parameter).size > 1 else None,
+                    mesh.cut_over(parameter),
+                    mesh.is_first_holder(parameter, part),
                     group["lr"],
                     group["weight_decay"],
                     float(state["step"]),
                 )
 
     def _summed(self, slices: Sequence["_Slice"], sums: Sequence[Tensor]) -> list[Tensor]:
-        """Return the sums of each slice over all slices of its tensor, in one collective over tensor ranks."""
-        split = [index for index, each in enumerate(slices) if each.dim is not None]
-        found = [*sums]
-        if split:
-            flat = torch.cat([sums[index] * slices[index].counts for index in split])
-            totals = all_reduce(flat, self._mesh.tp).split([sums[index].numel() for index in split])
-            for index, total in zip(split, totals, strict=True):
-                found[index] = total
-        return found
+        """Return the sums of each slice over all slices of its tensor, in one collective an axis."""
+        totals = [*sums]
+        by_ranks: dict[RankGroup, list[int]] = {}
+        for index, each in enumerate(slices):
+            if each.dim is not None:
+                by_ranks.setdefault(each.ranks, []).append(index)
+        for ranks, split in by_ranks.items():
+            flat = all_reduce(torch.cat([sums[index] * slices[index].counts for index in split]), ranks)
+            for index, total in zip(split, flat.split([sums[index].numel() for index in split]), strict=True):
+                totals[index] = total
+        return totals
 
 
 @dataclass
@@ -97,8 +100,8 @@ class _Slice:
     """This rank's slice of one canonical tensor in one update.
 
     held: the moment of the rows [rows, 1] of a matrix, or of the elements of a vector, as a view. columns: the moment
-    of a matrix's columns [1, columns]. shape: of the whole tensor. dim: along which it is split over ranks; None: it is
-    whole here. counts: the first rank of those that hold this slice; the gradient of the others is zero.
+    of a matrix's columns [1, columns]. shape: of the whole tensor. dim: along which it is split over `ranks`; None: it
+    is whole here. counts: the first rank of those that hold this slice; the gradient of the others is zero.
     """
 
     weight: Tensor
@@ -107,6 +110,7 @@ class _Slice:
     columns: Tensor | None
     shape: tuple[int, ...]
     dim: int | None
+    ranks: RankGroup
     counts: bool
     rate: float
     decay: float

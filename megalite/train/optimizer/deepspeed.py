@@ -227,7 +227,7 @@ def _mark(parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter], 
         tensor = tensors[parameter.name]
         if parameter.spec.dim is not None:
             tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
-        if len(parameter.spec.stages) > 1 and mesh.at.pp != parameter.spec.stages[0]:
+        if not mesh.is_first_stage(parameter):
             tensor.ds_pipe_replicated = True  # type: ignore[attr-defined]
 
 

@@ -100,7 +100,7 @@ class Muon(UpdateRule):
         torch._foreach_lerp_(gradients, buffers, momentum)  # Nesterov
         torch._foreach_mul_([*weights], 1 - rate * group["weight_decay"])
         directions = [each if self._dtype is None else each.to(self._dtype) for each in gradients]
-        updates = map_matrices(self._shards(weights, directions), orthogonalised, self._mesh)
+        updates = map_matrices(self._shards(weights, directions), orthogonalised)
         for shard, update in zip(self._shards(weights, weights), updates, strict=True):
             scale = _RMS_OF_ADAMW * sqrt(max(shard.part.shape))
             shard.values.add_(update, alpha=-rate * scale)

@@ -1,4 +1,4 @@
-"""The optimizer without ZeRO: torch alone, the whole state on every data-parallel rank."""
+"""The optimizer without ZeRO: torch alone, the whole state on every rank with the same weights."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,7 +62,7 @@ class TorchOptimizer:
             self._matrix_dtype(),
         )
         self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
-        self.buckets = _buckets(replica) if self._mesh.dense_gradients.size > 1 else None
+        self.buckets = _buckets(replica)
         self.state: OptimizerState = _TorchState(replica, self._optimizer, self._masters, self._scale)
 
     @property
@@ -167,13 +167,16 @@ class TorchOptimizer:
             clip_gradients(gradients, norm=norm, max_norm=settings.gradient_clipping)
 
 
-def _buckets(replica: Replica) -> GradientBuckets:
+def _buckets(replica: Replica) -> GradientBuckets | None:
+    """Return the sums over copies of weights; None where this rank's weights have no copies."""
     tensors, mesh = replica.trained_tensors, replica.mesh
+    copies = {tensors[each.name]: mesh.copies(each) for each in replica.trained}
+    if all(ranks.size == 1 for ranks in copies.values()):
+        return None
     return GradientBuckets(
         {chunk.index: tuple(chunk.layers) for chunk in replica.stage.chunks},
-        tensors.values(),
+        copies,
         [tensors[each.name] for each in replica.trained if waits_for_other_ranks(each, mesh)],
-        mesh.dense_gradients,
     )
 
 
@@ -195,7 +198,7 @@ def _gradients(tensors: Mapping[str, Tensor]) -> list[Tensor]:
 
 
 class _TorchState:
-    """The torch optimizer's state for the checkpoint: whole local shards, written by one dp rank each."""
+    """The torch optimizer's state for the checkpoint: whole local shards, each written by one of its holders."""
 
     def __init__(
         self,
@@ -212,10 +215,8 @@ class _TorchState:
 
     def shards(self) -> Iterator[StateShard]:
         ensure_state(self._optimizer)
-        copies = self._mesh.dense_gradients
-        for index, parameter in enumerate(self._parameters):
-            # Writing is spread over the data-parallel ranks, a parameter each in turn.
-            owned = index % copies.size == copies.rank
+        for turn, parameter in enumerate(self._parameters):
+            owned = self._mesh.writes(parameter, turn)
             master = self._masters[parameter.name]
             held = {key: values for key, values in self._optimizer.state[master].items() if key != "step"}
             if master is not self._tensors[parameter.name]:

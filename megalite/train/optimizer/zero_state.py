@@ -46,7 +46,7 @@ class _ZeroState(ABC):
 
     def __init__(self, zero: Any, replica: Replica, scale: LossScale | None):
         self._zero, self._parameters, self._tensors = zero, replica.trained, replica.trained_tensors
-        self._partition, self._scale = replica.mesh.dense_gradients.rank, scale
+        self._mesh, self._scale = replica.mesh, scale
         self._low_precision = any(tensor.element_size() < 4 for tensor in self._tensors.values())
 
     @abstractmethod
@@ -110,7 +110,7 @@ class _ShardedState(_ZeroState):
         for parameter in self._parameters:
             tensor: Any = self._tensors[parameter.name]
             group, offset, length = self._zero.grad_position[self._zero.get_param_id(tensor)]
-            start = self._partition * length
+            start = self._mesh.copies(parameter).rank * length
             size = min(length, tensor.ds_numel - start)
             if size > 0:
                 flat = self._zero.fp32_partitioned_groups_flat[group]
