@@ -47,7 +47,7 @@ def total_log_likelihood(
     log_likelihood, tokens = 0.0, 0
     for batch in _own_batches(windows, model.mesh, batch_size):
         scored = score_batch(model, [window for _, window in batch])
-        if scored is not None and model.mesh.counts_replicated:
+        if scored is not None and model.mesh.counts_loss:
             counted = torch.from_numpy(np.concatenate([_counted(window) for _, window in batch]))
             log_likelihood += scored[0].cpu().double()[counted].sum().item()
             tokens += int(counted.sum())
@@ -64,7 +64,7 @@ def scores(
     for batch in _own_batches(windows, model.mesh, batch_size):
         scored = score_batch(model, [window for _, window in batch])
         advance(len(batch) * model.mesh.batch.size)
-        if scored is None or not model.mesh.counts_replicated:
+        if scored is None or not model.mesh.counts_loss:
             continue
         lengths = [len(window.targets) for _, window in batch]
         parts = zip(*(each.cpu().split(lengths) for each in scored), strict=True)

@@ -126,11 +126,6 @@ class ParallelMesh(RankPlace):
         return self.groups.get("batch", ALONE)
 
     @property
-    def loss(self) -> RankGroup:
-        """The ranks whose tokens make up the loss."""
-        return self.groups.get("loss", ALONE)
-
-    @property
     def dense_gradients(self) -> RankGroup:
         """The ranks with the same dense weights."""
         return self.groups.get("dense_gradients", ALONE)
@@ -151,11 +146,6 @@ class ParallelMesh(RankPlace):
         On this rank's place of all other axes.
         """
         return self.pp if len(stages) == self.pp.size else self.tied
-
-    @property
-    def counts_replicated(self) -> bool:
-        """True on the one tensor-parallel rank whose copy of replicated values counts in a sum over the world."""
-        return self.tp.rank == 0
 
     def cut_over(self, parameter: Parameter) -> RankGroup:
         """Return the ranks over which a parameter is cut."""

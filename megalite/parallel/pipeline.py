@@ -216,9 +216,9 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
 def weight_share(batch: StepBatch, mesh: ParallelMesh, objective: Objective = NEXT_TOKEN) -> Tensor:
     """Return this rank's share of the summed weights of the global batch, [] float64: of tokens, or of pairs.
 
-    One rank of each data-parallel replica counts its batch; the share of the others is zero.
+    One of the ranks with the same tokens counts them; the share of the others is zero.
     """
-    if mesh.counts_replicated and mesh.pp.rank == 0:
+    if mesh.counts_loss and mesh.pp.rank == 0:
         return objective.weight(batch)
     return torch.zeros((), dtype=torch.float64, device=mesh.device)
 
@@ -277,5 +277,5 @@ def _total(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
 
 
 def _counted(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
-    """Return the total on the one tensor-parallel rank whose copy counts, zero on the others."""
-    return _total(losses if mesh.counts_replicated else (), mesh)
+    """Return the total on the ranks whose losses count, zero on the others."""
+    return _total(losses if mesh.counts_loss else (), mesh)

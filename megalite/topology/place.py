@@ -83,3 +83,11 @@ class RankPlace:
         """Return whether this rank writes its shard of a parameter: ranks with the same shard take turns."""
         copies = self.peers[COPIES[parameter.spec.axis]]
         return copies[turn % len(copies)] == self.rank
+
+    @property
+    def counts_loss(self) -> bool:
+        """Whether this rank's losses count in a sum over the world.
+
+        Ranks that differ on another axis than those of the role "loss", and in their stage, have the same tokens.
+        """
+        return self.peers["loss"][0] in self.layout.peers(0, "pp")

@@ -133,7 +133,7 @@ def _computed(
         for step in range(steps):
             batch = batches.step_batch(step * stride).ready()
             rows = reference_losses(trainer.stage, trainer.pipeline, batch, adapters=True)
-            if rows is not None and mesh.counts_replicated:
+            if rows is not None and mesh.counts_loss:
                 # Unshuffled, a sample's place is its number; those after the last one have no labels.
                 here = batch.sample_indices < samples
                 losses.index_add_(
