@@ -34,9 +34,6 @@ class Coordinates:
     dp: int = 0
     tp: int = 0
 
-    def __str__(self) -> str:
-        return ", ".join(f"{axis} {getattr(self, axis)}" for axis in AXES)
-
 
 @dataclass(frozen=True)
 class Layout:
@@ -66,14 +63,16 @@ class Layout:
         return self.world_size // self.data
 
     @property
-    def named_sizes(self) -> dict[str, int]:
-        """Setting in [parallel] -> size, the innermost axis first and data last.
-
-        An axis that splits neither the model nor the batch stands here only if its size is above 1.
-        """
+    def _named_axes(self) -> list[str]:
+        """The axes that messages name: others than those of model and batch only if their size is above 1."""
         always = {*ROLES["replica"], *ROLES["batch"]}
-        axes = sorted(reversed(self.sizes.items()), key=lambda item: item[0] in ROLES["batch"])
-        return {AXES[axis]: size for axis, size in axes if axis in always or size > 1}
+        return [axis for axis, size in self.sizes.items() if axis in always or size > 1]
+
+    @property
+    def named_sizes(self) -> dict[str, int]:
+        """Setting in [parallel] -> size, the innermost axis first and data last, for messages."""
+        axes = sorted(reversed(self._named_axes), key=lambda axis: axis in ROLES["batch"])
+        return {AXES[axis]: self.sizes[axis] for axis in axes}
 
     @property
     def text(self) -> str:
@@ -108,5 +107,11 @@ class Layout:
         """Return all peer groups over the named axes: a partition of the world, ordered by first rank."""
         return tuple(dict.fromkeys(self.peers(rank, *axes) for rank in range(self.world_size)))
 
+    def named_places(self, rank: int) -> dict[str, int]:
+        """Return axis -> the place of `rank`, for messages."""
+        at = self.coordinates(rank)
+        return {axis: getattr(at, axis) for axis in self._named_axes}
+
     def describe(self, rank: int) -> str:
-        return f"rank {rank} ({self.coordinates(rank)})"
+        places = ", ".join(f"{axis} {place}" for axis, place in self.named_places(rank).items())
+        return f"rank {rank} ({places})"

@@ -75,7 +75,7 @@ def joined(job: Job, results: list[Curve]) -> dict[str, Tensor]:
     whole: dict[str, Tensor] = {}
     for pp in range(job.layout.pipeline):
         for tp in range(job.layout.tensor):
-            ranks = [job.layout.rank(Coordinates(pp, dp, tp)) for dp in range(job.layout.data)]
+            ranks = [job.layout.rank(Coordinates(pp=pp, dp=dp, tp=tp)) for dp in range(job.layout.data)]
             for name in {name for rank in ranks for name in results[rank].masters}:
                 runs = [results[rank].masters[name] for rank in ranks if name in results[rank].masters]
                 runs = runs if job.zero_stage else runs[:1]

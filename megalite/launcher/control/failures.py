@@ -217,7 +217,7 @@ class FailureFolder:
         )
         return FailureReport(
             rank=info.rank,
-            coordinates=asdict(self._layout.coordinates(info.rank)),
+            coordinates=self._layout.named_places(info.rank),
             node=info.node,
             pid=pid,
             job=self._job,

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 from megalite.launcher.control.failures import FailureReport, first_cause
@@ -44,7 +44,7 @@ def of_lost(
     silence = f", last heard {now - heard:.0f} s ago" if now - heard >= _RECENT_SECONDS else ""
     return FailureReport(
         rank=rank,
-        coordinates=asdict(layout.coordinates(rank)) if layout is not None else {},
+        coordinates=layout.named_places(rank) if layout is not None else {},
         node=host,
         pid=pid,
         job=job,

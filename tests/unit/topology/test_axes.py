@@ -16,7 +16,7 @@ def test_ranks_and_coordinates_are_one_to_one(layout: Layout) -> None:
     places = [layout.coordinates(rank) for rank in range(layout.world_size)]
     assert [layout.rank(at) for at in places] == list(range(layout.world_size))
     assert set(places) == {
-        Coordinates(pp, dp, tp)
+        Coordinates(pp=pp, dp=dp, tp=tp)
         for pp, dp, tp in product(range(layout.pipeline), range(layout.data), range(layout.tensor))
     }
 
@@ -46,13 +46,13 @@ def test_groups_are_a_partition_and_peers_share_the_other_axes(layout: Layout, a
 
 
 def test_an_axis_stands_in_the_table_the_layout_and_the_coordinates() -> None:
-    assert [each.name for each in fields(Coordinates)] == list(AXES)
+    assert {each.name for each in fields(Coordinates)} == set(AXES)
     assert {each.name for each in fields(Layout)} == set(AXES.values())
     assert all(set(axes) <= set(AXES) for axes in ROLES.values())
 
 
-def test_every_rank_reads_samples_or_shares_a_replica() -> None:
-    """Each axis either splits the batch or one copy of the model; a role that both lack would lose gradients."""
-    assert {axis for role in ("batch", "replica") for axis in ROLES[role]} == set(AXES)
+def test_every_axis_splits_the_tokens_or_the_model() -> None:
+    """An axis that neither role has would lose gradients, one that both have would count them twice."""
+    assert {*ROLES["dense_gradients"], *ROLES["replica"]} == set(AXES)
     assert not set(ROLES["dense_gradients"]) & set(ROLES["replica"])
     assert set(ROLES["batch"]) <= set(ROLES["loss"]) <= set(ROLES["dense_gradients"])

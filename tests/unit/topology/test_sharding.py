@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.topology.axes import Layout
 from megalite.topology.parameters import (
     EMBEDDING,
     FINAL_NORM,
@@ -17,6 +18,7 @@ from megalite.topology.parameters import (
     parameter_count,
     stage_parameters,
 )
+from megalite.topology.place import RankPlace
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, ShardSpec, TensorSlice, heads_fit, heads_held
 from megalite.topology.stages import pipeline_split
@@ -63,26 +65,30 @@ def cells(region: TensorSlice) -> product:  # type: ignore[type-arg]
 
 @settings(max_examples=40, deadline=None)
 @given(models())
-def test_the_ranks_of_a_replica_hold_every_element(found: tuple[ModelShape, int, int]) -> None:
-    """Once over tp and pp, but for what every tensor-parallel rank has whole, for tied copies on two stages, and for
-    heads that ranks share; each has one first holder."""
+def test_every_element_is_held_counted_and_written(found: tuple[ModelShape, int, int]) -> None:
+    """A copy holds an element once, but for what every tensor-parallel rank has whole, tied copies on two stages and
+    heads that ranks share. One rank writes it, one of each copy counts it, with zeros on further ranks of a head."""
     shape, tp, stages = found
-    split = pipeline_split(shape.num_hidden_layers, stages)
-    counted: dict[str, Counter[tuple[int, ...]]] = {name: Counter() for name in canonical_tensors(shape)}
-    copies = {}
-    for stage in range(stages):
-        for parameter in stage_parameters(shape, split, stage):
+    layout, split = Layout(stages, 2, tp), pipeline_split(shape.num_hidden_layers, stages)
+    held, counted, written = ({name: Counter() for name in canonical_tensors(shape)} for _ in range(3))
+    holders, times = {}, {}
+    for rank in range(layout.world_size):
+        place = RankPlace(layout, rank)
+        for turn, parameter in enumerate(stage_parameters(shape, split, place.at.pp)):
             spec = parameter.spec
-            for rank in range(tp):
-                for part, region in spec.slices(rank, tp):
-                    counted[part.name].update(cells(region))
-                    holders = tp if spec.dim is None else max(1, tp // (part.heads or tp))
-                    copies[part.name] = holders * max(1, len(spec.stages))
-                    first = spec.first_holder(part, rank, tp)
-                    assert first == min(each for each in range(tp) if spec.slice_of(part, each, tp) == region)
-                    assert spec.is_shared(part, tp) == (spec.dim is not None and holders > 1)
+            for part, region in place.slices(parameter):
+                same = [each for each in range(tp) if spec.slice_of(part, each, tp) == region]
+                holders[part.name] = 2 * len(same) * max(1, len(spec.stages))
+                times[part.name] = 2 * (len(same) if place.is_shared(parameter, part) else 1)
+                assert place.is_first_holder(parameter, part) == (place.at.tp == same[0])
+                assert place.is_shared(parameter, part) == (spec.dim is not None and len(same) > 1)
+                held[part.name].update(cells(region))
+                counted[part.name].update(cells(region) if place.is_counted(parameter) else ())
+                first = place.is_first_stage(parameter) and place.is_first_holder(parameter, part)
+                written[part.name].update(cells(region) if first and place.writes(parameter, turn) else ())
     for name, full in canonical_tensors(shape).items():
-        assert counted[name] == Counter(dict.fromkeys(product(*map(range, full)), copies[name])), name
+        for counter, number in ((held, holders[name]), (counted, times[name]), (written, 1)):
+            assert counter[name] == Counter(dict.fromkeys(product(*map(range, full)), number)), name
 
 
 @settings(max_examples=40, deadline=None)
