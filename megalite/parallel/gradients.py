@@ -10,12 +10,10 @@ from operator import attrgetter
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megalite.launcher.control.progress import now
 from megalite.ops.choice import PLAIN_TORCH, Operators
-from megalite.parallel.collectives import all_reduce
+from megalite.parallel.collectives import all_reduce, broadcast
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.parameters import EMBEDDING, Parameter
 from megalite.topology.sharding import Part
@@ -117,9 +115,7 @@ def sync_tied_weights(
         share.values.copy_(total)
     for parameter in parameters:
         if len(parameter.spec.stages) > 1:
-            copies = mesh.tied_over(parameter.spec.stages)
-            now.collective("broadcast", copies.role)
-            dist.broadcast(tensors[parameter.name].data, src=copies.ranks[0], group=copies.group)
+            broadcast(tensors[parameter.name].data, mesh.tied_over(parameter.spec.stages), 0)
 
 
 def _shares(parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> Iterator[_Share]:

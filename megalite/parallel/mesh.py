@@ -89,21 +89,15 @@ class ParallelMesh(RankPlace):
         peers = RankPlace(layout, rank).peers
         # Before groups that only some of these ranks have: torch names a group by how many the rank has made.
         upwards = _join(peers["pp"], rank, "pp") if layout.pipeline > 1 else None
-        # Roles with the same ranks share a group: each costs connections and, on a GPU, memory.
+        # Roles with the same ranks, and all axes of size 1, share a group: each costs connections and threads, and
+        # memory on a GPU.
         joined: dict[tuple[int, ...], RankGroup] = {}
         for name, ranks in peers.items():
             if ranks not in joined:
                 joined[ranks] = _join(ranks, rank, name)
         groups = {name: joined[ranks] for name, ranks in peers.items()}
         groups["pp_upwards"] = upwards or groups["pp"]
-        return cls(
-            layout,
-            rank,
-            device,
-            groups=groups,
-            sequence_parallel=sequence_parallel,
-            host=host,
-        )
+        return cls(layout, rank, device, groups, sequence_parallel, host)
 
     @property
     def tp(self) -> RankGroup:

@@ -18,6 +18,8 @@ def groups_on_rank(layout: Layout) -> dict[str, tuple]:
         ranks[mesh.rank] = 1
         dist.all_reduce(ranks, group=group.group)
         seen[name] = (group.ranks, group.rank, tuple(ranks.nonzero().flatten().tolist()))
+    made = {id(group.group) for name, group in mesh.groups.items() if name != "pp_upwards"}
+    assert len(made) == len({group.ranks for group in mesh.groups.values()}), "a group is made twice"
     seen["collectives"] = []
     for group in (mesh.tp, mesh.dense_gradients, mesh.tied):
         now.restart()
