@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -88,20 +87,13 @@ class Layout:
             rank, places[axis] = divmod(rank, size)
         return Coordinates(**places)
 
-    def rank(self, at: Coordinates) -> int:
-        """Return the rank at these coordinates."""
-        rank = 0
-        for axis, size in self.sizes.items():
-            rank = rank * size + getattr(at, axis)
-        return rank
-
     def peers(self, rank: int, *axes: str) -> tuple[int, ...]:
         """Return the ranks, `rank` included and ascending, with the same coordinates on all axes but the named ones."""
-        at = self.coordinates(rank)
-        ranges = [range(size) if axis in axes else (getattr(at, axis),) for axis, size in self.sizes.items()]
-        return tuple(
-            self.rank(Coordinates(**dict(zip(AXES, places, strict=True)))) for places in product(*ranges)
-        )
+        at, ranks = self.coordinates(rank), [0]
+        for axis, size in self.sizes.items():
+            places = range(size) if axis in axes else (getattr(at, axis),)
+            ranks = [outer * size + place for outer in ranks for place in places]
+        return tuple(ranks)
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return all peer groups over the named axes: a partition of the world, ordered by first rank."""

@@ -19,7 +19,7 @@ from megalite.checkpoint.save import save_checkpoint
 from megalite.data.batches.loader import StepLoader
 from megalite.errors import TrainingError
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.axes import Coordinates, Layout
+from megalite.topology.axes import Layout
 from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import MASTER, WEIGHT
 from megalite.train.loss_scale import LossScaleSettings
@@ -73,16 +73,15 @@ def masters(parts: Parts) -> dict[str, tuple[int, Tensor]]:
 def joined(job: Job, results: list[Curve]) -> dict[str, Tensor]:
     """The flattened masters of every (pp, tp) by name, from the runs of its data-parallel ranks."""
     whole: dict[str, Tensor] = {}
-    for pp in range(job.layout.pipeline):
-        for tp in range(job.layout.tensor):
-            ranks = [job.layout.rank(Coordinates(pp=pp, dp=dp, tp=tp)) for dp in range(job.layout.data)]
-            for name in {name for rank in ranks for name in results[rank].masters}:
-                runs = [results[rank].masters[name] for rank in ranks if name in results[rank].masters]
-                runs = runs if job.zero_stage else runs[:1]
-                ordered = sorted(runs, key=lambda run: run[0])
-                ends = [start + values.numel() for start, values in ordered]
-                assert [start for start, _ in ordered] == [0, *ends[:-1]], "runs overlap or leave a gap"
-                whole[f"{name} of pp {pp} tp {tp}"] = torch.cat([values for _, values in ordered])
+    for ranks in job.layout.groups("dp"):
+        at = job.layout.coordinates(ranks[0])
+        for name in {name for rank in ranks for name in results[rank].masters}:
+            runs = [results[rank].masters[name] for rank in ranks if name in results[rank].masters]
+            runs = runs if job.zero_stage else runs[:1]
+            ordered = sorted(runs, key=lambda run: run[0])
+            ends = [start + values.numel() for start, values in ordered]
+            assert [start for start, _ in ordered] == [0, *ends[:-1]], "runs overlap or leave a gap"
+            whole[f"{name} of pp {at.pp} tp {at.tp}"] = torch.cat([values for _, values in ordered])
     return whole
 
 
