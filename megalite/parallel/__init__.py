@@ -1,8 +1,13 @@
 """All code that knows ranks: the mesh, collectives, parallel layers, the pipeline; independent of the
 configuration.
 
-Code asks the mesh for a group by its role (`mesh.batch`, `mesh.loss`, `mesh.dense_gradients`, `mesh.replica`,
-`mesh.tied_over(stages)`); a table in `topology/axes.py` says which axes each role spans.
+Code asks the mesh for a group by its role: `mesh.batch` (different samples), `mesh.dense_gradients` (copies of the
+same dense weights), `mesh.replica` (one copy of the model), `mesh.tied_over(stages)`; `mesh.counts_loss` says
+whose losses count. Tables in `topology/axes.py` say which axes each role spans. Code asks for a share of a
+parameter by the parameter, never by an axis: `mesh.slices(parameter)` (this rank's slice of each part),
+`mesh.copies(parameter)` (who sums its gradient), `mesh.is_counted(parameter)` (in the norm),
+`mesh.writes(parameter, turn)` (to a checkpoint). All follow from `ShardSpec.axis` (`topology/place.py`). Layers,
+which compute over tensor parallelism, name `mesh.tp`.
 
 - With sequence parallelism hidden states outside of attention and MLP are [B, S / tp, H]: column-parallel
   layers gather, row-parallel ones reduce-scatter, and masks know which positions a rank holds.
