@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod, sqrt
 
-from megalite.topology.adapter import Lora, Prefix
+from megalite.topology.adapter import Lora, Prefix, names_module
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, ShardSpec
 from megalite.topology.stages import PipelineSplit, pipeline_split
@@ -290,6 +290,15 @@ def trained_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return canonical name -> full shape of every tensor that training changes: a checkpoint's."""
     found = (parameter.spec.parts for parameter in model_parameters(shape) if parameter.trained)
     return {part.name: part.shape for parts in found for part in parts}
+
+
+def names_tied_table(pattern: str, shape: ModelShape) -> bool:
+    """Return whether a pattern of `Lora.modules_to_save` names the embedding or the head of a model that ties the two.
+
+    PEFT trains a copy of each module that it names, so that the two would be tied no longer.
+    """
+    tables = (name.removesuffix(".weight") for name in (EMBEDDING, HEAD))
+    return shape.tie_word_embeddings and any(names_module([pattern], table) for table in tables)
 
 
 def parameter_count(shape: ModelShape) -> int:

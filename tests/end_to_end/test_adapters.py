@@ -246,6 +246,14 @@ def test_a_file_that_is_not_the_adapter_of_the_settings_is_refused(shared_data, 
         configured(shared_data, questions, tmp_path / "run", adapter={"path": str(folder)})
 
 
+def test_a_trained_copy_of_a_tied_embedding_is_refused(shared_data, tmp_path):
+    folder = adapter_of_peft(shared_data, tmp_path / "begun", modules_to_save=["embed_tokens"])
+    with pytest.raises(
+        CheckpointError, match=r"its own embed_tokens, but the base ties .* merge it with PEFT"
+    ):
+        megalite.load(folder, base=shared_data / "stories260K")
+
+
 @pytest.mark.extended
 def test_the_example_shows_that_one_percent_of_the_values_reaches_most_of_it(
     shared_data, questions, tmp_path

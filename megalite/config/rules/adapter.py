@@ -11,7 +11,7 @@ from megalite.config.sections.shape_settings import model_shape
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem, listed
 from megalite.topology.adapter import Adapter, Lora, names_module
-from megalite.topology.parameters import EMBEDDING, HEAD, Parameter, model_parameters, stage_parameters
+from megalite.topology.parameters import Parameter, model_parameters, names_tied_table, stage_parameters
 from megalite.topology.shape import ModelShape
 
 
@@ -37,7 +37,8 @@ def adapter_patterns_name_modules(facts: Facts) -> Iterator[Problem]:
     adapter = described_adapter(facts.adapter)
     if not isinstance(adapter, Lora):
         return
-    own = model_parameters(model_shape(facts.model, 1))
+    shape = model_shape(facts.model, 1)
+    own = model_parameters(shape)
     within = _modules(each for each in own if each.layer is not None and len(each.spec.full_shape) == 2)
     if facts.adapter.targets != "all":
         words = list(dict.fromkeys(each.rsplit(".", 1)[-1] for each in within))
@@ -49,19 +50,15 @@ def adapter_patterns_name_modules(facts: Facts) -> Iterator[Problem]:
                     f"use {', '.join(words)}",
                 )
     outside = _modules(each for each in own if each.layer is None)
-    words = [each.rsplit(".", 1)[-1] for each in outside]
+    words = [module.rsplit(".", 1)[-1] for module in outside if not names_tied_table(module, shape)]
     for pattern in adapter.modules_to_save:
-        if not any(names_module([pattern], module) for module in outside):
+        if names_tied_table(pattern, shape):
+            message = f"{shown(pattern)} is the embedding and the head at once (model.tie_word_embeddings)"
+            remedy = "leave it out" if facts.adapter.path is None else "use another adapter"
+            yield Problem("adapter.modules_to_save", message, f"{remedy}: PEFT would train two copies")
+        elif not any(names_module([pattern], module) for module in outside):
             message = f"{shown(pattern)} names no module outside of the layers"
             yield Problem("adapter.modules_to_save", message, f"use {', '.join(words)}, or adapter.targets")
-    tied = [pattern for pattern in adapter.modules_to_save if _names_a_table(pattern)]
-    if tied and facts.model.tie_word_embeddings:
-        message = f"{shown(tied[0])} is the embedding and the head at once (model.tie_word_embeddings)"
-        yield Problem("adapter.modules_to_save", message, "leave it out: PEFT would train two copies")
-
-
-def _names_a_table(pattern: str) -> bool:
-    return any(names_module([pattern], each.removesuffix(".weight")) for each in (EMBEDDING, HEAD))
 
 
 def _modules(parameters: Iterator[Parameter]) -> list[str]:

@@ -16,8 +16,8 @@ from megalite.convert.huggingface.files import header_of
 from megalite.errors import CheckpointError, listed
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import all_or_none
-from megalite.topology.adapter import Prefix
-from megalite.topology.parameters import trained_tensors
+from megalite.topology.adapter import Lora, Prefix
+from megalite.topology.parameters import names_tied_table, trained_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 
@@ -122,6 +122,12 @@ class LoraReader(_PeftFile):
         return self._values(self._names[name], region)
 
     def _check(self, shape: ModelShape) -> None:
+        assert isinstance(shape.adapter, Lora)
+        if copied := [each for each in shape.adapter.modules_to_save if names_tied_table(each, shape)]:
+            raise CheckpointError(
+                f"{self.path} has its own {listed(copied)}, but the base ties embedding and head; merge it with PEFT"
+                " (merge_and_unload), save the model with config.tie_word_embeddings = False, and name that model"
+            )
         expected = {self._names[name]: size for name, size in trained_tensors(shape).items()}
         missing, extra = (
             sorted(expected.keys() - self.header.keys()),

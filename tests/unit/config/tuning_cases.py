@@ -50,8 +50,8 @@ ADAPTER_CASES = [
     ),
     Case(
         "adapter_patterns_name_modules",
-        {**_LORA, "model.tie_word_embeddings": True, "adapter.modules_to_save": ["embed_tokens"]},
-        'adapter.modules_to_save: "embed_tokens" is the embedding and the head at once (model.tie_word_embeddings); '
+        {**_LORA, "model.tie_word_embeddings": True, "adapter.modules_to_save": ["lm_head"]},
+        'adapter.modules_to_save: "lm_head" is the embedding and the head at once (model.tie_word_embeddings); '
         "leave it out: PEFT would train two copies",
         {"adapter.modules_to_save": []},
     ),
