@@ -52,6 +52,12 @@ def checkpoint_to_resume_exists(facts: Facts) -> Iterator[Problem]:
 def text_exists(facts: Facts) -> Iterator[Problem]:
     for key, source in _sources(facts):
         if not (source == STANDARD_LIBRARY or exists(Path(source).expanduser()) or is_prepared(source)):
+            if _is_partly_prepared(source):
+                message = (
+                    f"{_named(source)} is not whole: its megalite data prepare was cut off, or still runs"
+                )
+                yield Problem(key, message, "wait for it, or run the same command again")
+                continue
             remedy = _close_file(source) or (
                 f'name a text file, a folder, a .jsonl or .parquet file, or "{STANDARD_LIBRARY}"'
             )
@@ -70,6 +76,12 @@ def is_prepared(source: str) -> bool:
     prefix = prefix_of(source)
     index = prefix.with_name(f"{prefix.name}.idx") if prefix.name else prefix
     return exists(index) and not Path(source).expanduser().is_dir()
+
+
+def _is_partly_prepared(source: str) -> bool:
+    """Whether a preparation has begun the pair that a source names (data/files/partial_files.py)."""
+    prefix = prefix_of(source)
+    return any(exists(prefix.with_name(f".{prefix.name}{suffix}.partial")) for suffix in (".bin", ".idx"))
 
 
 def prefix_of(source: str) -> Path:

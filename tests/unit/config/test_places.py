@@ -10,6 +10,7 @@ import pytest
 from megalite.cli import main
 from megalite.config.load import load_run
 from megalite.config.rules.places import is_prepared
+from megalite.data.files.partial_files import partial
 from megalite.errors import ConfigError
 from tests.unit.config.runs import REMOVED, changed, write_run
 
@@ -70,6 +71,12 @@ def test_a_missing_text_names_the_similar_one(tmp_path: Path) -> None:
     assert problem == (
         f'data.blend[1].source: "{tmp_path}/shakespear.txt" does not exist; did you mean {tmp_path}/shakespeare.txt?'
     )
+
+
+def test_a_preparation_that_was_cut_off_is_said(tmp_path: Path) -> None:
+    partial(tmp_path / "pair.bin").write_bytes(b"")
+    [problem] = said(tmp_path, {"data.source": str(tmp_path / "pair")})
+    assert "is not whole: its megalite data prepare was cut off, or still runs" in problem
 
 
 def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
