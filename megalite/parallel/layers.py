@@ -115,8 +115,8 @@ class ColumnParallelLinear(nn.Module):
         """
         bias = self.bias if with_bias else None
         if self.lora is not None and self.lora.active:
-            adapted: Tensor = self.lora(hidden_states, self.weight, bias, mask)
-            return adapted
+            adapted: Tensor = self.lora(hidden_states, lambda: self.weight, mask)
+            return adapted if bias is None else adapted + bias
         product = column_linear(hidden_states, self.weight, bias, mesh=self.mesh)
         return product if self.bank is None else self.bank.add_to(product, hidden_states)
 
@@ -148,7 +148,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
         """Map [B, S, in / tp] to [B, S or S / tp, out]; mask: dropout of the adapter's input."""
         if self.lora is not None and self.lora.active:
-            summed: Tensor = self.lora(hidden_states, self.weight, mask)
+            summed: Tensor = self.lora(hidden_states, lambda: self.weight, mask)
         else:
             product = linear(hidden_states, self.weight)
             if self.bank is not None:

@@ -4,7 +4,7 @@ Hu et al., "LoRA", 2021: W x + scale * B A x. Liu et al., "DoRA", 2024: that, ti
 the row's norm.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -32,7 +32,11 @@ def part_blocks(b: Tensor, parts: Sequence[tuple[int, bool]]) -> Tensor:
 
 
 class _LowRank(nn.Module):
-    """A [parts * rank, in] and B [rows, rank] of one linear on this rank; with DoRA magnitude [rows]."""
+    """A [parts * rank, in] and B [rows, rank] of one linear on this rank; with DoRA magnitude [rows].
+
+    forward takes a call that gives the linear's weight: DeepSpeed detaches the tensors that a module is called with, so
+    that backward would keep the whole weight that ZeRO 3 has gathered.
+    """
 
     def __init__(
         self,
@@ -87,9 +91,7 @@ class ColumnLora(_LowRank):
         super().__init__(a, b, mesh=mesh, scale=scale, dora=dora, dtype=dtype)
         self.parts = tuple(parts)
 
-    def forward(
-        self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, mask: Mask | None
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, weight: Callable[[], Tensor], mask: Mask | None) -> Tensor:
         """[B, S or S / tp, in] -> [B, S, this rank's rows]; mask: dropout of A's input."""
         inputs = column_input(hidden_states, self.mesh)
         if self.mesh.splits_sequence:
@@ -97,10 +99,10 @@ class ColumnLora(_LowRank):
         else:
             low = linear(dropout(inputs, mask), self.A)
         b = part_blocks(self.B, self.parts)
-        output = self._add(linear(inputs, weight), low, b)
+        output = self._add(linear(inputs, weight()), low, b)
         if self.magnitude is not None:
-            output = output * self._over_norm(self.magnitude, weight, b)
-        return output if bias is None else output + bias
+            output = output * self._over_norm(self.magnitude, weight(), b)
+        return output
 
     @torch.no_grad()
     def row_norms(self, weight: Tensor, b: Tensor) -> Tensor:
@@ -134,13 +136,13 @@ class RowLora(_LowRank):
     scale * B A x of the rank's inputs joins the linear's partial products before their one sum.
     """
 
-    def forward(self, hidden_states: Tensor, weight: Tensor, mask: Mask | None) -> Tensor:
+    def forward(self, hidden_states: Tensor, weight: Callable[[], Tensor], mask: Mask | None) -> Tensor:
         """[B, S, in / tp] -> [B, S or S / tp, out]; mask: dropout of A's input."""
         low = linear(dropout(hidden_states, mask), self.A)
-        summed = row_output(self._add(linear(hidden_states, weight), low, self.B), self.mesh)
+        summed = row_output(self._add(linear(hidden_states, weight()), low, self.B), self.mesh)
         if self.magnitude is None:
             return summed
-        return summed * (self.magnitude / self.row_norms(weight)).to(summed.dtype)
+        return summed * (self.magnitude / self.row_norms(weight())).to(summed.dtype)
 
     @torch.no_grad()
     def row_norms(self, weight: Tensor) -> Tensor:
