@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megalite.model import mlp, recompute
+from megalite.model import mlp
 from megalite.model.options import Dropout, Recompute
 from megalite.ops import choice
 from megalite.topology.axes import Layout
-from tests.support.parity import assert_close, assert_same_tensors
+from tests.support.parity import LAYOUT_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import tiny_shape
 from tests.support.training import (
     Job,
@@ -50,13 +50,15 @@ def reference(ranks):
 
 
 def assert_same_training(job: Job, results: list[RankResult], alone: RankResult) -> None:
+    rtol = 0.0 if len(results) == 1 else LAYOUT_RTOL
     for result in results:
-        assert_close(result.losses, alone.losses, what="losses")
-        assert_close(result.norms, alone.norms, what="norms")
-    assert_same_tensors(full_gradients(job, results), full_gradients(JOB, [alone]))
+        assert_close(result.losses, alone.losses, rtol=rtol, what="losses")
+        assert_close(result.norms, alone.norms, rtol=rtol, what="norms")
+    assert_same_tensors(full_gradients(job, results), full_gradients(JOB, [alone]), rtol=rtol)
     assert_same_tensors(
         full_tensors(job.shape, [shard for result in results for shard in result.final], add=False),
         full_tensors(job.shape, alone.final, add=False),
+        rtol=rtol,
     )
 
 
@@ -91,7 +93,7 @@ def test_any_choice_of_layers_in_any_layout_gives_the_same_numbers(ranks, refere
 
 
 def calls_on_rank(job: Job) -> dict[str, int]:
-    """How often one step runs a layer's MLP, its attention, a backward of the MLP's activation, an all-reduce."""
+    """How often one step runs a layer's MLP, its attention, an all-reduce."""
     parts = build(job)
     counted: Counter[str] = Counter()
 
@@ -105,23 +107,21 @@ def calls_on_rank(job: Job) -> dict[str, int]:
     patched = (
         mock.patch.object(mlp.GatedMLP, "forward", counting("mlp", mlp.GatedMLP.forward)),
         mock.patch.object(choice, "causal_attention", counting("attention", choice.causal_attention)),
-        mock.patch.object(recompute._Region, "run_again", counting("regions", recompute._Region.run_again)),
         mock.patch.object(dist, "all_reduce", counting("all-reduces", dist.all_reduce)),
     )
-    with patched[0], patched[1], patched[2], patched[3]:
+    with patched[0], patched[1], patched[2]:
         parts.forward_backward(local_batch(job, parts.mesh, 0))
     return dict(counted)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_layer_is_computed_once_more_whatever_the_schedule(ranks, schedule):
-    """8 micro batches through 4 layers: torch's own checkpoint would run layers twice more where W stands alone."""
+    """8 micro batches through 4 layers, also where W stands alone: its calls read no saved tensor of the graph."""
     job = replace(_job(schedule, Layout(pipeline=2), FULL), dropout=Dropout())
     calls = ranks.run(calls_on_rank, world_size=2, job=job)
-    assert sum(each["regions"] for each in calls) == 32
-    assert sum(each["attention"] for each in calls) == 2 * 32
+    assert sum(each["attention"] for each in calls) == sum(each["mlp"] for each in calls) == 2 * 32
     plain = ranks.run(calls_on_rank, world_size=2, job=replace(job, recompute=Recompute()))
-    assert sum(each["attention"] for each in plain) == 32 and "regions" not in plain[0]
+    assert sum(each["attention"] for each in plain) == 32
     selective = ranks.run(calls_on_rank, world_size=2, job=replace(job, recompute=SELECTIVE))
     assert sum(each["attention"] for each in selective) == 2 * 32
     assert sum(each["mlp"] for each in selective) == 32

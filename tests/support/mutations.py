@@ -8,6 +8,7 @@ fp16 training and of single operators are next to the tests that guard against t
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain, repeat
 from typing import Any
 from unittest import mock
 
@@ -239,8 +240,8 @@ def _keep_without_scaling(mask: Callable[..., Any]) -> Callable[..., Any]:
     return unscaled
 
 
-def _draw_anew_in_recompute(run_again: Callable[..., None]) -> Callable[..., None]:
-    def with_other_masks(self: Any) -> None:
+def _draw_anew_in_recompute(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+    def with_other_masks(function: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
         keep_mask, attention = dropout.keep_mask, Operators.attention
 
         def fresh(seed: int, *arguments: Any, **rest: Any) -> Any:
@@ -250,11 +251,15 @@ def _draw_anew_in_recompute(run_again: Callable[..., None]) -> Callable[..., Non
             other = None if mask is None else mask._replace(key=(mask.key[0] + 1, mask.key[1]))
             return attention(*tensors, mask=other, **rest)
 
-        with (
-            mock.patch.object(dropout, "keep_mask", fresh),
-            mock.patch.object(Operators, "attention", attend),
-        ):
-            run_again(self)
+        def run_again(*tensors: Any) -> Any:
+            with (
+                mock.patch.object(dropout, "keep_mask", fresh),
+                mock.patch.object(Operators, "attention", attend),
+            ):
+                return function(*tensors)
+
+        calls = chain([function], repeat(run_again))
+        return checkpoint(lambda *tensors: next(calls)(*tensors), *inputs, **settings)
 
     return with_other_masks
 
@@ -454,7 +459,7 @@ FAULTS: dict[str, Fault] = {
         layers, "start_reduce_scatter", _instead(_split_instead_of_reduce_scatter), SEQUENCE
     ),
     "fresh dropout in recompute": Fault(
-        recompute._Region, "run_again", _draw_anew_in_recompute, {**DROPOUT, "recompute": "full"}
+        recompute, "checkpoint", _draw_anew_in_recompute, {**DROPOUT, "recompute": "full"}
     ),
     "dropout keyed by the rank's own samples": Fault(
         transformer, "DropoutContext", _number_samples_on_this_rank, {**DP, **DROPOUT}
@@ -475,15 +480,15 @@ FAULTS: dict[str, Fault] = {
         dropout.DropoutSites, "attention_mask", _drop_alike_in_all_samples, FUSED_DROPOUT
     ),
     "fused attention dropout drawn anew in recompute": Fault(
-        recompute._Region, "run_again", _draw_anew_in_recompute, {**FUSED_DROPOUT, "recompute": "selective"}
+        recompute, "checkpoint", _draw_anew_in_recompute, {**FUSED_DROPOUT, "recompute": "selective"}
     ),
     "one dropout mask in all layers": Fault(dropout, "keep_mask", _drop_alike_in_all_layers, DROPOUT),
     "dropout that does not scale what it keeps": Fault(
         dropout.DropoutSites, "_mask", _keep_without_scaling, DROPOUT
     ),
     "fresh dropout in selective recompute": Fault(
-        recompute._Region,
-        "run_again",
+        recompute,
+        "checkpoint",
         _draw_anew_in_recompute,
         {"dropout": "attention", "recompute": "selective"},
     ),
