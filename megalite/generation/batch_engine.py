@@ -1,42 +1,30 @@
 """Continuous batching of requests for text: what a server, a batch of prompts and a single prompt use."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megalite.generation.detokenise import Detokeniser, StopScan
 from megalite.generation.json_schema import JsonGrammars
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.memory import DEFAULT_TOKENS
 from megalite.generation.request import Request, check_request
-from megalite.generation.slots import TokenScore
 from megalite.generation.token_engine import PREFILL_CHUNK, Finish, Sampled, TokenEngine
 from megalite.model.kv_cache import Room
 from megalite.parallel.mesh import COLLECTIVE_SECONDS
 
-# The tokens of a request where nothing else is asked for: a cache for all positions of a large model fills its memory.
 # An idle engine of several ranks takes an empty step this often: far within the time limit of a collective, and a lost
 # rank is noticed within seconds.
 IDLE_STEP_SECONDS = COLLECTIVE_SECONDS / 600
 
 
 @dataclass(frozen=True)
-class Event:
-    """A new token of a request.
+class Event(Sampled):
+    """A new token of a request, with its text.
 
     text: the text that is new with it, without special tokens and without a stop string; "" while it may still change.
-    logprob: of the token by the model, before penalties and temperature; None: not asked for. top_logprobs: the most
-    likely tokens with theirs. finish: why the request ends with this token: a token or string that stops it, or its
-    maximum number of tokens; None: it goes on. embedding: of a request that embeds, its only event; the token is -1, as
-    that of a request for no token is. prompt_scores: of a request that asks for them, with its first event.
+    finish: "stop" also for a string that stops the request.
     """
 
-    number: int
-    token: int
-    text: str
-    logprob: float | None
-    top_logprobs: tuple[tuple[int, float], ...]
-    finish: Finish | None
-    embedding: tuple[float, ...] | None = None
-    prompt_scores: tuple[TokenScore, ...] = ()
+    text: str = field(kw_only=True)
 
 
 class _Text:
@@ -50,16 +38,7 @@ class _Text:
     def push(self, sampled: Sampled) -> Event:
         """Return the event of a token, which may find a stop string, or of a request without one."""
         text, finish = self._read(sampled) if sampled.token >= 0 else ("", sampled.finish)
-        return Event(
-            sampled.number,
-            sampled.token,
-            text,
-            sampled.logprob,
-            sampled.top_logprobs,
-            finish,
-            sampled.embedding,
-            sampled.prompt_scores,
-        )
+        return Event(**{**vars(sampled), "finish": finish}, text=text)
 
     def _read(self, sampled: Sampled) -> tuple[str, Finish | None]:
         """Return the text that is new with a token, and why the request ends with it."""

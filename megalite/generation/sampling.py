@@ -42,7 +42,7 @@ def sampled_rows(logits: Tensor, rows: Sequence[Running]) -> Tensor:
             )
             if row.constraint is not None:
                 own = _constrained(own, row.constraint.allowed())
-            found[place, 0] = _drawn(own, sampling, len(row.ids))
+            found[place, 0] = next_token(own, sampling, len(row.ids))
         if row.request.logprobs is not None:
             _add_log_probabilities(found[place], logits[place], row.request.logprobs)
     return found
@@ -57,11 +57,6 @@ def scored_rows(logits: Tensor, tokens: Tensor, width: int) -> Tensor:
     end = 2 + 2 * values.shape[1]
     rows[:, 2:end:2], rows[:, 3:end:2] = likely.double(), values
     return rows
-
-
-def next_token(logits: Tensor, sampling: Sampling, position: int) -> int:
-    """Return the token at `position`, sampled from the logits [V]; the same on all ranks with the same logits."""
-    return int(_drawn(logits, sampling, position))
 
 
 def penalised(logits: Tensor, sampling: Sampling, prompt: frozenset[int], new: Mapping[int, int]) -> Tensor:
@@ -97,8 +92,8 @@ def _constrained(logits: Tensor, allowed: bytearray) -> Tensor:
     return logits.masked_fill(excluded.to(logits.device), -torch.inf)
 
 
-def _drawn(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
-    """Return the sampled token [] on the device of logits [V]."""
+def next_token(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
+    """Return the token [] at `position`, sampled from the logits [V], on their device."""
     if sampling.temperature == 0:
         return logits.argmax()
     cumulated = probabilities(logits, sampling).cumsum(0)

@@ -87,7 +87,7 @@ class LettersEngine:
             scores = (TokenScore(first), *(TokenScore(token, -0.25, ((token, -0.25),)) for token in others))
         if request.max_tokens == 0:
             del self.running[number]
-            return Event(number, -1, "", None, (), "length", prompt_scores=scores)
+            return Event(number, -1, None, (), "length", prompt_scores=scores, text="")
         new = chr(ord("a") + (request.sampling.seed + len(text)) % 26)
         new = new if request.adapter is None else new.upper()
         if self.script:
@@ -102,7 +102,7 @@ class LettersEngine:
             del self.running[number]
         asked = request.logprobs is not None
         top = tuple((ord("!") + place, -1.0 - place) for place in range(request.logprobs or 0))
-        return Event(number, ord("!"), new, -0.5 if asked else None, top, finish, prompt_scores=scores)
+        return Event(number, ord("!"), -0.5 if asked else None, top, finish, prompt_scores=scores, text=new)
 
 
 @dataclass

@@ -55,15 +55,15 @@ def test_greedy_takes_the_likeliest():
 @pytest.mark.extended
 def test_draws_follow_the_probabilities():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    draws = [next_token(logits, Sampling(1.0, seed=3), position) for position in range(20_000)]
+    draws = [int(next_token(logits, Sampling(1.0, seed=3), position)) for position in range(20_000)]
     for token, share in enumerate(logits.softmax(0).tolist()):
         assert_mean([draw == token for draw in draws], share, deviation=(share * (1 - share)) ** 0.5)
 
 
 def test_what_is_left_out_is_never_drawn():
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
-    assert {next_token(logits, Sampling(5.0, top_k=2), position) for position in range(300)} == {1, 2}
-    assert {next_token(logits, Sampling(0.5, top_p=0.1), position) for position in range(300)} == {2}
+    assert {int(next_token(logits, Sampling(5.0, top_k=2), position)) for position in range(300)} == {1, 2}
+    assert {int(next_token(logits, Sampling(0.5, top_p=0.1), position)) for position in range(300)} == {2}
 
 
 def test_the_seed_and_the_position_decide():

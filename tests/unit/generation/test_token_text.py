@@ -27,7 +27,7 @@ def test_tokens_keep_their_spaces_and_none_is_lost(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(sentencepiece_like(tmp_path), end_of_document="</s>")
     assert tokenizer.decode([3]) == "a", "the case that a token alone does not show"
     shown = TokenText(tokenizer)
-    event = Event(0, 3, " a", -0.5, ((3, -0.5), (1, -1.5), (2, float("-inf"))), None)
+    event = Event(0, 3, -0.5, ((3, -0.5), (1, -1.5), (2, float("-inf"))), None, text=" a")
     row = json.loads(json.dumps(shown.row(event), allow_nan=False))
     assert row == {
         "id": 3,
