@@ -40,7 +40,7 @@ def problems(options: argparse.Namespace, layout: Layout, shape: ModelShape | No
     if options.kind == "code":
         yield from _of_code(options)
     if options.kind == "exact_match":
-        yield from sampling_problems(options.tokens or TOKENS, 0.0, None, None, flag)
+        yield from sampling_problems(options.tokens or TOKENS, {}, flag)
     if options.output is not None:
         folder = options.output.expanduser().resolve().parent
         if options.output.is_dir():
@@ -105,14 +105,14 @@ def _of_code(options: argparse.Namespace) -> Iterator[Problem]:
             "add --allow-code to permit that (best in a container)",
         )
     samples = options.samples or SAMPLES
-    temperature = options.temperature or 0.0
-    yield from sampling_problems(options.tokens or TOKENS, temperature, None, options.top_p, flag)
+    values = {"temperature": options.temperature, "top_p": options.top_p}
+    yield from sampling_problems(options.tokens or TOKENS, values, flag)
     if options.samples_file is not None:
         for option in ("samples", "temperature", "top_p", "tokens", "seed"):
             if getattr(options, option) is not None:
                 yield Problem(flag(option), "has no effect with --samples-file", "leave it out")
         return
-    if samples > 1 and temperature == 0:
+    if samples > 1 and not options.temperature:
         message = f"{samples} greedy samples of a problem are all alike"
         yield Problem("--samples", message, "set --temperature above 0, for example 0.8")
     if max(options.k or [1]) > samples:

@@ -54,7 +54,7 @@ def _job(options: argparse.Namespace, source: ModelSource) -> Job:
 
     tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
     stops, stop = stops_of(source, tokenizer), tuple(options.stop)
-    first = Request((), options.tokens, _sampling(options), stops.ids, stop, options.logprobs)
+    first = Request((), options.tokens, Sampling.of(vars(options)), stops.ids, stop, options.logprobs)
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
     job = Job("prompt", source, layout, options.dtype, first, max_requests=options.max_requests)
     template = None if options.prompt is not None else chat_template(source, options.chat_template)
@@ -87,19 +87,6 @@ def _too_large(job: Job) -> Iterator[Problem]:
     return cache_problems(job.source, job.dtype, slots, ("--tokens", tokens))
 
 
-def _sampling(options: argparse.Namespace) -> Sampling:
-    return Sampling(
-        options.temperature,
-        options.top_k or 0,
-        1.0 if options.top_p is None else options.top_p,
-        options.seed,
-        options.min_p or 0.0,
-        options.repetition_penalty,
-        options.presence_penalty,
-        options.frequency_penalty,
-    )
-
-
 def _check(options: argparse.Namespace, shape: ModelShape) -> None:
     """Raise ConfigError for a layout that the model does not fit, or wrong sampling options."""
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
@@ -109,17 +96,7 @@ def _check(options: argparse.Namespace, shape: ModelShape) -> None:
     if options.chat_template is not None and options.prompt is not None:
         problems.append(Problem("--chat-template", "is for --chat and --batch", "leave it out"))
     problems += sampling_problems(
-        options.tokens,
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        _flag,
-        min_p=options.min_p,
-        repetition_penalty=options.repetition_penalty,
-        presence_penalty=options.presence_penalty,
-        frequency_penalty=options.frequency_penalty,
-        stop=options.stop,
-        logprobs=options.logprobs,
+        options.tokens, vars(options), _flag, stop=options.stop, logprobs=options.logprobs
     )
     if options.beams is not None:
         message = "beam search is the job of transformers"

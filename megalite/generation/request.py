@@ -1,7 +1,8 @@
 """A generation request, its sampling settings and the rules over them. No torch."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 from megalite.config.sections.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
@@ -33,6 +34,12 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> "Sampling":
+        """Return the settings with these values by name; None: the default. Other names do not count."""
+        names = [field.name for field in fields(cls)]
+        return cls(**{name: values[name] for name in names if values.get(name) is not None})
 
     @property
     def penalises(self) -> bool:
@@ -72,19 +79,19 @@ class Request:
 
 def sampling_problems(
     tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
+    values: Mapping[str, Any],
     name: Callable[[str], str] = str,
     *,
-    min_p: float | None = None,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
     stop: Sequence[str] = (),
     logprobs: int | None = None,
 ) -> Iterator[Problem]:
-    """Yield the problems of a request; name: how the caller writes a setting, such as `--top-k` for top_k."""
+    """Yield the problems of a request.
+
+    values: as of `Sampling.of`. name: how the caller writes a setting, such as `--top-k` for top_k.
+    """
+    sampling = Sampling.of(values)
+    temperature = sampling.temperature
+    top_k, top_p, min_p = (values.get(setting) for setting in ("top_k", "top_p", "min_p"))
     if tokens < 1:
         yield Problem(name("tokens"), f"{tokens} is no number of new tokens", "use 1 or more")
     if not 0 <= temperature < float("inf"):
@@ -95,22 +102,22 @@ def sampling_problems(
         yield Problem(name("top_p"), f"{top_p:g} is not a probability", "use more than 0 and at most 1")
     if min_p is not None and not 0 <= min_p <= 1:
         yield Problem(name("min_p"), f"{min_p:g} is not a probability", "use 0 or more and at most 1")
-    for setting, given in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
-        if temperature == 0 and given is not None:
+    for setting, value in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
+        if temperature == 0 and value is not None:
             yield Problem(
                 name(setting),
                 f"has no effect with {name('temperature')} 0, which takes the most likely token",
                 f"set {name('temperature')} above 0, for example 1",
             )
-    if not 0 < repetition_penalty < float("inf"):
+    if not 0 < sampling.repetition_penalty < float("inf"):
         yield Problem(
             name("repetition_penalty"),
-            f"{repetition_penalty:g} is not a factor",
+            f"{sampling.repetition_penalty:g} is not a factor",
             "use more than 0; 1 is none",
         )
     for setting, penalty in (
-        ("presence_penalty", presence_penalty),
-        ("frequency_penalty", frequency_penalty),
+        ("presence_penalty", sampling.presence_penalty),
+        ("frequency_penalty", sampling.frequency_penalty),
     ):
         if not -2 <= penalty <= 2:
             yield Problem(name(setting), f"{penalty:g} is not a penalty", "use -2 to 2; 0 is none")

@@ -132,17 +132,12 @@ class _Reader:
         if not all(isinstance(each, str) for each in stop):
             yield Problem("stop", "has values that are no strings", "write a string or a list of strings")
             return
-        sampling = self._sampling(row)
+        # A line that sets its temperature to 0 may leave top-k, top-p and min-p to the flags.
+        own = {name: row.get(name) for name in ("top_k", "top_p", "min_p")}
         yield from sampling_problems(
             row.get("max_tokens", self._defaults.max_tokens),
-            sampling.temperature,
-            row.get("top_k"),
-            row.get("top_p"),
+            {**vars(self._sampling(row)), **own},
             lambda name: _FIELDS.get(name, name),
-            min_p=row.get("min_p"),
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
             stop=stop,
             logprobs=row.get("logprobs"),
         )

@@ -36,34 +36,23 @@ def generate(
     seeds give equal texts. adapter: the name of one of the adapters that the model was loaded with.
     Raises ConfigError for a wrong value, with all of them, and if prompt and new tokens exceed the model's positions.
     """
-    problems = sampling_problems(
-        tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        stop=stop,
-    )
-    if found := list(problems):
-        raise ConfigError(found, "the request")
-    sampling = Sampling(
-        temperature,
-        top_k or 0,
-        1.0 if top_p is None else top_p,
-        seed,
-        min_p or 0.0,
-        repetition_penalty,
-        presence_penalty,
-        frequency_penalty,
-    )
+    values = {
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+    }
+    if problems := list(sampling_problems(tokens, values, stop=stop)):
+        raise ConfigError(problems, "the request")
     stops = loaded.stops
     request = Request(
         tuple(prompt_ids(loaded.tokenizer, prompt)),
         tokens,
-        sampling,
+        Sampling.of(values),
         stops.ids,
         (*stop, *stops.texts),
         adapter=adapter,

@@ -190,21 +190,15 @@ def test_requests_start_in_the_order_of_their_arrival(loaded: LoadedModel) -> No
 
 
 def test_every_wrong_setting_is_named() -> None:
-    problems = sampling_problems(
-        1,
-        0.0,
-        None,
-        None,
-        min_p=0.1,
-        repetition_penalty=0.0,
-        presence_penalty=3.0,
-        frequency_penalty=float("nan"),
-        stop=["a", ""],
-        logprobs=21,
-    )
-    told = [str(each) for each in problems]
+    values = {
+        "min_p": 0.1,
+        "repetition_penalty": 0.0,
+        "presence_penalty": 3.0,
+        "frequency_penalty": float("nan"),
+    }
+    problems = [str(each) for each in sampling_problems(1, values, stop=["a", ""], logprobs=21)]
     keys = ["min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "logprobs"]
-    assert [each.partition(":")[0] for each in told] == keys
+    assert [each.partition(":")[0] for each in problems] == keys
 
 
 def test_the_cache_is_on_the_device_of_the_mesh(tmp_path: Path, loaded: LoadedModel) -> None:
