@@ -16,7 +16,7 @@ COMMANDS = {
     "train": "train a model on this machine, or as one rank of a launcher",
     "launch": "start a run on several hosts, and supervise it",
     "generate": "continue a text with a trained model",
-    "evaluate": "measure perplexity on text, or accuracy on a task file",
+    "evaluate": "measure perplexity on text, or ask the tasks of lm_eval",
     "serve": "answer HTTP requests with a model, in OpenAI's form",
     "config": "show a run's resolved settings, or the presets",
     "tokenizer": "train or convert a tokenizer",

@@ -1,7 +1,8 @@
-"""Generates the answers to open questions and the bodies of functions."""
+"""Generates the texts behind prompts, in batches, over all ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import ConfigError, Problem
@@ -16,22 +17,17 @@ from megalite.model.kv_cache import Room
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """One text to generate.
+class TextPrompt:
+    """A text to continue. stops: the continuation ends before the first of these strings."""
 
-    stops: the text ends before the first of these strings. continues: the text has the space that joins it to the
-    prompt; False: it is decoded alone, as lm_eval does, where many tokenizers drop that space.
-    """
-
-    prompt: str
+    text: str
     stops: tuple[str, ...] = ()
     sampling: Sampling = GREEDY
-    continues: bool = True
 
 
 def answers(
     loaded: LoadedModel,
-    wanted: Sequence[Wanted],
+    prompts: Sequence[TextPrompt],
     tokens: int,
     encoder: TextEncoder | None = None,
     *,
@@ -41,6 +37,7 @@ def answers(
 ) -> list[str]:
     """Return the generated texts in order, of at most `tokens` new tokens, on every rank.
 
+    A text is decoded alone, as lm_eval does, where many tokenizers drop the space that joins it to the prompt.
     stops: what ends a text beside what ends every text of the model.
     Each data-parallel rank generates every n-th, `batch_size` of them at a time; a text does not depend on the others.
     Collective over the world. A prompt that leaves no room for the new tokens loses its beginning. Raises ConfigError
@@ -50,17 +47,17 @@ def answers(
     room = loaded.config.longest_sequence - tokens
     if room < 1:
         problem = Problem(
-            "--tokens",
+            "max_gen_toks",
             f"{tokens} new tokens leave no room for a prompt in {loaded.config.longest_sequence}",
             f"use at most {loaded.config.longest_sequence // 2}",
         )
         raise ConfigError([problem], "the request")
-    indices = range(mesh.batch.rank, len(wanted), mesh.batch.size)
+    indices = range(mesh.batch.rank, len(prompts), mesh.batch.size)
     texts = {
         index: _Text(
             loaded.tokenizer,
-            wanted[index],
-            (encoder.ids(wanted[index].prompt) or [encoder.start_id])[-room:],
+            prompts[index],
+            (encoder.ids(prompts[index].text) or [encoder.start_id])[-room:],
             (*loaded.stops.texts, *stops.texts),
         )
         for index in indices
@@ -68,22 +65,22 @@ def answers(
     if texts:
         _generate(loaded, texts, tokens, loaded.stops.ids | stops.ids, batch_size, advance)
     own = [(index, text.value) for index, text in texts.items()]
-    found = dict(each for part in mesh.gather_objects(own) or [] for each in part)
-    ordered: list[str] = mesh.broadcast_object([found[index] for index in sorted(found)])
+    values = dict(chain.from_iterable(mesh.gather_objects(own) or []))
+    ordered: list[str] = mesh.broadcast_object([values[index] for index in sorted(values)])
     return ordered
 
 
 class _Text:
-    """One text while it is generated, behind `prompt`."""
+    """One text while it is generated, behind the ids of its prompt."""
 
     def __init__(
-        self, tokenizer: Tokenizer, wanted: Wanted, prompt: Sequence[int], stops: Sequence[str] = ()
+        self, tokenizer: Tokenizer, prompt: TextPrompt, ids: Sequence[int], stops: Sequence[str] = ()
     ):
-        """stops: strings that end the text beside those that are asked for."""
-        self.wanted, self.prompt = wanted, tuple(prompt)
+        """stops: strings that end the text beside those of the prompt."""
+        self.sampling, self.ids = prompt.sampling, tuple(ids)
         self.value = ""
-        self._new = Detokeniser(tokenizer, self.prompt if wanted.continues else ())
-        self._scan = StopScan([stop for stop in (*wanted.stops, *stops) if stop])
+        self._new = Detokeniser(tokenizer, ())
+        self._scan = StopScan([stop for stop in (*prompt.stops, *stops) if stop])
 
     def push(self, token: int | None, *, last: bool) -> bool:
         """Append a token, the last one or not; return whether a stop string has ended the text. None: an end token."""
@@ -102,10 +99,10 @@ def _generate(
     advance: Advance,
 ) -> None:
     """Complete the texts; every rank of a copy of the model has the same ones, and takes part."""
-    longest = max(len(text.prompt) for text in texts.values()) + tokens
+    longest = max(len(text.ids) for text in texts.values()) + tokens
     engine = TokenEngine(loaded.replica, Room(min(batch_size, len(texts)), longest))
     for index, text in texts.items():
-        request = Request(text.prompt, tokens, text.wanted.sampling, stop_ids)
+        request = Request(text.ids, tokens, text.sampling, stop_ids)
         check_request(request, loaded.config, longest)
         engine.submit(index, request)
     while engine.has_work:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megalite.data.files.partial_files import partial
 from megalite.errors import DataError
-from megalite.evaluate.statistics import Rate
 
 
 def table(figures: Mapping[str, Any]) -> str:
@@ -33,21 +34,19 @@ def write_json(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, Rate):
-        return f"{value.mean:.4f} ± {value.error:.4f}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} ({_shown(item)})" for name, item in value.items()) or "none"
     if isinstance(value, float):
         return f"{value:,.4f}" if abs(value) < 1e6 else f"{value:.4e}"
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def _plain(value: Any) -> Any:
-    """Return the value for JSON, which has no infinity; a rate becomes two numbers."""
-    if isinstance(value, Rate):
-        return {"mean": value.mean, "stderr": value.error}
+    """Return the value for JSON, which has no infinity; a numpy scalar becomes a number, another object its text."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, np.generic):
+        return value.item()
+    return value if value is None or isinstance(value, str | int) else str(value)

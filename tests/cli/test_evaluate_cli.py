@@ -3,7 +3,6 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,25 +12,12 @@ from tests.support.evaluated import Evaluated, transformers_loss, write_evaluate
 from tests.support.jobs import ROOT
 from tests.support.parity import FLOAT32_RTOL, assert_close
 
-CHOICES = {"question": "the tensor waits for", "choices": ["its peers", "nothing at all"], "answer": 0}
-GSM8K = {"question": "How many?", "answer": "It is\n#### 5"}
-CODE = {
-    "task_id": "T/0",
-    "prompt": "def f():\n",
-    "test": "def check(c):\n    assert c() == 1",
-    "entry_point": "f",
-}
+EXAMPLES = ROOT / "examples" / "evaluate"
 
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     return write_evaluated(tmp_path_factory.mktemp("evaluated"))
-
-
-def written(folder: Path, *rows: Any) -> str:
-    path = folder / "task.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
 
 
 def test_a_table_and_a_file_of_results(
@@ -77,45 +63,56 @@ def test_a_layout_of_processes_has_the_figures_of_one(
     assert_close(list(found[1].values()), list(found[0].values()), rtol=FLOAT32_RTOL)
 
 
-def test_each_kind_of_task(evaluated: Evaluated, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = str(evaluated.run)
-    task = [
-        "--task",
-        written(tmp_path, CHOICES, CHOICES | {"question": "one rank"}),
-        "--kind",
-        "multiple_choice",
-    ]
-    assert main(["evaluate", model, *task, "--few-shot", "1", "--few-shot-file", task[1]]) == 0
-    said = capsys.readouterr().out
-    assert "questions  2" in said and "acc norm" in said and " ± " in said
-    task = ["--task", written(tmp_path, GSM8K), "--kind", "exact_match", "--tokens", "4"]
-    assert main(["evaluate", model, *task]) == 0
-    assert "strict match  0.0000" in capsys.readouterr().out
-    task = ["--task", written(tmp_path, CODE), "--kind", "code", "--allow-code"]
-    generated = ["--samples", "2", "--k", "1", "2", "--temperature", "1.5", "--tokens", "4"]
-    assert main(["evaluate", model, *task, *generated]) == 0
-    assert "pass at 2  0.0000" in capsys.readouterr().out
-    samples = tmp_path / "samples.jsonl"
-    samples.write_text(json.dumps({"task_id": "T/0", "completion": "    return 1\n"}) + "\n")
-    assert main(["evaluate", *task, "--samples-file", str(samples)]) == 0
-    said = capsys.readouterr().out
-    assert "pass at 1  1.0000" in said and "failures   none" in said
-
-
-def test_no_code_runs_unless_it_is_allowed(
-    evaluated: Evaluated, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.extended
+def test_tasks_have_the_same_figures_in_each_layout(
+    evaluated: Evaluated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    mark = tmp_path / "mark"
-    samples = tmp_path / "samples.jsonl"
-    samples.write_text(json.dumps({"task_id": "T/0", "completion": f"    open({str(mark)!r}, 'w')"}) + "\n")
-    task = ["evaluate", "--task", written(tmp_path, CODE), "--kind", "code"]
-    for model in ([str(evaluated.run)], ["--samples-file", str(samples)]):
-        assert main([*task, *model]) == 2
-        said = capsys.readouterr().err
-        assert "pass@k runs the generated programs on this machine; add --allow-code to permit that" in said
-    assert not mark.exists()
-    assert main([*task, "--samples-file", str(samples), "--allow-code"]) == 0
-    assert mark.exists()
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+    tasks = ",".join(str(EXAMPLES / f"{name}.yaml") for name in ("choices", "answers"))
+    output = tmp_path / "results.json"
+    asked = ["evaluate", str(evaluated.run), "--tasks", tasks, "--num-fewshot", "1", "--output", str(output)]
+    found = []
+    for layout in ([], ["--tensor", "2", "--data-parallel", "2"], ["--pipeline", "2"]):
+        assert main([*asked, *layout, "--limit", "2", "--gen-kwargs", "max_gen_toks=8"]) == 0
+        found.append(json.loads(output.read_text()))
+    said = capfd.readouterr().out
+    assert said.count("|local_choices|") == 3 and "acc_norm" in said and "first-line" in said
+    for results in found:
+        assert results["results"] == found[0]["results"]
+        assert results["n-samples"]["local_answers"] == {"original": 3, "effective": 2}
+        assert results["n-shot"] == {"local_answers": 1, "local_choices": 1}
+        assert results["settings"]["limit"] == 2 and results["model"].endswith("step-000020")
+
+
+@pytest.mark.extended
+def test_generated_programs_run_only_with_the_flag(
+    evaluated: Evaluated, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
+    asked = ["evaluate", str(evaluated.run), "--tasks", str(EXAMPLES / "humaneval.yaml"), "--limit", "1"]
+    assert main(asked) == 2
+    assert "runs the generated programs on this machine; add --allow-code" in capsys.readouterr().err
+    assert main([*asked, "--allow-code"]) == 2
+    said = capsys.readouterr().err
+    assert "max_gen_toks: 256 new tokens leave no room for a prompt in 64; use at most 32" in said
+    assert main([*asked, "--allow-code", "--gen-kwargs", "max_gen_toks=8"]) == 0
+    assert "pass@1" in capsys.readouterr().out
+
+
+def test_without_lm_eval_the_error_says_how_to_install_it(
+    evaluated: Evaluated, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluate, "on_local_ranks", a_process_is_started)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["evaluate", str(evaluated.run), "--tasks", "hellaswag"]) == 1
+    said = capsys.readouterr().err
+    assert said == "error: --tasks needs lm_eval; install it: pip install 'megalite[evaluate]'\n"
+
+
+def a_process_is_started(*arguments: object, **settings: object) -> int:
+    raise AssertionError("a process was started")
 
 
 WRONG = [
@@ -127,70 +124,24 @@ WRONG = [
         ["--data", "TEXT", "--window", "8", "--stride", "9"],
         "--stride: 9 tokens are more than the window of 8",
     ),
-    (["--data", "TEXT", "--few-shot", "2"], "--few-shot: has no effect with --data; leave it out"),
+    (["--data", "TEXT", "--num-fewshot", "2"], "--num-fewshot: has no effect with --data; leave it out"),
     (["--data", "TEXT", "--chat"], "--chat: has no effect with --data; leave it out"),
+    (["--tasks", "arc_easy", "--stride", "2"], "--stride: has no effect with --tasks; leave it out"),
     (
-        ["--task", "TASK", "--kind", "exact_match", "--few-shot-turns"],
-        "--few-shot-turns: has no effect without --chat; add --chat, or leave it out",
+        ["--tasks", "arc_easy", "--chat-template", "chatml"],
+        "--chat-template: has no effect without --chat; add --chat, or leave it out",
     ),
+    ([], "--data: texts or tasks are evaluated, one of them; give --data or --tasks"),
+    (["--data", "TEXT", "--tasks", "arc_easy"], "give --data or --tasks"),
     (
-        ["--task", "TASK", "--kind", "exact_match", "--chat-template", "chatml"],
-        "--chat-template: has no effect without --chat",
+        ["--tasks", "arc_easy,absent.yaml"],
+        "--tasks: absent.yaml does not exist; name a .yaml file, a folder,",
     ),
-    (["--task", "TASK", "--kind", "exact_match", "--chat"], "has no chat template"),
-    (["--data", "TEXT", "--kind", "code"], "--kind: has no effect with --data"),
-    ([], "--data: a text or a task is evaluated, one of them; give --data or --task"),
-    (["--data", "TEXT", "--task", "TASK"], "give --data or --task"),
-    (["--task", "TASK"], "--kind: is missing; use one of multiple_choice, exact_match, code"),
-    (
-        ["--task", "TASK", "--kind", "multiple_choice", "--tokens", "4"],
-        "--tokens: has no effect with --kind multiple_choice",
-    ),
-    (
-        ["--task", "TASK", "--kind", "multiple_choice", "--form", "gsm8k"],
-        "--form: gsm8k is no form of multiple_choice; use one of hellaswag, arc, mmlu, choices",
-    ),
-    (
-        ["--task", "TASK", "--kind", "multiple_choice", "--few-shot", "2"],
-        "--few-shot: needs --few-shot N and --few-shot-file FILE",
-    ),
-    (
-        ["--task", "TASK", "--kind", "code", "--allow-code", "--k", "5"],
-        "--k: pass@5 needs more than 1 samples; use --samples 5",
-    ),
-    (
-        ["--task", "TASK", "--kind", "code", "--allow-code", "--samples", "5"],
-        "--samples: 5 greedy samples of a problem are all alike; set --temperature above 0",
-    ),
+    (["--data", "absent"], "absent does not exist"),
     (["--data", "TEXT", "--tensor", "3"], "--tensor: 3 tensor-parallel ranks cannot share 8 query"),
     (["--data", "TEXT", "--pipeline", "9"], "--pipeline: 9 stages are more than the model's 2 layers"),
     (["--data", "TEXT", "--output", "absent/results.json"], "is no folder that can be written"),
-    (
-        ["--task", "TASK", "--kind", "exact_match", "--tokens", "64"],
-        "64 new tokens leave no room for a prompt",
-    ),
 ]
-
-
-def test_wrong_files_are_named_before_a_process_starts(
-    evaluated: Evaluated,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    def start(*arguments: object, **settings: object) -> int:
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr(evaluate, "on_local_ranks", start)
-    model, task = str(evaluated.run), written(tmp_path, CHOICES, CHOICES | {"answer": 7})
-    shots = ["--few-shot", "1", "--few-shot-file", task]
-    for arguments, message in (
-        (["--data", str(tmp_path / "absent")], "absent does not exist"),
-        (["--task", task, "--kind", "multiple_choice"], "line 2: column 'answer' 7 is none of the 2 choices"),
-        (["--task", task, "--kind", "multiple_choice", "--limit", "1", *shots], "line 2: column 'answer' 7"),
-    ):
-        assert main(["evaluate", model, *arguments, "--tensor", "2"]) == 2
-        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG, ids=[" ".join(each[0]) for each in WRONG])
@@ -203,30 +154,41 @@ def test_wrong_options_are_named_with_the_remedy(
     message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    row = GSM8K if "exact_match" in arguments else CODE
-    places = {"TEXT": str(evaluated.texts), "TASK": written(tmp_path, row)}
-    assert main(["evaluate", str(evaluated.run), *(places.get(each, each) for each in arguments)]) == 2
+    monkeypatch.setattr(evaluate, "on_local_ranks", a_process_is_started)
+    words = [str(evaluated.texts) if word == "TEXT" else word for word in arguments]
+    assert main(["evaluate", str(evaluated.run), *words]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_commands_of_the_page_run(
-    evaluated: Evaluated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_a_chat_template_is_needed_for_a_chat(
+    evaluated: Evaluated, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(evaluate, "on_local_ranks", a_process_is_started)
+    monkeypatch.setattr(evaluate, "_require_lm_eval", lambda: None)
+    assert main(["evaluate", str(evaluated.run), "--tasks", "arc_easy", "--chat"]) == 2
+    assert "has no chat template" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["--data", pytest.param("--tasks", marks=pytest.mark.extended)])
+def test_the_commands_of_the_page_run(
+    evaluated: Evaluated,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    kind: str,
+) -> None:
+    if kind == "--tasks":
+        pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+        monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "book").symlink_to(evaluated.run)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
     (tmp_path / "other.txt").write_text("".join(evaluated.documents()))
-    rows = [CHOICES | {"question": f"the tensor waits for {number}"} for number in range(4)]
-    for name, lines in {
-        "questions": rows[:2],
-        "examples": rows,
-        "sums": [GSM8K],
-        "problems": [CODE],
-        "samples": [{"task_id": "T/0", "completion": "    return 1\n"}],
-    }.items():
-        Path(written(tmp_path, *lines)).rename(tmp_path / f"{name}.jsonl")
-    typed = [each for each in commands(ROOT / "docs" / "evaluation.md") if each.words[0] == "megalite"]
-    assert len(typed) >= 8
+    typed = [command for command in commands(ROOT / "docs" / "evaluation.md") if kind in command.words]
+    # The Hub is not reached from tests.
+    typed = [command for command in typed if "hellaswag,arc_easy" not in command.words]
+    assert len(typed) >= 3
     for command in typed:
         assert main(command.words[1:]) == 0, f"{command.text}\n{capfd.readouterr().err}"
 
@@ -250,17 +212,3 @@ def test_an_adapter_is_evaluated_with_its_base(
         found.append(json.loads((tmp_path / "results.json").read_text())["figures"]["loss"])
     assert_close(found[0], found[1], rtol=FLOAT32_RTOL)
     assert "word perplexity" in capsys.readouterr().out
-
-
-def test_no_more_answers_are_made_room_for_than_there_are(
-    evaluated: Evaluated, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks never start: `on_local_ranks` is where a request has passed every check."""
-    task = written(tmp_path, *[GSM8K] * 10)
-    arguments = ["evaluate", str(evaluated.run), "--task", task, "--kind", "exact_match"]
-    monkeypatch.setattr("megalite.generation.memory.has_accelerator", lambda: False)
-    monkeypatch.setattr("megalite.generation.memory.total_memory_bytes", lambda: 2**30)
-    monkeypatch.setattr(evaluate, "on_local_ranks", lambda *_, **__: 0)
-    assert main([*arguments, "--batch-size", "100000000"]) == 0
-    monkeypatch.setattr("megalite.generation.memory.total_memory_bytes", lambda: 2**10)
-    assert main([*arguments, "--batch-size", "100000000"]) == 2

@@ -11,16 +11,15 @@ import pytest
 import torch
 
 from megalite.evaluate import perplexity
-from megalite.evaluate.answers import Wanted, answers
-from megalite.evaluate.choices import ChoiceFigures, multiple_choice
+from megalite.evaluate.answers import TextPrompt
+from megalite.evaluate.calls import call_on_ranks, follow, generate_answers, release, score_windows
 from megalite.evaluate.documents import TextSource
-from megalite.evaluate.few_shot import FewShot
+from megalite.evaluate.encoding import TextEncoder, pair_window
 from megalite.evaluate.perplexity import TextEvaluation, TextFigures, evaluate_text
-from megalite.evaluate.questions import ChoiceQuestion
-from megalite.evaluate.scoring import Score
 from megalite.evaluate.windows import Window, rolling_windows
 from megalite.generation.loaded import load_source
 from megalite.generation.source import find_source
+from megalite.generation.stops import NO_STOPS
 from megalite.parallel.log_probs import vocab_parallel_log_probs
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
@@ -118,32 +117,27 @@ def test_tokens_that_are_counted_twice_are_seen(evaluated: Evaluated, theirs: tu
 
 
 QUESTIONS = [
-    ChoiceQuestion(context, tuple(choices), gold)
-    for context, choices, gold in (
-        ("the tensor waits for", ["its peers.", "nothing at all, and one rank", "x"], 0),
-        ("das Maß", ["sums the weights.", "a"], 1),
-        ("one rank sends a micro batch.", ["每个阶段", "the gradient divides its peers.", "no", "two"], 2),
-        ("a pipeline", ["waits", "sends", "divides"], 1),
-        ("the gradient sums", ["the weights. " * 9, "a micro batch."], 0),
-    )
+    ("the tensor waits for", ["its peers.", "nothing at all, and one rank", "x"]),
+    ("das Maß", ["sums the weights.", "a"]),
+    ("one rank sends a micro batch.", ["每个阶段", "the gradient divides its peers.", "no", "two"]),
+    ("a pipeline", ["waits", "sends", "divides"]),
+    ("the gradient sums", ["the weights. " * 9, "a micro batch."]),
 ]
 
 
-def choices_and_answers(model: Path, layout: Layout) -> tuple[ChoiceFigures, list[Score], list[str]]:
+def likelihoods_and_answers(model: Path, layout: Layout) -> tuple[list[float], list[str]] | None:
+    """Return what rank 0 has of its calls; None on the ranks that take part in them."""
     mesh = ParallelMesh.single() if layout.world_size == 1 else ParallelMesh.over_world(layout)
     loaded = load_source(find_source(model), mesh, torch.float64)
-    seen: list[Score] = []
-
-    def scores(*arguments: Any) -> list[Score]:
-        seen.extend(found := original(*arguments))
-        return found
-
-    from megalite.evaluate import choices
-
-    original = choices.scores
-    with patch.object(choices, "scores", scores):
-        figures = multiple_choice(loaded, QUESTIONS, FewShot(), 3)
-    return figures, seen, answers(loaded, [Wanted(each.context, ("\n",)) for each in QUESTIONS], 9)
+    if mesh.rank != 0:
+        return follow(loaded)
+    encoder, longest = TextEncoder(loaded.tokenizer), loaded.config.longest_sequence
+    pairs = [encoder.pair(context, f" {choice}") for context, choices in QUESTIONS for choice in choices]
+    scores = call_on_ranks(loaded, score_windows, [pair_window(*pair, longest) for pair in pairs], 3)
+    prompts = [TextPrompt(context, ("\n",)) for context, _ in QUESTIONS]
+    texts = call_on_ranks(loaded, generate_answers, prompts, 9, None, NO_STOPS, 3)
+    release(loaded)
+    return [score.log_likelihood for score in scores], texts
 
 
 @pytest.mark.parametrize(
@@ -152,30 +146,17 @@ def choices_and_answers(model: Path, layout: Layout) -> tuple[ChoiceFigures, lis
     ids=str,
 )
 def test_choices_and_answers_are_those_of_a_plain_loop(ranks, evaluated: Evaluated, layout: Layout) -> None:
-    likelihoods = [
-        transformers_choices(evaluated.export, each.context, list(each.choices)) for each in QUESTIONS
-    ]
-    written = [
-        transformers_answer(evaluated.export, each.context, 9).partition("\n")[0] for each in QUESTIONS
-    ]
-    right, right_by_length = [], []
-    for each, found in zip(QUESTIONS, likelihoods, strict=True):
-        by_length = [value / len(choice) for value, choice in zip(found, each.choices, strict=True)]
-        right.append(max(found) == found[each.gold])
-        right_by_length.append(max(by_length) == by_length[each.gold])
-    assert 0 < sum(right) < len(right) and right != right_by_length and any(written)
-    for figures, scored, texts in ranks.run(
-        choices_and_answers, world_size=layout.world_size, model=evaluated.run, layout=layout
-    ):
-        assert_close(
-            [each.log_likelihood for each in scored],
-            [each for row in likelihoods for each in row],
-            rtol=FLOAT32_RTOL,
-        )
-        assert (figures.questions, figures.truncated) == (len(QUESTIONS), 0)
-        assert figures.acc.mean == sum(right) / len(right)
-        assert figures.acc_norm.mean == sum(right_by_length) / len(right)
-        assert texts == written
+    export = evaluated.export
+    expected = [value for question in QUESTIONS for value in transformers_choices(export, *question)]
+    written = [transformers_answer(export, context, 9).partition("\n")[0] for context, _ in QUESTIONS]
+    assert any(written)
+    (likelihoods, texts), *others = ranks.run(
+        likelihoods_and_answers, world_size=layout.world_size, model=evaluated.run, layout=layout
+    )
+    assert_close(likelihoods, expected, rtol=FLOAT32_RTOL)
+    # A text is decoded alone, where the tokenizer may drop the space in front.
+    assert [text.lstrip() for text in texts] == [text.lstrip() for text in written]
+    assert others == [None] * (layout.world_size - 1)
 
 
 def log_probs_over_tp(size: int, vocabulary: int) -> tuple[Any, Any]:

@@ -1,17 +1,13 @@
 """lm_eval's figures are the same on a checkpoint in place and, by transformers, on its export."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megalite.errors import ConfigError
 from megalite.generation.loaded import load
 from tests.support.evaluated import Evaluated, write_evaluated
-from tests.support.jobs import ROOT
 from tests.support.parity import FLOAT32_RTOL, assert_close
 
 TASKS = {
@@ -39,6 +35,12 @@ TASKS = {
         "metric_list": [{"metric": "exact_match"}, {"metric": "bleu"}],
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def without_a_list_of_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """lm_eval writes torch's report of the machine into its results, which takes seconds."""
+    monkeypatch.setattr("torch.utils.collect_env.get_pretty_env_info", lambda: "")
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +85,7 @@ def test_the_figures_in_place_are_those_on_the_export(evaluated: Evaluated, tmp_
     from megalite.evaluate.harness import MegaliteLM
 
     names = write_tasks(tmp_path, evaluated.documents())
-    ours = figures(MegaliteLM(str(evaluated.run), batch_size=3, max_gen_toks=12), names, tmp_path)
+    ours = figures(MegaliteLM(load(evaluated.run), batch_size=3, max_gen_toks=12), names, tmp_path)
     arguments = f"pretrained={evaluated.export},dtype=float32"
     theirs = figures("hf", names, tmp_path, model_args=arguments, device="cpu", batch_size=3)
     for name in names:
@@ -106,41 +108,24 @@ def test_the_figures_in_place_are_those_on_the_export(evaluated: Evaluated, tmp_
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("setting", ["", "add_bos_token=True", "add_bos_token=False"])
-def test_a_start_token_is_added_where_hf_adds_it(shared_data: Path, tmp_path: Path, setting: str) -> None:
+@pytest.mark.parametrize("setting", [{}, {"add_bos_token": True}, {"add_bos_token": False}], ids=str)
+def test_a_start_token_is_added_where_hf_adds_it(
+    shared_data: Path, tmp_path: Path, setting: dict[str, bool]
+) -> None:
     """Perplexities of a model whose tokenizer adds a start token; texts are scored with and without."""
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
-    import megalite.evaluate.harness  # noqa: F401
+    from megalite.evaluate.harness import MegaliteLM
 
     model = shared_data / "stories260K"
     words, *_ = write_tasks(
         tmp_path, ["Once upon a time, there was a little girl.", "<s> Lily saw a big dog."]
     )
-    common = f",{setting}" if setting else ""
-    ours = figures("megalite", [words], tmp_path, model_args=f"path={model},device=cpu{common}")
-    of_hf = f"pretrained={model},dtype=float32{common}"
+    ours = figures(MegaliteLM(load(model), **setting), [words], tmp_path)
+    of_hf = {"pretrained": str(model), "dtype": "float32"} | setting
     theirs = figures("hf", [words], tmp_path, model_args=of_hf, device="cpu")
     for key, value in theirs["results"][words].items():
         if isinstance(value, float):
             assert_close(ours["results"][words][key], value, rtol=FLOAT32_RTOL, what=key)
-
-
-def test_the_default_is_that_of_hf(evaluated: Evaluated, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lm_eval.models.huggingface import HFLM
-
-    from megalite.evaluate.harness import MegaliteLM
-
-    loaded = load(evaluated.run)
-    for default in (False, True, None):
-
-        def started(self: Any, add_bos_token: bool | None = default) -> None: ...
-
-        monkeypatch.setattr(HFLM, "__init__", started)
-        assert MegaliteLM(loaded=loaded).encoder.adds_start is default
-        assert MegaliteLM(loaded=loaded, add_bos_token=False).encoder.adds_start is False
-        assert MegaliteLM(loaded=loaded, add_bos_token=None).encoder.adds_start is None
-    with pytest.raises(ConfigError, match="add_bos_token: maybe is neither true nor false"):
-        MegaliteLM(loaded=loaded, add_bos_token="maybe")
 
 
 CHAT = (
@@ -161,7 +146,7 @@ def test_questions_in_a_chat_template_are_those_on_the_export(
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
     names = write_tasks(tmp_path, evaluated.documents())[1:]
     asked = {"apply_chat_template": True, "num_fewshot": 2, "fewshot_as_multiturn": turns}
-    model = MegaliteLM(str(evaluated.run), batch_size=3, max_gen_toks=12)
+    model = MegaliteLM(load(evaluated.run), batch_size=3, max_gen_toks=12)
     begun = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "Sure "}]
     assert model.apply_chat_template(begun, add_generation_prompt=False).endswith("<assistant>Sure")
     assert model.tokenizer_name.startswith("tokenizer__")
@@ -176,10 +161,3 @@ def test_questions_in_a_chat_template_are_those_on_the_export(
                 assert_close(*scored, rtol=FLOAT32_RTOL)
             else:
                 assert one["resps"] == other["resps"]
-
-
-def test_without_lm_eval_the_error_says_how_to_install_it() -> None:
-    code = "import sys; sys.modules['lm_eval'] = None; import megalite.evaluate.harness"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and "lm_eval is not installed" in done.stderr
-    assert done.stderr.rstrip().endswith("install it: pip install lm_eval")

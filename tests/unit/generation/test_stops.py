@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.origin import FOLDER
 from megalite.data.tokenizers.tokenizer import END_OF_DOCUMENT, Tokenizer, add_special_tokens, load_tokenizer
-from megalite.evaluate.answers import Wanted, answers
+from megalite.evaluate.answers import TextPrompt, answers
 from megalite.generation import text
 from megalite.generation.engine import generate_ids
 from megalite.generation.loaded import LoadedModel, load
@@ -87,5 +87,5 @@ def test_generate_and_evaluate_stop_there(tmp_path: Path) -> None:
     expected = ids[: ids.index(stop)]
     stopped = LoadedModel(free.replica, free.tokenizer, replace(free.source, end_ids=frozenset([stop, 0])))
     assert text.generate(stopped, "the tensor", tokens=12) == "the tensor" + tokenizer.decode(expected)
-    [answer] = answers(stopped, [Wanted("the tensor")], 12)
+    [answer] = answers(stopped, [TextPrompt("the tensor")], 12)
     assert answer == tokenizer.decode(expected)
