@@ -13,10 +13,11 @@ chosen=()
 if [ "${1-}" = --all ]; then
     chosen=(-m "not gpu and not slow")
     shift
+    bash tests/unit/evaluate/setup.sh & # beside what needs no lm_eval
     bash tests/launch/setup.sh || exit
 fi
 set_up=$SECONDS
-[ $# -eq 0 ] || exec "$python" -m pytest "${chosen[@]}" "$@"
+[ $# -eq 0 ] || { wait && exec "$python" -m pytest "${chosen[@]}" "$@"; }
 
 # Two parts of about the same time. The launchers, which wait much, come beside the tests of one process.
 beside=(tests/cli tests/kernels tests/unit tests/test_architecture.py tests/parity)
@@ -32,6 +33,7 @@ check() {
 check ruff check --quiet .
 check ruff format --quiet --check .
 check mypy
+wait
 tests=(pytest -q --slowest-files 10 "${chosen[@]}")
 output=$(mktemp)
 trap 'rm -f "$output"' EXIT
