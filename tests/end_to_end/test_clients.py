@@ -216,7 +216,7 @@ def test_the_npm_client(base: str, tmp_path: Path) -> None:
 
 
 def test_lm_eval_over_http_gives_the_figures_of_hf(base: str, model: Path, tmp_path: Path) -> None:
-    installed("lm_eval")
+    installed("lm_eval"), installed("tenacity")  # of lm_eval[api]
     from tests.unit.evaluate.test_harness import figures, write_tasks
 
     story = generate(load(model), PROMPT, tokens=60)
