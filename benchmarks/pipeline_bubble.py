@@ -34,7 +34,7 @@ from benchmarks.ranks import run_ranks
 from megalite.parallel.gradient_sums import now_or_later
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineShapes, pipeline_runner, weight_share
-from megalite.parallel.step_batch import StepBatch
+from megalite.parallel.step_batch import ForwardMode, StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.schedule_timeline import (
     bubble_fraction,
@@ -137,6 +137,7 @@ class SleepingChunk(nn.Module):
         labels: Tensor,
         loss_mask: Tensor,
         sample_indices: Tensor,
+        mode: ForwardMode,
     ) -> Tensor:
         """Ids [B, S] or hidden states [B, S, H] -> hidden states; the last one: losses [B]."""
         self._sleeper.begin()

@@ -65,7 +65,7 @@ def _attention_of_sbh(self: SelfAttention, hidden_states: Tensor, context: StepC
     qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
     assert context.rotation is not None
     query, key, value = self._heads(qkv, context.rotation.of(self.window))
-    attended = self._attend(None, mask, query, key, value)
+    attended = self._attend(context, mask, query, key, value)
     return self.o_proj(attended.transpose(0, 1).flatten(2))
 
 

@@ -30,9 +30,7 @@ def build_model(
     # Without the self-test of a card: there torch computes.
     operators = choose_kernels("auto", mesh.device.type).operators
     options = ModelOptions(dtype=dtype, operators=operators)
-    replica = build_replica(shape, mesh, split, options, seed=None, int8=int8)
-    replica.stage.eval()
-    return replica
+    return build_replica(shape, mesh, split, options, seed=None, int8=int8)
 
 
 def load_model(

@@ -143,11 +143,11 @@ class TokenEngine:
             PromptSegment(each.slot, each.start, each.count, len(each.running.request.prompt_ids))
             for each in plan.pieces
         )
-        step = CachedStep(cache, tuple(each.cached - 1 for each in plan.decoding), segments)
+        adapters = self._adapters.chosen(plan.adapters, mesh.device)
+        step = CachedStep(cache, tuple(each.cached - 1 for each in plan.decoding), segments, adapters)
         input_ids = torch.tensor([plan.ids], device=mesh.device)
         position_ids = torch.tensor([step.position_ids], device=mesh.device)
-        with self._adapters.chosen(plan.adapters, mesh.device):
-            hidden = last_hidden_states(model, input_ids, position_ids, cache=step, sends=self._sends)
+        hidden = last_hidden_states(model, input_ids, position_ids, cache=step, sends=self._sends)
         scored = [token for piece in plan.pieces for token in piece.scored]
         if not rows and not scored:
             return lambda: torch.empty(0, 2)

@@ -1,7 +1,6 @@
 """Several low-rank adapters beside one stage: requests with different ones share each forward. For inference alone."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,11 +35,11 @@ class Adapters:
     def __init__(self, names: Sequence[str] = ()):
         self._numbers: dict[str | None, int | None] = {None: None}
         self._numbers |= {name: number for number, name in enumerate(names)}
-        self.selection = Selection()
 
-    def chosen(self, names: Sequence[str | None], device: torch.device) -> AbstractContextManager[None]:
-        """Give each of the T tokens of the forwards inside of the `with` block its adapter; None: no adapter."""
-        return self.selection.of([self._numbers[name] for name in names], device)
+    def chosen(self, names: Sequence[str | None], device: torch.device) -> Selection | None:
+        """Return the selection of each of the T tokens' adapter, None for no adapter; None if no token has one."""
+        numbers = [self._numbers[name] for name in names]
+        return Selection(numbers, device) if set(numbers) - {None} else None
 
 
 def add_banks(replica: Replica, loras: Mapping[str, Lora]) -> tuple[Adapters, dict[str, list[AdaptedLinear]]]:
@@ -55,7 +54,7 @@ def add_banks(replica: Replica, loras: Mapping[str, Lora]) -> tuple[Adapters, di
             name: lora_shares(replace(replica.shape, adapter=lora), layer, replica.mesh)
             for name, lora in loras.items()
         }
-        for within, bank in _banks(replica, layer, list(shares.values()), adapters.selection):
+        for within, bank in _banks(replica, layer, list(shares.values())):
             for number, (name, lora) in enumerate(loras.items()):
                 if within in shares[name]:
                     to_fill[name].append(AdaptedLinear(shares[name][within], bank, number, lora.scale))
@@ -63,7 +62,7 @@ def add_banks(replica: Replica, loras: Mapping[str, Lora]) -> tuple[Adapters, di
 
 
 def _banks(
-    replica: Replica, layer: int, shares: Sequence[Mapping[str, LoraShare]], selection: Selection
+    replica: Replica, layer: int, shares: Sequence[Mapping[str, LoraShare]]
 ) -> Iterator[tuple[str, LoraBank]]:
     """Add a bank to each linear of a layer that an adapter changes; yield the linear's name and its bank."""
     mesh, decoder_layer = replica.mesh, replica.stage.model.layers[str(layer)]
@@ -72,7 +71,5 @@ def _banks(
         assert isinstance(linear, ColumnParallelLinear | RowParallelLinear | Int8Linear)
         outputs, inputs = linear.weight.shape
         widths = [mesh.local_shape(each[within].a)[0] if within in each else 0 for each in shares]
-        linear.bank = LoraBank(
-            widths, inputs, outputs, selection, dtype=replica.stage.dtype, device=mesh.device
-        )
+        linear.bank = LoraBank(widths, inputs, outputs, dtype=replica.stage.dtype, device=mesh.device)
         yield within, linear.bank

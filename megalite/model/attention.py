@@ -13,7 +13,6 @@ from megalite.model.options import ModelOptions
 from megalite.model.prefix import LayerPrefix, in_front
 from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation
-from megalite.ops.documents import Documents
 from megalite.ops.dropout import CountedMask, Mask
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
@@ -40,7 +39,6 @@ class SelfAttention(nn.Module):
         self.scale, self.softcap = shape.attention_scale, shape.attn_logit_softcapping
         self.heads = mesh.local_heads(shape.num_attention_heads)
         self.key_value_heads = mesh.local_heads(shape.num_key_value_heads)
-        self.prefix_tokens = shape.prefix_tokens
         if isinstance(shape.adapter, Prefix):
             self.prefix = LayerPrefix(shape.adapter, self.key_value_heads, shape.head_dim, options)
         rows = (self.heads + 2 * self.key_value_heads) * shape.head_dim
@@ -65,19 +63,22 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
         """[B, S, H] -> [B, S, H]; with a cache [1, T, H], the tokens of a CachedStep."""
-        qkv = self.qkv_proj(hidden_states, masks.adapter_qkv).unflatten(-1, (-1, self.head_dim))
+        qkv = self.qkv_proj(hidden_states, masks.adapter_qkv, context.adapters).unflatten(
+            -1, (-1, self.head_dim)
+        )
         rotated = context.rotation is not None and self.rotates
         rotation = context.rotation.of(self.window) if context.rotation is not None and rotated else None
         query, key, value = self._heads(qkv, rotation)
         # Behind the projection, so that backward has the prefix's gradients before that of the layer's input.
-        prefix = self.prefix(context.prefix) if self.prefix_tokens and context.begins else None
+        prefix = self.prefix(context.prefix) if context.prefix_tokens and context.begins else None
         if context.cache is not None:
-            return self.o_proj(self._attend_cached(context.cache, query, key, value, prefix), masks.adapter_o)
+            attended = self._attend_cached(context, context.cache, query, key, value, prefix)
+            return self.o_proj(attended, masks.adapter_o, context.adapters)
         if prefix is not None:
             key, value = in_front(prefix, key, value)
-        attend = partial(self._attend, context.documents, masks.attention)
+        attend = partial(self._attend, context, masks.attention)
         attended = recomputed(attend, query, key, value) if self.recompute else attend(query, key, value)
-        return self.o_proj(attended.flatten(2), masks.adapter_o)
+        return self.o_proj(attended.flatten(2), masks.adapter_o, context.adapters)
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         if rotation is not None and not self.qk_norm:
@@ -94,7 +95,13 @@ class SelfAttention(nn.Module):
         return query, key, value
 
     def _attend_cached(
-        self, step: CachedStep, query: Tensor, key: Tensor, value: Tensor, prefix: Tensor | None
+        self,
+        context: StepContext,
+        step: CachedStep,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        prefix: Tensor | None,
     ) -> Tensor:
         """Attend from the T tokens of a step, [1, T, heads, head_dim], to those of their own request: [1, T, H]."""
         place, attended = len(step.lengths), []
@@ -112,13 +119,13 @@ class SelfAttention(nn.Module):
         for segment in step.segments:
             span = slice(place, place + segment.count)
             keys, values = step.extend_segment(self.layer, segment, key[0, span], value[0, span], prefix)
-            attended.append(self._attend(None, None, query[:, span], keys, values).flatten(2))
+            attended.append(self._attend(context, None, query[:, span], keys, values).flatten(2))
             place = span.stop
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
     def _attend(
         self,
-        documents: Documents | None,
+        context: StepContext,
         mask: Mask | CountedMask | None,
         query: Tensor,
         key: Tensor,
@@ -130,10 +137,10 @@ class SelfAttention(nn.Module):
             value,
             window=self.window,
             mask=mask,
-            documents=documents,
+            documents=context.documents,
             scale=self.scale,
             softcap=self.softcap,
-            prefix=self.prefix_tokens,
+            prefix=context.prefix_tokens,
         )
 
 

@@ -8,6 +8,7 @@ from megalite.model.dropout import DropoutContext
 from megalite.model.kv_cache import CachedStep
 from megalite.model.rope import Rotations
 from megalite.ops.documents import Documents
+from megalite.parallel.lora_bank import Selection
 
 
 @dataclass(frozen=True)
@@ -16,17 +17,23 @@ class StepContext:
 
     rotation: the rotary angles of its positions; None: the model has none. dropout: which samples and positions
     they are, to draw masks from; None: nothing is dropped. cache: where the tokens stand in the cache, in generation.
-    documents: tokens attend within their own document only. prefix: the output [tokens, projection] of the trunk from
-    which layers compute their prefixes; None: there is none.
+    documents: tokens attend within their own document only. adapters: those of the tokens; None: the model's own.
+    prefix_tokens: the virtual tokens in front of each sequence. prefix: the output [tokens, projection] of the trunk
+    from which layers compute their prefixes; None: there is none.
     """
 
-    rotation: Rotations | None
+    rotation: Rotations | None = None
     dropout: DropoutContext | None = None
     cache: CachedStep | None = None
     documents: Documents | None = None
+    adapters: Selection | None = None
+    prefix_tokens: int = 0
     prefix: Tensor | None = None
 
     @property
     def begins(self) -> bool:
         """True if a sequence of this micro batch begins with it."""
         return self.cache is None or self.cache.begins
+
+
+EMPTY_CONTEXT = StepContext()

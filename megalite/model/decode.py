@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.launcher.control.progress import Activity, now
+from megalite.model.context import StepContext
 from megalite.model.kv_cache import CachedStep, KeyValueCache, Room
 from megalite.model.replica import Replica
 from megalite.model.transformer import Chunk
@@ -27,10 +28,11 @@ def last_hidden_states(
     """
 
     now.begin(Activity.INFERENCE)
+    context = StepContext(cache=cache, adapters=None if cache is None else cache.adapters)
 
     def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
         inputs = input_ids if hidden_states is None else hidden_states
-        return cast(Chunk, chunk).decode(inputs, position_ids, cache=cache, lengths=lengths)
+        return cast(Chunk, chunk).decode(inputs, position_ids, context, lengths)
 
     # A stage takes shape and type from it, and nothing else.
     between = torch.empty((), dtype=model.stage.dtype, device=model.mesh.device)

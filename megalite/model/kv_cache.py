@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.ops.decode_attention import compiled_decode_attention, compiled_serves, decode_attention
+from megalite.parallel.lora_bank import Selection
 from megalite.topology.shape import ModelShape
 
 
@@ -81,12 +82,13 @@ class PromptSegment:
 class CachedStep:
     """The tokens [1, T] of one forward: one for each of the slots 0 to n - 1, then the segments of prompts.
 
-    lengths: the tokens that slots 0 to n - 1 hold before this forward.
+    lengths: the tokens that slots 0 to n - 1 hold before this forward. adapters: those of the T tokens.
     """
 
     cache: KeyValueCache
     lengths: tuple[int, ...] = ()
     segments: tuple[PromptSegment, ...] = ()
+    adapters: Selection | None = None
 
     @classmethod
     def of_one(cls, cache: KeyValueCache, start: int, count: int) -> "CachedStep":

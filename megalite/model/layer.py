@@ -51,7 +51,7 @@ class DecoderLayer(nn.Module):
         self.recompute, self.compile_layer = recompute, options.compile
         self.arranged = _ARRANGEMENTS[shape.norm_placement]
         self.normalises_outputs = shape.norm_placement in ("sandwich", "output")
-        self.residual_multiplier, self.prefix_tokens = shape.residual_multiplier, shape.prefix_tokens
+        self.residual_multiplier = shape.residual_multiplier
         # Registered in the order of use, as topology.parameters lists them.
         norms = {name: build_norm(shape, options) for name in layer_norms(shape)}
         if "input_layernorm" in norms:
@@ -76,7 +76,7 @@ class DecoderLayer(nn.Module):
             return self.arranged(self, hidden_states, context, masks)
         if isinstance(masks.attention, CountedMask) and context.dropout is not None:
             length = context.dropout.sequence_length
-            drawn = masks.attention.draw(length, self.prefix_tokens + length)
+            drawn = masks.attention.draw(length, context.prefix_tokens + length)
             masks = masks._replace(attention=drawn)
         return _compiled()(self, hidden_states, context, masks)
 
@@ -87,9 +87,9 @@ class DecoderLayer(nn.Module):
             output = self.post_attention_layernorm(output)
         return self._scaled(dropout(output, masks.attention_residual))
 
-    def feed_forward(self, inputs: Tensor, masks: LayerMasks) -> Tensor:
+    def feed_forward(self, inputs: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
         """Return the output of the MLP for the residual stream: [B, S, H] -> [B, S, H]."""
-        output: Tensor = self.mlp(inputs, masks)
+        output: Tensor = self.mlp(inputs, context, masks)
         if self.normalises_outputs:
             output = self.post_feedforward_layernorm(output)
         return self._scaled(dropout(output, masks.mlp_residual))
@@ -105,40 +105,42 @@ def _pre(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: Layer
     """A norm before each block (Touvron et al., "LLaMA", 2023)."""
     attended = layer.attention(layer.input_layernorm(hidden), context, masks)
     hidden, normed = layer.post_attention_layernorm(attended, hidden)
-    return layer.feed_forward(normed, masks).add_(hidden)
+    return layer.feed_forward(normed, context, masks).add_(hidden)
 
 
 def _sandwich(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
     """A norm before each block and on its output (Gemma team, "Gemma 2", 2024)."""
     attended = layer.attention(layer.input_layernorm(hidden), context, masks)
     hidden, normed = layer.pre_feedforward_layernorm(attended, hidden)
-    return layer.feed_forward(normed, masks).add_(hidden)
+    return layer.feed_forward(normed, context, masks).add_(hidden)
 
 
 def _output(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
     """A norm on each block's output (OLMo team, "2 OLMo 2 Furious", 2024)."""
     hidden = layer.attention(hidden, context, masks).add_(hidden)
-    return layer.feed_forward(hidden, masks).add_(hidden)
+    return layer.feed_forward(hidden, context, masks).add_(hidden)
 
 
 def _post(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
     """A norm of each residual sum (Vaswani et al. 2017)."""
     _, hidden = layer.input_layernorm(layer.attention(hidden, context, masks), hidden)
-    normed: Tensor = layer.post_attention_layernorm(layer.feed_forward(hidden, masks), hidden)[1]
+    normed: Tensor = layer.post_attention_layernorm(layer.feed_forward(hidden, context, masks), hidden)[1]
     return normed
 
 
 def _parallel(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
     """Both blocks read the same residual stream (Black et al., "GPT-NeoX-20B", 2022)."""
     attended = layer.attention(layer.input_layernorm(hidden), context, masks)
-    return layer.feed_forward(layer.post_attention_layernorm(hidden), masks).add_(attended).add_(hidden)
+    return (
+        layer.feed_forward(layer.post_attention_layernorm(hidden), context, masks).add_(attended).add_(hidden)
+    )
 
 
 def _parallel_shared(layer: DecoderLayer, hidden: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
     """Both blocks read the same norm of the residual stream (Wang and Komatsuzaki, "GPT-J-6B", 2021)."""
     normed = layer.input_layernorm(hidden)
     attended = layer.attention(normed, context, masks)
-    return layer.feed_forward(normed, masks).add_(attended).add_(hidden)
+    return layer.feed_forward(normed, context, masks).add_(attended).add_(hidden)
 
 
 _ARRANGEMENTS: dict[str, Arrangement] = {

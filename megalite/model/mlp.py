@@ -4,7 +4,8 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from megalite.model.dropout import NO_MASKS, LayerMasks
+from megalite.model.context import StepContext
+from megalite.model.dropout import LayerMasks
 from megalite.model.options import ModelOptions
 from megalite.ops.activations import Approximate
 from megalite.ops.dropout import dropout
@@ -28,10 +29,10 @@ class GatedMLP(nn.Module):
             features, shape.hidden_size, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias
         )
 
-    def forward(self, hidden_states: Tensor, masks: LayerMasks = NO_MASKS) -> Tensor:
+    def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        activated = self.activation(self.gate_up_proj(hidden_states, masks.adapter_up))
-        return self.down_proj(dropout(activated, masks.mlp), masks.adapter_down)
+        activated = self.activation(self.gate_up_proj(hidden_states, masks.adapter_up, context.adapters))
+        return self.down_proj(dropout(activated, masks.mlp), masks.adapter_down, context.adapters)
 
 
 class PlainMLP(nn.Module):
@@ -48,15 +49,15 @@ class PlainMLP(nn.Module):
             features, shape.hidden_size, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias
         )
 
-    def forward(self, hidden_states: Tensor, masks: LayerMasks = NO_MASKS) -> Tensor:
+    def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         with_gelu = self.ops.adds_bias_with_gelu
         activated = self.ops.bias_gelu(
-            self.up_proj(hidden_states, masks.adapter_up, with_bias=not with_gelu),
+            self.up_proj(hidden_states, masks.adapter_up, context.adapters, with_bias=not with_gelu),
             self.up_proj.bias if with_gelu else None,
             approximate=self.approximate,
         )
-        return self.down_proj(dropout(activated, masks.mlp), masks.adapter_down)
+        return self.down_proj(dropout(activated, masks.mlp), masks.adapter_down, context.adapters)
 
 
 def _approximate(shape: ModelShape) -> Approximate:

@@ -4,29 +4,26 @@ A Stage registers every parameter of its pipeline rank by its canonical name; th
 schedule runs. One stage of one chunk is the whole model.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalite.model.attention import SelfAttention
-from megalite.model.context import StepContext
+from megalite.model.context import EMPTY_CONTEXT, StepContext
 from megalite.model.dropout import DropoutContext
 from megalite.model.embedding import InputEmbedding
 from megalite.model.head import Head, OutputHead
-from megalite.model.kv_cache import CachedStep
 from megalite.model.layer import DecoderLayer
 from megalite.model.norms import build_norm
 from megalite.model.options import ModelOptions
 from megalite.model.prefix import build_trunk
 from megalite.model.rope import LayerRotations
-from megalite.ops.documents import Documents, document_lengths
+from megalite.ops.documents import document_lengths
 from megalite.parallel.layers import VocabParallelEmbedding
-from megalite.parallel.lora import adapters_off
+from megalite.parallel.lora_bank import Selection
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.step_batch import TRAINING, ForwardMode
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit
 
@@ -94,60 +91,68 @@ class Chunk(nn.Module):
         sample_indices: Tensor,
         document_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        mode: ForwardMode = TRAINING,
     ) -> Tensor:
         """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, sample_indices [B].
 
         document_ids: [B, S], ascending in a row; given, a token attends to those of its own document only.
         cu_seqlens: the same documents as of StepBatch, without which an accelerator's host waits for the ids.
+        mode: the only switch: `train` and `eval` of the module change nothing.
         """
-        dropout = DropoutContext(sample_indices, position_ids.shape[1]) if self.training else None
+        dropout = DropoutContext(sample_indices, position_ids.shape[1]) if mode.training else None
         documents, lengths = None, None
         if document_ids is not None:
             if self.rotary is not None and self.rotary.full.follows_length:
                 lengths = document_lengths(document_ids)
-            drops = self.training and self.drops_attention
             documents = self.ops.documents(
-                document_ids, cu_seqlens, dropout=drops, softcap=self.softcap, prefix=self.prefix_tokens
+                document_ids,
+                cu_seqlens,
+                dropout=mode.training and self.drops_attention,
+                softcap=self.softcap,
+                prefix=self._prefix_tokens(mode.adapters),
             )
-        hidden_states = self.decode(inputs, position_ids, dropout, documents=documents, lengths=lengths)
+        context = StepContext(dropout=dropout, documents=documents, adapters=mode.adapters)
+        hidden_states = self.decode(inputs, position_ids, context, lengths)
         if not self.is_last:
             return hidden_states
-        losses = self.output.losses(hidden_states, labels, loss_mask, training=self.training)
+        losses = self.output.losses(hidden_states, labels, loss_mask, training=mode.training)
         return losses.sum(dim=-1)
 
     def decode(
         self,
         inputs: Tensor,
         position_ids: Tensor,
-        dropout: DropoutContext | None = None,
-        cache: CachedStep | None = None,
-        documents: Documents | None = None,
+        context: StepContext = EMPTY_CONTEXT,
         lengths: int | Tensor | None = None,
     ) -> Tensor:
         """input_ids [B, S] for the first chunk, else hidden states [B, S, H] -> hidden states [B, S, H].
 
-        dropout: given, values are dropped as the options say. cache: given, the tokens are [1, T], those of the step.
+        context: without rotation and prefix, which this adds; with a cache the tokens are [1, T], those of the step.
         lengths: tokens of the sequence that each token belongs to, for rotary embeddings that depend on it; default:
         those of the cache, or S.
         """
-        if self.prefix_tokens:
-            position_ids = position_ids + self.prefix_tokens
+        prefix_tokens, cache = self._prefix_tokens(context.adapters), context.cache
+        if prefix_tokens:
+            position_ids = position_ids + prefix_tokens
         rotation = None
         if self.rotary is not None:
             if lengths is None and cache is not None and self.rotary.full.follows_length:
                 lengths = cache.sequence_lengths
             lengths = position_ids.shape[1] if lengths is None else lengths
-            rotation = self.rotary(position_ids, self.prefix_tokens + lengths)
-        context = StepContext(rotation, dropout, cache, documents)
-        if self.trunk is not None and context.begins:
-            context = replace(context, prefix=self.trunk())
-        hidden_states = self.embedding(inputs, position_ids, dropout) if self.is_first else inputs
+            rotation = self.rotary(position_ids, prefix_tokens + lengths)
+        prefix = self.trunk() if self.trunk is not None and prefix_tokens and context.begins else None
+        context = replace(context, rotation=rotation, prefix_tokens=prefix_tokens, prefix=prefix)
+        hidden_states = self.embedding(inputs, position_ids, context.dropout) if self.is_first else inputs
         if self.is_first and torch.is_grad_enabled() and not hidden_states.requires_grad:
             # A frozen embedding: recomputed layers and stages without a trained weight need a gradient to pass on.
             hidden_states.requires_grad_()
         for layer in self.layers:
             hidden_states = layer(hidden_states, context)
         return hidden_states
+
+    def _prefix_tokens(self, adapters: Selection | None) -> int:
+        """Return the virtual tokens in front of each sequence; a prefix is the model's own adapter."""
+        return self.prefix_tokens if adapters is None else 0
 
     def normed(self, hidden_states: Tensor) -> Tensor:
         """Last chunk: [B, S, H] -> [B, S, H] after the final norm."""
@@ -175,43 +180,13 @@ class Stage(nn.Module):
         # A tuple, which torch does not register: a parameter has one name, the stage's.
         self.chunks = tuple(Chunk(self, split, index, mesh, options) for index in chunks)
 
-    def train(self, mode: bool = True) -> Self:
-        for chunk in self.chunks:
-            chunk.training = mode
-        return super().train(mode)
-
     @property
     def whole(self) -> Chunk:
         """The only chunk: the whole model."""
         (chunk,) = self.chunks
         return chunk
 
-    def forward(self, inputs: Tensor, **arguments: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, **arguments: Any) -> Tensor:
         """Each sequence's loss sum [B] from input_ids [B, S]; arguments as for Chunk.forward."""
         losses: Tensor = self.whole(inputs, **arguments)
         return losses
-
-
-@contextmanager
-def evaluation_mode(stage: Stage) -> Iterator[None]:
-    """Have the stage compute inside of the `with` block without dropout and with the plain cross entropy."""
-    stage.train(False)
-    try:
-        yield
-    finally:
-        stage.train(True)
-
-
-@contextmanager
-def without_adapters(stage: Stage) -> Iterator[None]:
-    """Have the stage compute as without low-rank adapters and without a prefix inside of the `with` block."""
-    modules = (*stage.chunks, *stage.modules())
-    prefixed = [each for each in modules if isinstance(each, Chunk | DecoderLayer | SelfAttention)]
-    for each in prefixed:
-        each.prefix_tokens = 0
-    try:
-        with adapters_off(stage):
-            yield
-    finally:
-        for each in prefixed:
-            each.prefix_tokens = stage.shape.prefix_tokens

@@ -7,7 +7,7 @@ from megalite.ops.dropout import Mask
 from megalite.ops.int8 import int8_linear
 from megalite.parallel.collectives import gather_sequence, row_output
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.lora_bank import LoraBank
+from megalite.parallel.lora_bank import LoraBank, Selection
 
 
 class Int8Linear(nn.Module):
@@ -26,28 +26,39 @@ class Int8Linear(nn.Module):
         self.register_buffer("weight", torch.empty(replaced.weight.shape, dtype=torch.int8))
         self.register_buffer("scale", torch.empty(replaced.weight.shape[0], 1, dtype=torch.float32))
 
-    def product(self, inputs: Tensor) -> Tensor:
-        """Return X W^T of this rank's X and W, with that of the adapters in the bank."""
+    def product(self, inputs: Tensor, adapters: Selection | None) -> Tensor:
+        """Return X W^T of this rank's X and W, with that of the tokens' adapters in the bank."""
         product = int8_linear(inputs, self.weight, self.scale)
-        return product if self.bank is None else self.bank.add_to(product, inputs)
+        if self.bank is None or adapters is None:
+            return product
+        return self.bank.add_to(product, inputs, adapters)
 
 
 class Int8ColumnLinear(Int8Linear):
     """Y = X W^T with the output features split over tp, as ColumnParallelLinear."""
 
-    def forward(self, hidden_states: Tensor, mask: Mask | None = None, *, with_bias: bool = True) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        mask: Mask | None = None,
+        adapters: Selection | None = None,
+        *,
+        with_bias: bool = True,
+    ) -> Tensor:
         """Map [B, S or S / tp, in] to [B, S, out / tp]. with_bias: False if the caller adds the bias."""
         inputs = gather_sequence(hidden_states, self.mesh.tp) if self.mesh.splits_sequence else hidden_states
-        product = self.product(inputs)
+        product = self.product(inputs, adapters)
         return product if self.bias is None or not with_bias else product.add_(self.bias)
 
 
 class Int8RowLinear(Int8Linear):
     """Y = X W^T with the input features split over tp, as RowParallelLinear."""
 
-    def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, mask: Mask | None = None, adapters: Selection | None = None
+    ) -> Tensor:
         """Map [B, S, in / tp] to [B, S or S / tp, out]."""
-        summed = row_output(self.product(hidden_states), self.mesh)
+        summed = row_output(self.product(hidden_states, adapters), self.mesh)
         return summed if self.bias is None else summed.add_(self.bias)
 
 

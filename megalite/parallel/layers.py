@@ -22,7 +22,7 @@ from megalite.parallel.collectives import (
 )
 from megalite.parallel.gradient_sums import deferring, embedding, linear, weight_gradient
 from megalite.parallel.lora import ColumnLora, RowLora
-from megalite.parallel.lora_bank import LoraBank
+from megalite.parallel.lora_bank import LoraBank, Selection
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import balanced_split
 
@@ -108,17 +108,27 @@ class ColumnParallelLinear(nn.Module):
         self.lora: ColumnLora | None = None
         self.bank: LoraBank | None = None
 
-    def forward(self, hidden_states: Tensor, mask: Mask | None = None, *, with_bias: bool = True) -> Tensor:
+    def forward(
+        self,
+        hidden_states: Tensor,
+        mask: Mask | None = None,
+        adapters: Selection | None = None,
+        *,
+        with_bias: bool = True,
+    ) -> Tensor:
         """Map [B, S or S / tp, in] to [B, S, out / tp].
 
-        mask: dropout of the adapter's input. with_bias: False if the caller adds the bias.
+        mask: dropout of the adapter's input. adapters: those of the tokens, from the bank; None: the linear's own.
+        with_bias: False if the caller adds the bias.
         """
         bias = self.bias if with_bias else None
-        if self.lora is not None and self.lora.active:
+        if self.lora is not None and adapters is None:
             adapted: Tensor = self.lora(hidden_states, lambda: self.weight, mask)
             return adapted if bias is None else adapted + bias
         product = column_linear(hidden_states, self.weight, bias, mesh=self.mesh)
-        return product if self.bank is None else self.bank.add_to(product, hidden_states)
+        if self.bank is None or adapters is None:
+            return product
+        return self.bank.add_to(product, hidden_states, adapters)
 
 
 class RowParallelLinear(nn.Module):
@@ -145,14 +155,16 @@ class RowParallelLinear(nn.Module):
         self.lora: RowLora | None = None
         self.bank: LoraBank | None = None
 
-    def forward(self, hidden_states: Tensor, mask: Mask | None = None) -> Tensor:
-        """Map [B, S, in / tp] to [B, S or S / tp, out]; mask: dropout of the adapter's input."""
-        if self.lora is not None and self.lora.active:
+    def forward(
+        self, hidden_states: Tensor, mask: Mask | None = None, adapters: Selection | None = None
+    ) -> Tensor:
+        """Map [B, S, in / tp] to [B, S or S / tp, out]; mask, adapters: as of ColumnParallelLinear."""
+        if self.lora is not None and adapters is None:
             summed: Tensor = self.lora(hidden_states, lambda: self.weight, mask)
         else:
             product = linear(hidden_states, self.weight)
-            if self.bank is not None:
-                product = self.bank.add_to(product, hidden_states)
+            if self.bank is not None and adapters is not None:
+                product = self.bank.add_to(product, hidden_states, adapters)
             summed = row_output(product, self.mesh)
         # After the reduction, so that the replicated bias counts once.
         return summed if self.bias is None else summed.add_(self.bias)

@@ -4,8 +4,7 @@ Hu et al., "LoRA", 2021: W x + scale * B A x. Liu et al., "DoRA", 2024: that, ti
 the row's norm.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,6 @@ class _LowRank(nn.Module):
         """a, b: their shapes on this rank."""
         super().__init__()
         self.mesh, self.scale = mesh, scale
-        self.active = True
         self.A = nn.Parameter(torch.empty(a, dtype=dtype))
         self.B = nn.Parameter(torch.empty(b, dtype=dtype))
         self.magnitude = nn.Parameter(torch.empty(b[0], dtype=dtype)) if dora else None
@@ -155,16 +153,3 @@ class RowLora(_LowRank):
         """Start the magnitudes at the norms of the rows of W + scale * B A. Collective over tp."""
         if self.magnitude is not None:
             self.magnitude.copy_(self.row_norms(weight))
-
-
-@contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Have the linears of `model` compute without their adapters inside of the `with` block."""
-    adapters = [module for module in model.modules() if isinstance(module, _LowRank)]
-    for each in adapters:
-        each.active = False
-    try:
-        yield
-    finally:
-        for each in adapters:
-            each.active = True

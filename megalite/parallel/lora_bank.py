@@ -3,8 +3,7 @@
 Chen et al., "Punica", 2023: requests with different adapters share the product with the linear's own weight.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
@@ -14,31 +13,19 @@ from megalite.parallel.gradient_sums import linear
 
 
 class Selection:
-    """The adapter of each token of the forward that runs now; all banks of a model share one.
+    """The adapter of each token of one forward.
 
     numbers: of the adapters, from the lowest to the highest that a token has; empty: no token has one.
     """
 
-    def __init__(self) -> None:
-        self.numbers = range(0)
-        self._of_tokens: Tensor | None = None
+    def __init__(self, tokens: Sequence[int | None] = (), device: torch.device | None = None):
+        """tokens: the adapter's number of each of the T tokens, None for no adapter."""
+        of_tokens = [-1 if number is None else number for number in tokens]
+        chosen = set(of_tokens) - {-1}
+        self.numbers = range(min(chosen), max(chosen) + 1) if chosen else range(0)
+        mixed = chosen and len(set(of_tokens)) > 1
+        self._of_tokens = torch.tensor(of_tokens, device=device) if mixed else None
         self._masks: dict[tuple[int, ...], Tensor] = {}
-
-    @contextmanager
-    def of(self, tokens: Sequence[int | None], device: torch.device) -> Iterator[None]:
-        """Select the adapter's number of each of the T tokens, None for no adapter, inside of the `with` block."""
-        numbers = {-1 if each is None else each for each in tokens}
-        chosen = numbers - {-1}
-        if chosen:
-            self.numbers = range(min(chosen), max(chosen) + 1)
-        if chosen and len(numbers) > 1:
-            of_tokens = [-1 if each is None else each for each in tokens]
-            self._of_tokens = torch.tensor(of_tokens, device=device)
-        try:
-            yield
-        finally:
-            self.numbers, self._of_tokens = range(0), None
-            self._masks.clear()
 
     def mask(self, widths: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
         """Return [T, columns of `numbers`]: 1 in the columns of a token's own adapter, else 0; None: all are 1.
@@ -54,6 +41,9 @@ class Selection:
         return self._masks[widths]
 
 
+NO_ADAPTER = Selection()
+
+
 class LoraBank:
     """The adapters of one column- or row-parallel linear on this rank.
 
@@ -66,12 +56,11 @@ class LoraBank:
         widths: Sequence[int],
         inputs: int,
         outputs: int,
-        selection: Selection,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self._widths, self._selection = tuple(widths), selection
+        self._widths = tuple(widths)
         self._ends = (0, *accumulate(widths))
         self._a = torch.zeros(self._ends[-1], inputs, dtype=dtype, device=device)
         self._b = torch.zeros(self._ends[-1], outputs, dtype=dtype, device=device)
@@ -82,16 +71,16 @@ class LoraBank:
         self._a[columns].copy_(a)
         self._b[columns].copy_(b.t())
 
-    def add_to(self, output: Tensor, inputs: Tensor) -> Tensor:
+    def add_to(self, output: Tensor, inputs: Tensor, selection: Selection) -> Tensor:
         """Add B A x of each token's own adapter to the linear's product [1, T, outputs here], in place.
 
         inputs: [1, T, inputs here]. Returns the sum, in the product's memory.
         """
-        columns = self._columns(self._selection.numbers)
+        columns = self._columns(selection.numbers)
         if columns.start == columns.stop:
             return output
         low = linear(inputs, self._a[columns]).flatten(0, -2)
-        mask = self._selection.mask(self._widths, low.dtype)
+        mask = selection.mask(self._widths, low.dtype)
         if mask is not None:
             low *= mask
         return output.flatten(0, -2).addmm_(low, self._b[columns]).view(output.shape)

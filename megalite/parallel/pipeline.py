@@ -13,7 +13,7 @@ from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.objective import NEXT_TOKEN, Objective
 from megalite.parallel.schedule import StageSchedule
-from megalite.parallel.step_batch import StepBatch
+from megalite.parallel.step_batch import EVALUATION, TRAINING, ForwardMode, StepBatch
 from megalite.topology.schedule_timeline import orders_of
 from megalite.topology.stages import PipelineSplit
 from megalite.topology.transfers import scheduled_actions
@@ -46,11 +46,11 @@ class PipelineRunner(Protocol):
         ...
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """Run forward only; return [2 + figures] float64 over the global batch: the sums of weighted losses, of weights
-        and of figures."""
+        """Run forward only, without dropout, with the plain cross entropy or the loss of preferences; return
+        [2 + figures] float64 over the global batch: the sums of weighted losses, of weights and of figures."""
         ...
 
-    def row_losses(self, batch: StepBatch) -> Tensor | None:
+    def row_losses(self, batch: StepBatch, mode: ForwardMode = EVALUATION) -> Tensor | None:
         """Run forward only; return the loss sum of each row of this rank's batch, [M * b] float64.
 
         None on stages without the last chunk; equal on the tensor-parallel ranks of one batch.
@@ -110,17 +110,16 @@ class _LoopRunner:
     def evaluate(self, batch: StepBatch) -> Tensor:
         found = _Found(self._objective)
         for micro_batch in batch.micro_batches(self._shapes.micro_batches):
-            found.loss(self._run(micro_batch), micro_batch)
+            found.loss(self._run(micro_batch, EVALUATION), micro_batch)
         return found.sums_over_replicas(batch, self._mesh)
 
     @torch.no_grad()
-    def row_losses(self, batch: StepBatch) -> Tensor | None:
-        return torch.cat(
-            [self._run(each) for each in batch.micro_batches(self._shapes.micro_batches)]
-        ).double()
+    def row_losses(self, batch: StepBatch, mode: ForwardMode = EVALUATION) -> Tensor | None:
+        micro_batches = batch.micro_batches(self._shapes.micro_batches)
+        return torch.cat([self._run(each, mode) for each in micro_batches]).double()
 
-    def _run(self, micro_batch: StepBatch) -> Tensor:
-        return self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch))
+    def _run(self, micro_batch: StepBatch, mode: ForwardMode = TRAINING) -> Tensor:
+        return self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch, mode))
 
 
 class _ScheduleRunner:
@@ -161,29 +160,34 @@ class _ScheduleRunner:
     def evaluate(self, batch: StepBatch) -> Tensor:
         found = _Found(self._objective)
         for micro_batch in batch.micro_batches(self._shapes.micro_batches):
-            losses = self._losses_of(micro_batch)
+            losses = self._losses_of(micro_batch, EVALUATION)
             if losses is not None:
                 found.loss(losses, micro_batch)
         return found.sums_over_replicas(batch, self._mesh)
 
     @torch.no_grad()
-    def row_losses(self, batch: StepBatch) -> Tensor | None:
-        losses = [self._losses_of(each) for each in batch.micro_batches(self._shapes.micro_batches)]
+    def row_losses(self, batch: StepBatch, mode: ForwardMode = EVALUATION) -> Tensor | None:
+        losses = [self._losses_of(each, mode) for each in batch.micro_batches(self._shapes.micro_batches)]
         here = [each for each in losses if each is not None]
         return torch.cat(here).double() if here else None
 
-    def _losses_of(self, micro_batch: StepBatch) -> Tensor | None:
+    def _losses_of(self, micro_batch: StepBatch, mode: ForwardMode) -> Tensor | None:
         """Return the output of the last chunk on the stage that holds it."""
 
         def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
-            return self._run_chunk(chunk, micro_batch, hidden_states)
+            return self._run_chunk(chunk, micro_batch, hidden_states, mode)
 
         return along_chunks(self._chunks, self._split, self._mesh, run, self._hidden(micro_batch))
 
     @staticmethod
-    def _run_chunk(chunk: nn.Module, micro_batch: StepBatch, hidden_states: Tensor | None) -> Tensor:
+    def _run_chunk(
+        chunk: nn.Module,
+        micro_batch: StepBatch,
+        hidden_states: Tensor | None,
+        mode: ForwardMode = TRAINING,
+    ) -> Tensor:
         inputs = micro_batch.input_ids if hidden_states is None else hidden_states
-        output: Tensor = chunk(inputs, **_stage_arguments(micro_batch))
+        output: Tensor = chunk(inputs, **_stage_arguments(micro_batch, mode))
         return output
 
     def _hidden(self, micro_batch: StepBatch) -> Tensor:
@@ -201,7 +205,7 @@ def _nothing(chunk: int) -> None:
     pass
 
 
-def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
+def _stage_arguments(batch: StepBatch, mode: ForwardMode) -> dict[str, Any]:
     arguments = {
         "position_ids": batch.position_ids,
         "labels": batch.labels,
@@ -210,7 +214,7 @@ def _stage_arguments(batch: StepBatch) -> dict[str, Any]:
         "document_ids": batch.document_ids,
         "cu_seqlens": batch.cu_seqlens,
     }
-    return {name: tensor for name, tensor in arguments.items() if tensor is not None}
+    return {name: tensor for name, tensor in arguments.items() if tensor is not None} | {"mode": mode}
 
 
 def weight_share(batch: StepBatch, mesh: ParallelMesh, objective: Objective = NEXT_TOKEN) -> Tensor:

@@ -1,9 +1,11 @@
-"""The samples that one data-parallel rank computes in one step."""
+"""The samples that one data-parallel rank computes in one step, and how a model computes them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from torch import Tensor
+
+from megalite.parallel.lora_bank import NO_ADAPTER, Selection
 
 
 @dataclass(frozen=True)
@@ -42,3 +44,18 @@ class StepBatch:
     def micro_batches(self, count: int) -> list["StepBatch"]:
         pieces = {name: tensor.chunk(count) for name, tensor in self.tensors.items()}
         return [StepBatch(**{name: each[index] for name, each in pieces.items()}) for index in range(count)]
+
+
+@dataclass(frozen=True)
+class ForwardMode:
+    """How chunks compute a micro batch.
+
+    training: with dropout and all terms of the loss. adapters: those of the tokens; None: the model's own.
+    """
+
+    training: bool = True
+    adapters: Selection | None = None
+
+
+TRAINING, EVALUATION = ForwardMode(), ForwardMode(training=False)
+WITHOUT_ADAPTER = ForwardMode(training=False, adapters=NO_ADAPTER)

@@ -4,13 +4,6 @@ It needs no second copy of the weights: without its adapter the model computes t
 the losses are computed before the first step (train/reference_table.py).
 """
 
-from contextlib import nullcontext
-
-from torch import Tensor
-
-from megalite.model.transformer import Stage, evaluation_mode, without_adapters
-from megalite.parallel.pipeline import PipelineRunner
-from megalite.parallel.step_batch import StepBatch
 from megalite.topology.adapter import Lora
 from megalite.topology.shape import ModelShape
 
@@ -21,11 +14,3 @@ def is_without_adapter(shape: ModelShape) -> bool:
     if isinstance(adapter, Lora):
         return not adapter.modules_to_save and adapter.bias == "none"
     return adapter is not None
-
-
-def reference_losses(
-    stage: Stage, pipeline: PipelineRunner, batch: StepBatch, *, adapters: bool
-) -> Tensor | None:
-    """Return PipelineRunner.row_losses(batch) of the model as it is, without dropout; adapters: with its adapters."""
-    with evaluation_mode(stage), nullcontext() if adapters else without_adapters(stage):
-        return pipeline.row_losses(batch)

@@ -23,7 +23,6 @@ from megalite.data.files.fingerprint import content_fingerprint
 from megalite.data.files.token_file import TokenFile, bin_path
 from megalite.errors import CheckpointError
 from megalite.launcher.control.progress import Activity, now
-from megalite.train.reference import reference_losses
 from megalite.train.resume_check import REFERENCE
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def _computed(
     with trainer.prefetch(loader, end=steps * stride) as batches:
         for step in range(steps):
             batch = batches.step_batch(step * stride).ready()
-            rows = reference_losses(trainer.stage, trainer.pipeline, batch, adapters=True)
+            rows = trainer.pipeline.row_losses(batch)
             if rows is not None and mesh.counts_loss:
                 # Unshuffled, a sample's place is its number; those after the last one have no labels.
                 here = batch.sample_indices < samples

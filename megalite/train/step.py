@@ -32,10 +32,10 @@ from megalite.launcher.control.progress import Activity, now
 from megalite.model.kernels import KernelChoice
 from megalite.model.replica import Replica
 from megalite.model.stages import initialise
-from megalite.model.transformer import Stage, evaluation_mode
+from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh, all_or_none
 from megalite.parallel.pipeline import weight_share
-from megalite.parallel.step_batch import StepBatch
+from megalite.parallel.step_batch import WITHOUT_ADAPTER, StepBatch
 from megalite.topology.shape import ModelShape
 from megalite.train.assemble import StepSchedule, assemble
 from megalite.train.deepspeed_schedule import DeepSpeedSchedule
@@ -43,7 +43,7 @@ from megalite.train.kernel_choice import known_kernels
 from megalite.train.nonfinite_output import first_nonfinite_output
 from megalite.train.optimizer.protocol import Update
 from megalite.train.options import model_options, objective_of, optimizer_settings, schedule_of
-from megalite.train.reference import is_without_adapter, reference_losses
+from megalite.train.reference import is_without_adapter
 from megalite.train.state import StepReport, TrainerState
 from megalite.train.step_totals import StepTotals, total_over_ranks
 from megalite.train.stream_position import gathered_position, go_on
@@ -287,18 +287,14 @@ class TrainStep:
         )
 
     def evaluate(self, batch: StepBatch) -> Tensor:
-        """Return PipelineRunner.evaluate(batch) in evaluation mode: no dropout; the loss is the plain cross entropy, or
-        that of preferences."""
-        batch = self._with_reference(batch)
-        with evaluation_mode(self.stage):
-            return self.pipeline.evaluate(batch)
+        """Return PipelineRunner.evaluate(batch)."""
+        return self.pipeline.evaluate(self._with_reference(batch))
 
     def _with_reference(self, batch: StepBatch) -> StepBatch:
         """Return the batch with the losses of the model without its adapter, if that is the reference."""
         if not self._reference_is_without_adapter:
             return batch
-        losses = reference_losses(self.stage, self.pipeline, batch, adapters=False)
-        return replace(batch, reference=losses)
+        return replace(batch, reference=self.pipeline.row_losses(batch, WITHOUT_ADAPTER))
 
     def draft(self, folder: Path) -> Draft:
         """List what a checkpoint of this moment has, to be written below `folder`; writes no tensor yet. Collective."""

@@ -17,6 +17,7 @@ from megalite.model import transformer
 from megalite.model.attention import SelfAttention
 from megalite.model.options import Dropout, Recompute
 from megalite.ops import attention, choice
+from megalite.parallel.step_batch import TRAINING
 from megalite.topology.axes import Layout
 from tests.support.document_probe import DocumentFindings, probe_documents
 from tests.support.tiny import FAMILY_SHAPES
@@ -41,7 +42,7 @@ def _shared_spans_causal(own: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
 
 
 def _unmasked_layer(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda self, documents, *inputs: attend(self, None, *inputs)
+    return lambda self, context, *inputs: attend(self, replace(context, documents=None), *inputs)
 
 
 def _window_alone(within: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -113,7 +114,7 @@ def findings(job: Job, fault: str | None = None) -> DocumentFindings:
     with planted:
         parts = build(job)
         return probe_documents(
-            partial(token_losses, parts.stage, parts.pipeline),
+            partial(token_losses, parts.stage, parts.pipeline, mode=TRAINING),
             local_batch(job, parts.mesh, 0),
             end_of_document_id=0,
             vocab_size=job.shape.vocab_size,

@@ -1,7 +1,6 @@
 """Several adapters in one batch, over tensor- and pipeline-parallel ranks, against each merged model alone."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -198,19 +197,14 @@ def _keys_of_any_adapter(search: Callable[..., Any]) -> Callable[..., Any]:
     return searched
 
 
-def _of_the_first_token(of: Callable[..., Any]) -> Callable[..., Any]:
-    @contextmanager
-    def alike(self: Any, tokens: list[int | None], device: torch.device) -> Iterator[None]:
-        with of(self, [tokens[0]] * len(tokens), device):
-            yield
-
-    return alike
+def _of_the_first_token(init: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, tokens, device: init(self, [tokens[0]] * len(tokens), device)
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "keys of another adapter reused": (slots.SlotTable, "_longest_beginning", _keys_of_any_adapter),
     "adapters of all tokens added": (Selection, "mask", lambda mask: lambda *_: None),
-    "the adapter of the first token for all": (Selection, "of", _of_the_first_token),
+    "the adapter of the first token for all": (Selection, "__init__", _of_the_first_token),
     "a scale forgotten": (
         AdaptedLinear,
         "fill",

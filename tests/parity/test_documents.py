@@ -85,7 +85,6 @@ def alone(ranks):
 def train_and_evaluate(job: Job) -> tuple[RankResult, Tensor | None, float]:
     """A step, and what one micro batch of all sequences and the evaluation of the batch gave before it."""
     parts = build(job)
-    parts.stage.eval()
     batch = local_batch(job, parts.mesh, 0)
     losses_of_tokens = token_losses(parts.stage, parts.pipeline, batch)
     total, weight = parts.pipeline.evaluate(batch).tolist()

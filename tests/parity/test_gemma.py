@@ -72,7 +72,7 @@ def test_every_option_gives_the_numbers_of_plain_torch(ranks, reference, family,
 @pytest.mark.parametrize("family", ["gemma2", "gemma3"])
 def test_tokens_from_the_cache_are_those_of_the_whole_sequence(family):
     """Greedy, beyond the window, so that a layer without one sees what the others no longer do."""
-    stage = lively_stage(FAMILY_SHAPES[family], scale=12.0).eval()
+    stage = lively_stage(FAMILY_SHAPES[family], scale=12.0)
     ids = [5, 6, 7]
     new = list(generate_ids(Replica.whole(stage), ids, new_tokens=12))
     whole = our_logits(stage, torch.tensor([ids + new]))

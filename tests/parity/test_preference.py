@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megalite.model.options import Dropout, Recompute
 from megalite.parallel.objective import Preference
+from megalite.parallel.step_batch import WITHOUT_ADAPTER
 from megalite.topology.adapter import Lora, Prefix
 from megalite.topology.axes import Layout
-from megalite.train.reference import reference_losses
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.mutations import PREFERENCE_FAULTS, planted_fault
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL, assert_close, relative_error
@@ -110,10 +110,8 @@ def rows_of_the_reference(job: Job, fault: str | None = None) -> Tensor:
     """The reference's loss of each row of the first batch, of a model whose adapter is not zero."""
     parts = build(job)
     with planted_fault(fault):
-        losses = reference_losses(
-            parts.stage, parts.pipeline, local_batch(job, parts.mesh, 0), adapters=False
-        )
-    assert losses is not None and parts.stage.training
+        losses = parts.pipeline.row_losses(local_batch(job, parts.mesh, 0), WITHOUT_ADAPTER)
+    assert losses is not None
     return losses
 
 

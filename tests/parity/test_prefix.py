@@ -16,6 +16,7 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
 from megalite.errors import ConfigError
 from megalite.generation.engine import generate_ids
+from megalite.model.context import StepContext
 from megalite.model.kv_cache import CachedStep
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.model.replica import Replica
@@ -205,13 +206,12 @@ def _one_process(shape: ModelShape, dtype: torch.dtype = torch.float32) -> Repli
         for name, tensor in replica.tensors.items():
             if "prefix" not in name:
                 tensor.mul_(2).add_(torch.randn(tensor.shape, generator=generator), alpha=0.03)
-    replica.stage.eval()
     return replica
 
 
 def _logits(replica: Replica, batch: StepBatch, documents: Tensor | None = None) -> Tensor:
     chunk = replica.stage.whole
-    hidden_states = chunk.decode(batch.input_ids, batch.position_ids, documents=documents)
+    hidden_states = chunk.decode(batch.input_ids, batch.position_ids, StepContext(documents=documents))
     return chunk.logits(hidden_states)
 
 
@@ -357,7 +357,9 @@ def test_cached_decoding_equals_the_full_forward(family, prefix):
         decodes = new == 1 and length % 2 == 0
         step = CachedStep(cache, (length,)) if decodes else CachedStep.of_one(cache, length, new)
         with torch.no_grad():
-            hidden = chunk.decode(ids[:, span], torch.arange(length, length + new)[None], cache=step)
+            hidden = chunk.decode(
+                ids[:, span], torch.arange(length, length + new)[None], StepContext(cache=step)
+            )
             logits = chunk.logits(hidden[:, -1:])[0, 0]
         length += new
         assert_close(logits, expected[length - 1], what=f"logits after {length} tokens")
@@ -369,7 +371,6 @@ def generate_on_rank(shape: ModelShape, layout: Layout) -> list[int]:
     split = pipeline_split(shape.num_hidden_layers, layout.pipeline)
     options = ModelOptions(dtype=torch.float64)
     replica = build_replica(shape, mesh, split, options, seed=11)
-    replica.stage.eval()
     return list(generate_ids(replica, [3, 14, 15], new_tokens=12))
 
 

@@ -6,7 +6,7 @@ fp16 training and of single operators are next to the tests that guard against t
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
 from typing import Any
@@ -27,7 +27,6 @@ from megalite.ops.choice import Operators
 from megalite.parallel.matrices import MatrixShard
 from megalite.topology import parameters, place
 from megalite.topology.sharding import Part, TensorSlice
-from megalite.train import reference
 from megalite.train import step as train_step
 from megalite.train.optimizer import adafactor, deepspeed, muon
 from megalite.train.optimizer import torch as torch_path
@@ -181,6 +180,13 @@ def _count_the_prefix_in_the_window(behind_prefix: Callable[..., Tensor]) -> Cal
     return lambda query, key, window, documents, prefix: attention._seen(
         query.shape[1], key.shape[1], window, query.device
     )
+
+
+def _in_mode(**changes: Any) -> Callable[..., Callable[..., Tensor]]:
+    def changed(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *inputs, mode, **rest: forward(*inputs, mode=replace(mode, **changes), **rest)
+
+    return changed
 
 
 def _count_the_prefix_in_the_loss(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -556,12 +562,8 @@ PREFIX_FAULTS: dict[str, Fault] = {
 
 # tests/parity/test_preference.py plants these: the table has no axis of objectives.
 PREFERENCE_FAULTS: dict[str, Fault] = {
-    "DPO reference with dropout": Fault(
-        reference, "evaluation_mode", _instead(lambda stage: nullcontext()), DROPOUT
-    ),
-    "DPO reference with its adapter": Fault(
-        reference, "without_adapters", _instead(lambda stage: nullcontext()), {}
-    ),
+    "DPO reference with dropout": Fault(transformer.Chunk, "forward", _in_mode(training=True), DROPOUT),
+    "DPO reference with its adapter": Fault(transformer.Chunk, "forward", _in_mode(adapters=None), {}),
 }
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megalite.model.transformer import Stage
 from megalite.parallel.pipeline import PipelineRunner
-from megalite.parallel.step_batch import StepBatch
+from megalite.parallel.step_batch import EVALUATION, ForwardMode, StepBatch
 
 
 @contextmanager
@@ -31,8 +31,10 @@ def recorded_losses(stage: Stage) -> Iterator[list[Tensor]]:
         yield recorded
 
 
-def token_losses(stage: Stage, pipeline: PipelineRunner, batch: StepBatch) -> Tensor | None:
+def token_losses(
+    stage: Stage, pipeline: PipelineRunner, batch: StepBatch, *, mode: ForwardMode = EVALUATION
+) -> Tensor | None:
     """Return the weighted losses [M * b, S] of a batch where the last chunk is, None elsewhere; outside of autograd."""
     with recorded_losses(stage) as recorded:
-        pipeline.evaluate(batch)
+        pipeline.row_losses(batch, mode)
     return torch.cat(recorded) if recorded else None

@@ -23,7 +23,7 @@ from megalite.parallel.gradients import is_partial
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.objective import NEXT_TOKEN, Objective, Preference
 from megalite.parallel.pipeline import PipelineRunner, weight_share
-from megalite.parallel.step_batch import StepBatch
+from megalite.parallel.step_batch import EVALUATION, WITHOUT_ADAPTER, StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import Parameter, canonical_tensors, trained_tensors
 from megalite.topology.schedules import SCHEDULES
@@ -33,7 +33,7 @@ from megalite.topology.stages import pipeline_split
 from megalite.train.assemble import StepSchedule, assemble
 from megalite.train.optimizer.protocol import Optimizer, Update
 from megalite.train.optimizer.settings import OptimizerSettings
-from megalite.train.reference import is_without_adapter, reference_losses
+from megalite.train.reference import is_without_adapter
 from tests.support.parity import assert_copies
 from tests.support.tiny import in_documents, tiny_batch
 
@@ -321,10 +321,8 @@ def batches(job: Job, parts: Parts) -> Iterator[StepBatch]:
         yield from plain
         return
     off = is_without_adapter(job.shape)
-    referenced = (
-        replace(each, reference=reference_losses(parts.stage, parts.pipeline, each, adapters=not off))
-        for each in plain
-    )
+    mode = WITHOUT_ADAPTER if off else EVALUATION
+    referenced = (replace(each, reference=parts.pipeline.row_losses(each, mode)) for each in plain)
     # Otherwise the model is the reference only before its first step.
     yield from referenced if off else list(referenced)
 

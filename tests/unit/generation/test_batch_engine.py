@@ -29,7 +29,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     shape = replace(tiny_shape(layers=2), vocab_size=384)
     file = tiny_tokenizer(folder)
     source = ModelSource(folder, False, shape, file)
-    stage = lively_stage(shape, scale=8.0).eval()
+    stage = lively_stage(shape, scale=8.0)
     return LoadedModel(Replica.whole(stage), load_tokenizer(file), source)
 
 

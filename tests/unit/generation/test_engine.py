@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from megalite.convert.huggingface.export import export
 from megalite.errors import ConfigError
 from megalite.generation.engine import generate_ids, load_model
+from megalite.model.context import StepContext
 from megalite.model.kv_cache import CachedStep
 from megalite.model.replica import Replica
 from megalite.topology.shape import ModelShape, RopeScaling
@@ -100,7 +101,7 @@ def test_generation_past_the_original_length_is_that_of_transformers(
             positions = torch.arange(length, length + len(new))[None]
             step = CachedStep.of_one(cache, length, len(new))
             with torch.no_grad():
-                hidden = stage.whole.decode(torch.tensor([new]), positions, cache=step)
+                hidden = stage.whole.decode(torch.tensor([new]), positions, StepContext(cache=step))
                 logits = stage.whole.logits(hidden[:, -1:])[:, 0]
             length += len(new)
             assert_close(logits, expected, rtol=FLOAT32_RTOL, what=f"logits after {length}")

@@ -32,7 +32,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
         tiny_shape(layers=2), vocab_size=390, max_position_embeddings=256
     )  # 6 ids without a token
     file = tiny_tokenizer(folder)
-    stage = lively_stage(shape, scale=3.0).eval()
+    stage = lively_stage(shape, scale=3.0)
     return LoadedModel(Replica.whole(stage), load_tokenizer(file), ModelSource(folder, False, shape, file))
 
 
