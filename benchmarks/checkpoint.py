@@ -111,7 +111,7 @@ def measure(ranks: int, folder: Path, rounds: int) -> dict[str, Any]:
     saver, found = RunSaver(trainer, folder / f"{ranks}"), list[dict[str, float]]()
 
     def step() -> float:
-        made = trainer.train_step()
+        made = trainer.train_step(before_update=saver.before_update)
         saver.stepped(made)
         seconds: float = made.step_seconds
         return seconds

@@ -89,7 +89,7 @@ class TrainingLoop:
     def _train_step(self) -> StepReport:
         self._budget.begin_step()
         try:
-            report = self._trainer.train_step(self._flags)
+            report = self._trainer.train_step(self._flags, self._saver.before_update)
         except TrainingError:
             # Every rank raises it, so all are here to publish the checkpoint in flight, which is collective.
             self._published(self._saver.finish())

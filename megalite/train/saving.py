@@ -47,7 +47,6 @@ class RunSaver:
         self._save_seconds: deque[float] = deque(maxlen=_RECENT_SAVES)
         self._seconds_without_save: deque[float] = deque(maxlen=_COMPARED_STEPS)
         self._seconds_during_save: list[float] = []
-        trainer.before_update = self._before_update
 
     @property
     def busy(self) -> bool:
@@ -86,6 +85,12 @@ class RunSaver:
         self._save_seconds.append(seconds)
         return [*done, SaveMetrics(state.step, draft.published, seconds, seconds)]
 
+    def before_update(self) -> None:
+        """Wait until the checkpoint in flight has its copy of the state; called in every step before it changes."""
+        started = time.perf_counter()
+        self._writer.before_update()
+        self._waited_seconds = time.perf_counter() - started
+
     def stepped(self, report: StepReport) -> None:
         """Record the seconds of a finished step, without its wait for the copy of a checkpoint."""
         seconds = report.step_seconds - self._waited_seconds
@@ -110,11 +115,6 @@ class RunSaver:
     def _estimated_seconds(self) -> float:
         numel = sum(tensor.numel() for tensor in self._trainer.replica.tensors.values())
         return numel * _BYTES_PER_PARAMETER / _BYTES_PER_SECOND
-
-    def _before_update(self) -> None:
-        started = time.perf_counter()
-        self._writer.before_update()
-        self._waited_seconds = time.perf_counter() - started
 
     def _tidy(self, step: int, best_step: int | None) -> None:
         """Update `best` and delete old checkpoints, on rank 0, once that of `step` is published.

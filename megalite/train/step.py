@@ -83,8 +83,6 @@ class TrainStep:
         self.state = TrainerState()
         self.fingerprints: dict[str, str] = {}
         """Name -> fingerprint of what the samples are made of, for checkpoints."""
-        self.before_update: Callable[[], None] = lambda: None
-        """Called in every step before weights and optimizer state change; nothing else changes them."""
         self.kernels = kernels or known_kernels(config, shape, mesh.device)
         self.options, self.objective = model_options(config, self.kernels.operators), objective_of(config)
         now.begin(Activity.BUILDING)
@@ -161,11 +159,14 @@ class TrainStep:
         """Read the batch of `loader` after `consumed_samples` and start its copy to the device; thread-safe."""
         return self.transfer.start(loader.step_batch(consumed_samples, dtype=self.options.loss_dtype))
 
-    def train_step(self, flags: Callable[[], Sequence[bool]] = tuple) -> StepReport:
+    def train_step(
+        self, flags: Callable[[], Sequence[bool]] = tuple, before_update: Callable[[], object] = tuple
+    ) -> StepReport:
         """One global batch: forward and backward of all micro batches, then one update.
 
         flags: called before the update; the report tells which of the flags any rank raised, with no collective of
-        their own. Every rank gives as many.
+        their own. Every rank gives as many. before_update: called before weights and optimizer state change, which
+        nothing else changes.
         """
         started, self._waited_seconds = time.perf_counter(), 0.0
         batch, weight = self._this_batch()
@@ -178,7 +179,7 @@ class TrainStep:
         loss = totals.loss
         learning_rate = self._current_learning_rate()
         now.begin(Activity.UPDATING)
-        self.before_update()
+        before_update()
         try:
             update = self.optimizer.step(learning_rate, totals.squared_norm)
         except TrainingError as error:

@@ -48,7 +48,7 @@ def save_after_every_step(folder: str, changes: dict[str, Any], into: str) -> li
     saver, saved = RunSaver(trainer, Path(into)), []
     with trainer.batches, mock.patch.object(Staging, "fill", late(Staging.fill)):
         for _ in range(STEPS):
-            saver.stepped(trainer.train_step())
+            saver.stepped(trainer.train_step(before_update=saver.before_update))
             saved += saver.save(at_once=False)
         saved += saver.finish()
     return [(each.step, each.stall_seconds, each.staging_bytes) for each in saved]
@@ -90,7 +90,7 @@ def expected_seconds(folder: str, into: str) -> list[float]:
     saver = RunSaver(trainer, Path(into))
     found = [saver.expected_seconds(another=False), saver.expected_seconds(another=True)]
     with trainer.batches, mock.patch.object(Staging, "fill", late(Staging.fill)):
-        saver.stepped(trainer.train_step())
+        saver.stepped(trainer.train_step(before_update=saver.before_update))
         saver.save(at_once=False)
         in_flight = saver.expected_seconds(another=False)
         [published] = saver.finish()

@@ -41,7 +41,7 @@ def train(data: Path, changes: dict[str, Any], into: Path) -> Seen:
     with trainer.batches, as_on_a_gpu():
         for _ in range(STEPS):
             with _counted(trainer.mesh.device, seen):
-                report = trainer.train_step()
+                report = trainer.train_step(before_update=saver.before_update)
             seen.losses.append(report.loss)
             seen.norms.append(report.grad_norm)
             saver.stepped(report)

@@ -71,7 +71,8 @@ class Trainer:
             validation=SimpleNamespace(**validation),
         )
 
-    def train_step(self, flags: Callable[[], Sequence[bool]]) -> Any:
+    def train_step(self, flags: Callable[[], Sequence[bool]], before_update: Callable[[], object]) -> Any:
+        before_update()
         raised = tuple(count > 0 for count in self.mesh.sum_over_world([float(each) for each in flags()]))
         self.state.step += 1
         return SimpleNamespace(step=self.state.step, step_seconds=STEP_SECONDS, flags=raised)
@@ -86,6 +87,9 @@ class Saver:
         self.trainer, self.saved, self._in_flight = trainer, list[int](), list[Any]()
 
     def point_to_best(self) -> None:
+        pass
+
+    def before_update(self) -> None:
         pass
 
     def stepped(self, report: Any) -> None:
@@ -206,10 +210,10 @@ def test_a_run_that_fails_on_all_ranks_completes_what_it_saved_before(
 
     step = Trainer.train_step
 
-    def train_step(trainer: Trainer, flags: Callable[[], Sequence[bool]]) -> Any:
+    def train_step(trainer: Trainer, *arguments: Callable[[], Any]) -> Any:
         if trainer.state.step == 2:
             raise TrainingError("step 3: the gradient norm is nan")
-        return step(trainer, flags)
+        return step(trainer, *arguments)
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
 
