@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.config.deepspeed.effects import PASSED_ON
+from megalite.config.deepspeed.keys import EFFECTS, PassedOn
 from megalite.topology.axes import Layout
 from tests.support.parity import ZERO_RTOL, about
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, build, local_batch
 
+PASSED_ON = {path: effect.kind for path, effect in EFFECTS.items() if isinstance(effect, PassedOn)}
 PROBES: dict[str, list[Any]] = {
     "bool": [True, False],
     "count": [0, 100, 5e8],

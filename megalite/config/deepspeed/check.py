@@ -3,9 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megalite.config.deepspeed.effects import IDLE, PASSED_ON, REFUSED, is_off
 from megalite.config.deepspeed.json_file import AUTO, Block
-from megalite.config.deepspeed.keys import KEYS, REMOVED, VERSION
+from megalite.config.deepspeed.keys import EFFECTS, KEYS, VERSION, Idle, PassedOn, Refused, Removed
 from megalite.config.deepspeed.values import problem_of
 from megalite.config.sections.toml import shown
 from megalite.config.sections.unchecked import did_you_mean
@@ -16,19 +15,20 @@ def check_keys(block: Block) -> Iterator[Problem]:
     """Yield a problem for each key that DeepSpeed lacks, that megalite refuses, or whose value is of a wrong kind."""
     for path, value in _walk(block.values, ""):
         parent, _, key = path.rpartition(".")
-        if path in REMOVED:
-            if not is_off(value) and value != -1:
-                yield Problem(block.key(path), f"was removed from DeepSpeed {VERSION}", REMOVED[path])
-        elif parent in KEYS and key not in KEYS[parent] and path not in IDLE:
+        effect = EFFECTS.get(path)
+        if isinstance(effect, Removed):
+            if not _is_off(value) and value != -1:
+                yield Problem(block.key(path), f"was removed from DeepSpeed {VERSION}", effect.remedy)
+        elif effect is None and parent in KEYS and key not in KEYS[parent]:
             yield Problem(block.key(path), f"DeepSpeed {VERSION} has no such key", _remedy(path))
         elif path in KEYS and not isinstance(value, Mapping):
             yield Problem(
                 block.key(path), f"{shown(value)} should be an object", f"it has {', '.join(KEYS[path])}"
             )
-        elif path in REFUSED and not _is_harmless(path, value):
-            yield Problem(block.key(path), "is not supported by megalite", REFUSED[path][1])
-        elif path in PASSED_ON and value != AUTO and (found := problem_of(PASSED_ON[path], value)):
-            yield Problem(block.key(path), *found)
+        elif isinstance(effect, Refused) and not _is_harmless(effect, value):
+            yield Problem(block.key(path), "is not supported by megalite", effect.remedy)
+        elif isinstance(effect, PassedOn) and value != AUTO and (problem := problem_of(effect.kind, value)):
+            yield Problem(block.key(path), *problem)
     yield from _doubled(block)
     stage = _stage(block)
     if isinstance(stage, bool) or not isinstance(stage, int) or not 0 <= stage <= 3:
@@ -50,8 +50,9 @@ def idle_notes(block: Block) -> Iterator[str]:
     """Yield one line for each reason why keys have no effect, with all keys that it holds for."""
     reasons: dict[str, list[str]] = {}
     for path, value in _walk(block.values, ""):
-        if path in IDLE and not is_off(value):
-            reasons.setdefault(IDLE[path], []).append(path)
+        effect = EFFECTS.get(path)
+        if isinstance(effect, Idle) and not _is_off(value):
+            reasons.setdefault(effect.reason, []).append(path)
     for reason, paths in reasons.items():
         have = "have" if len(paths) > 1 else "has"
         yield f"{block.key(', '.join(paths))} {have} no effect: {reason}"
@@ -63,15 +64,15 @@ def passed_on(block: Block) -> dict[str, Any]:
 
 
 def _chosen(table: Mapping[str, Any], parent: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     for key, value in table.items():
         path = f"{parent}.{key}" if parent else key
         if isinstance(value, Mapping):
             if below := _chosen(value, path):
-                found[key] = below
-        elif path in PASSED_ON and value != AUTO:
-            found[key] = value
-    return found
+                chosen[key] = below
+        elif isinstance(EFFECTS.get(path), PassedOn) and value != AUTO:
+            chosen[key] = value
+    return chosen
 
 
 def _walk(table: Mapping[str, Any], parent: str) -> Iterator[tuple[str, Any]]:
@@ -90,22 +91,25 @@ def _stage(block: Block) -> Any:
 
 def _remedy(path: str) -> str:
     parent, _, key = path.rpartition(".")
-    elsewhere = [name for name in _all_keys() if name.rsplit(".", 1)[-1] == key]
+    elsewhere = [f"{block}.{key}" for block, names in KEYS.items() if key in names]
     if elsewhere and not parent:
         return f"did you mean {elsewhere[0]}?"
     known = [f"{parent}.{name}" if parent else name for name in KEYS[parent]]
-    return did_you_mean(key, [name for name in known if name not in REFUSED]) or "remove it"
+    taken = [name for name in known if not isinstance(EFFECTS.get(name), Refused)]
+    return did_you_mean(key, taken) or "remove it"
 
 
-def _all_keys() -> Iterator[str]:
-    for path, keys in KEYS.items():
-        yield from (f"{path}.{key}" if path else key for key in keys)
-
-
-def _is_harmless(path: str, value: Any) -> bool:
-    switched_off = isinstance(value, Mapping) and is_off(value)
-    return switched_off or value == AUTO or any(_same(value, each) for each in REFUSED[path][0])
+def _is_harmless(effect: Refused, value: Any) -> bool:
+    switched_off = isinstance(value, Mapping) and _is_off(value)
+    return switched_off or value == AUTO or any(_same(value, harmless) for harmless in effect.harmless)
 
 
 def _same(value: Any, other: Any) -> bool:
     return type(value) is type(other) and value == other if isinstance(other, bool) else value == other
+
+
+def _is_off(value: Any) -> bool:
+    """Return whether a value switches its key off: false, "auto", nothing, a block of these, `enabled` = false."""
+    if isinstance(value, Mapping):
+        return value.get("enabled") is False or all(_is_off(inner) for inner in value.values())
+    return value in (None, False, AUTO, [])

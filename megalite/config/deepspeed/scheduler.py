@@ -1,32 +1,93 @@
-"""Read the scheduler block of DeepSpeed's JSON into [optimizer] and [deepspeed.scheduler]."""
+"""DeepSpeed's schedulers, and how the scheduler block becomes [optimizer] and [deepspeed.scheduler]."""
 
+from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.deepspeed.json_file import AUTO, Block
 from megalite.config.deepspeed.keys import VERSION
-from megalite.config.deepspeed.schedulers import MOMENTUM, REQUIRED, SCHEDULERS, TORCH_SCHEDULERS
 from megalite.config.deepspeed.values import problem_of
 from megalite.config.sections.toml import shown
 from megalite.config.sections.unchecked import SettingsDraft, did_you_mean
 
-_RATIOS = "set learning_rate_ratio in [[optimizer.groups]]"
-_PEAKS = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")
-# Parameters of [deepspeed.scheduler.params] -> the kind of their value.
-_KINDS = {
-    "warmup_min_lr": "number",
-    "warmup_min_ratio": "fraction",
-    "warmup_type": "log or linear",
-    "cycle_min_lr": "number",
-    "decay_lr_rate": "number",
-    "cycle_first_step_size": "positive",
-    "cycle_second_step_size": "count",
-    "cycle_first_stair_count": "count",
-    "cycle_second_stair_count": "count",
-    "decay_step_size": "count",
-    "lr_range_test_step_size": "positive",
-    "lr_range_test_step_rate": "number",
-    "lr_range_test_staircase": "bool",
+REQUIRED = object()
+"""A parameter without a default: DeepSpeed stops where it is missing."""
+
+
+@dataclass(frozen=True)
+class SchedulerParameter:
+    """A parameter of one of DeepSpeed's schedulers.
+
+    default: DeepSpeed's; None stands for the optimizer's own learning rate, or for the first half's value in OneCycle.
+    kind: a word of values.py. ours: the key of [optimizer] that holds the value. Without kind and ours the parameter
+    has no effect while cycle_momentum is false.
+    """
+
+    default: Any
+    kind: str = ""
+    ours: str = ""
+
+
+_WARMUP = {
+    "warmup_num_steps": SchedulerParameter(1000, ours="warmup_steps"),
+    "warmup_type": SchedulerParameter("log", "log or linear"),
 }
+_DECAY = {"total_num_steps": SchedulerParameter(REQUIRED, ours="decay_steps")}
+
+SCHEDULERS = {
+    "WarmupLR": {
+        "warmup_min_lr": SchedulerParameter(0.0, "number"),
+        "warmup_max_lr": SchedulerParameter(None, ours="learning_rate"),
+        **_WARMUP,
+    },
+    "WarmupDecayLR": {
+        **_DECAY,
+        "warmup_min_lr": SchedulerParameter(0.0, "number"),
+        "warmup_max_lr": SchedulerParameter(0.001, ours="learning_rate"),
+        **_WARMUP,
+    },
+    "WarmupCosineLR": {
+        **_DECAY,
+        "warmup_min_ratio": SchedulerParameter(0.0, "fraction"),
+        "cos_min_ratio": SchedulerParameter(0.0001, ours="minimum_ratio"),
+        **_WARMUP,
+    },
+    "OneCycle": {
+        "cycle_min_lr": SchedulerParameter(REQUIRED, "number"),
+        "cycle_max_lr": SchedulerParameter(REQUIRED, ours="learning_rate"),
+        "decay_lr_rate": SchedulerParameter(0.0, "number"),
+        "cycle_first_step_size": SchedulerParameter(2000, "positive"),
+        "cycle_second_step_size": SchedulerParameter(None, "count"),
+        "cycle_first_stair_count": SchedulerParameter(0, "count"),
+        "cycle_second_stair_count": SchedulerParameter(None, "count"),
+        "decay_step_size": SchedulerParameter(0, "count"),
+        "cycle_momentum": SchedulerParameter(True),
+        "cycle_min_mom": SchedulerParameter(0.8),
+        "cycle_max_mom": SchedulerParameter(0.9),
+        "decay_mom_rate": SchedulerParameter(0.0),
+    },
+    "LRRangeTest": {
+        "lr_range_test_min_lr": SchedulerParameter(0.001, ours="learning_rate"),
+        "lr_range_test_step_size": SchedulerParameter(2000, "positive"),
+        "lr_range_test_step_rate": SchedulerParameter(1.0, "number"),
+        "lr_range_test_staircase": SchedulerParameter(False, "bool"),
+    },
+}
+"""Classes of deepspeed.runtime.lr_schedules. `last_batch_iteration`, which each takes, must be -1: a new scheduler."""
+
+_OF_TORCH = (
+    *("ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR"),
+    *(
+        "ExponentialLR",
+        "LRScheduler",
+        "LambdaLR",
+        "LinearLR",
+        "MultiStepLR",
+        "MultiplicativeLR",
+        "OneCycleLR",
+    ),
+    *("PolynomialLR", "ReduceLROnPlateau", "SequentialLR", "StepLR"),
+)
+"""Names that DeepSpeed looks up in torch.optim.lr_scheduler."""
 
 
 def read_scheduler(draft: SettingsDraft, block: Block, table: Any) -> dict[str, Any] | None:
@@ -60,19 +121,19 @@ def read_scheduler(draft: SettingsDraft, block: Block, table: Any) -> dict[str, 
 def sets_the_peak(table: Any) -> str | None:
     """Return the parameter with which the scheduler replaces the optimizer's learning rate; None where it does not."""
     scheduler = SCHEDULERS.get(str(table.get("type"))) if isinstance(table, dict) else None
-    params = table.get("params") if scheduler else None
     if scheduler is None:
         return None
-    given = params if isinstance(params, dict) else {}
-    for name in _PEAKS:
-        if name in scheduler.ours and given.get(name, scheduler.defaults[name]) not in (None, AUTO):
+    params = table.get("params")
+    written = params if isinstance(params, dict) else {}
+    for name, parameter in scheduler.items():
+        if parameter.ours == "learning_rate" and written.get(name, parameter.default) not in (None, AUTO):
             return name
     return None
 
 
 def _unsupported(kind: Any) -> tuple[str, str]:
     remedy = did_you_mean(str(kind), SCHEDULERS) or f"use one of {', '.join(SCHEDULERS)}"
-    if str(kind) in TORCH_SCHEDULERS:
+    if str(kind) in _OF_TORCH:
         return f"megalite does not support {shown(kind)}", remedy
     return f"DeepSpeed {VERSION} has no scheduler {shown(kind)}", remedy
 
@@ -84,34 +145,37 @@ def _read_params(draft: SettingsDraft, block: Block, kind: str, params: dict[str
         if name == "last_batch_iteration":
             if params[name] not in (-1, AUTO):
                 draft.problem(key, f"megalite does not support {shown(params[name])}", "use -1, or remove it")
-        elif name not in scheduler.defaults:
-            remedy = did_you_mean(name, scheduler.defaults) or f"it has {', '.join(scheduler.defaults)}"
+        elif name not in scheduler:
+            remedy = did_you_mean(name, scheduler) or f"it has {', '.join(scheduler)}"
             draft.problem(key, f"{kind} has no such parameter in DeepSpeed {VERSION}", remedy)
-    found: dict[str, Any] = {}
-    for name, default in scheduler.defaults.items():
+    handed: dict[str, Any] = {}
+    for name, parameter in scheduler.items():
         path = f"scheduler.params.{name}"
-        value = params.get(name, default)
+        value = params.get(name, parameter.default)
+        if value == AUTO and parameter.kind:
+            value = parameter.default
         if value is REQUIRED:
             remedy = 'write "auto" for the last step of the run' if name == "total_num_steps" else "add it"
             draft.problem(block.key(path), f"is required by {kind}", remedy)
-        elif isinstance(value, list) and name not in MOMENTUM:
+        elif isinstance(value, list) and (parameter.ours or parameter.kind):
             message = f"megalite does not support {shown(value)}, a number for each group"
-            draft.problem(block.key(path), message, f"write one number, and {_RATIOS}")
-        elif name in scheduler.ours:
-            _read_ours(draft, block, path, scheduler.ours[name], value, given=name in params)
-            found[name] = AUTO
-        elif name not in (*MOMENTUM, "cycle_momentum"):
-            found[name] = default if value == AUTO else value
+            remedy = "write one number, and set learning_rate_ratio in [[optimizer.groups]]"
+            draft.problem(block.key(path), message, remedy)
+        elif parameter.ours:
+            _read_ours(draft, block, path, parameter.ours, value, given=name in params)
+            handed[name] = AUTO
+        elif parameter.kind:
+            handed[name] = value
     if kind == "OneCycle":
         for part in ("step_size", "stair_count"):
-            if found.get(f"cycle_second_{part}") is None:
-                found[f"cycle_second_{part}"] = found.get(f"cycle_first_{part}")
-        found["cycle_momentum"] = False
+            if handed.get(f"cycle_second_{part}") is None:
+                handed[f"cycle_second_{part}"] = handed.get(f"cycle_first_{part}")
+        handed["cycle_momentum"] = False
         _require_constant_momentum(draft, block, params)
-    for name, value in found.items():
-        if name in _KINDS and (problem := problem_of(_KINDS[name], value)):
+    for name, value in handed.items():
+        if (kind_of_value := scheduler[name].kind) and (problem := problem_of(kind_of_value, value)):
             draft.problem(block.key(f"scheduler.params.{name}"), *problem)
-    return found
+    return handed
 
 
 def _read_ours(draft: SettingsDraft, block: Block, path: str, key: str, value: Any, *, given: bool) -> None:

@@ -3,15 +3,13 @@
 import ast
 import importlib.metadata
 import importlib.util
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megalite.config.deepspeed.effects import IDLE, IMPLIED, PASSED_ON, READ, REFUSED
-from megalite.config.deepspeed.keys import KEYS, REMOVED, VERSION
+from megalite.config.deepspeed.keys import EFFECTS, KEYS, VERSION, PassedOn, Removed
 from megalite.config.deepspeed.optimizer import DEFAULTS, parameters_of
 from megalite.config.deepspeed.values import problem_of
 from megalite.config.sections.schema import DEEPSPEED_LOSS_SCALE
@@ -625,9 +623,8 @@ def test_the_top_level_keys_are_read_by_the_installed_deepspeed(sources: Path) -
                 looked_up.add(names[key.id])
             elif on_whole and isinstance(key, ast.Constant):
                 looked_up.add(key.value)
-    removed = {name for name in REMOVED if "." not in name}
     assert len(looked_up) > 20
-    assert looked_up - removed <= set(KEYS[""])
+    assert looked_up <= {*KEYS[""], *EFFECTS}
 
 
 def test_the_removed_keys_are_those_that_the_installed_deepspeed_refuses(sources: Path) -> None:
@@ -641,7 +638,7 @@ def test_the_removed_keys_are_those_that_the_installed_deepspeed_refuses(sources
     }
     removed = set(tables["_REMOVED_TOP_LEVEL_CONFIG_KEYS"])
     removed |= {f"zero_optimization.{key}" for key in tables["_REMOVED_ZERO_CONFIG_KEYS"]}
-    assert set(REMOVED) == removed
+    assert {path for path, effect in EFFECTS.items() if isinstance(effect, Removed)} == removed
 
 
 def _field_names(model: ast.ClassDef) -> Iterator[str]:
@@ -664,34 +661,16 @@ def _constants(file: Path) -> Mapping[str, str]:
     }
 
 
-def test_every_table_of_keys_is_reachable_and_sorted() -> None:
-    for block, keys in KEYS.items():
-        assert list(keys) == sorted(set(keys)), block
-        parent, _, name = block.rpartition(".")
-        assert not block or name in KEYS[parent], block
-    assert json.dumps(sorted(KEYS)) == json.dumps(list(KEYS))
-
-
-# Blocks whose other keys have no effect in DeepSpeed either while the refused key is off.
-SWITCHED = {"autotuning", "data_efficiency", "hybrid_engine", "tensor_parallel", "torch_autocast"}
-
-
-def with_blocks_above(path: str) -> Iterator[str]:
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-
-
-def test_every_key_of_deepspeed_has_one_effect() -> None:
-    """An entry is a key or a block of the table of keys, or one that DeepSpeed ignores, and stands in one list only."""
-    tables = (READ, PASSED_ON, IDLE, IMPLIED, REFUSED)
-    entries = [entry for table in tables for entry in table]
-    assert len(entries) == len(set(entries))
-    every = {f"{block}.{key}" if block else key for block, keys in KEYS.items() for key in keys}
-    assert set(entries) - every == {"aio.thread_count", "comms_config", "monitor_config"}
-    assert set(KEYS[""]) >= SWITCHED
-    leaves = {path for path in every if path not in KEYS}
-    assert not [path for path in sorted(leaves) if not {*entries, *SWITCHED} & set(with_blocks_above(path))]
+def test_every_key_stands_once_and_in_order() -> None:
+    below = [f"{path}.{name}" for path, effect in EFFECTS.items() for name in effect.keys.split()]
+    paths = [*EFFECTS, *below]
+    assert len(paths) == len(set(paths))
+    assert list(EFFECTS) == sorted(EFFECTS)
+    assert {path for path, effect in EFFECTS.items() if not effect.of_deepspeed} == {
+        "aio.thread_count",
+        "comms_config",
+        "monitor_config",
+    }
 
 
 def test_a_value_that_is_passed_on_is_one_that_deepspeed_takes() -> None:
@@ -699,7 +678,8 @@ def test_a_value_that_is_passed_on_is_one_that_deepspeed_takes() -> None:
     zero = pytest.importorskip("deepspeed.runtime.zero.config")
     tried = [True, False, 0, 1, 4, 5e8, 1.5, -1, "5e8", "x", "", [], [1], {}, {"a": 1}]
     prefix, accepted = "zero_optimization.", 0
-    for path, kind in PASSED_ON.items():
+    passed_on = {path: effect.kind for path, effect in EFFECTS.items() if isinstance(effect, PassedOn)}
+    for path, kind in passed_on.items():
         for value in tried if path.startswith(prefix) and not path.endswith(".device") else ():
             if problem_of(kind, value) is not None:
                 continue

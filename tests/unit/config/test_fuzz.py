@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megalite.config.deepspeed.keys import KEYS
 from megalite.config.deepspeed.optimizer import parameters_of
-from megalite.config.deepspeed.schedulers import SCHEDULERS
+from megalite.config.deepspeed.scheduler import SCHEDULERS
 from megalite.config.load import load_run
 from megalite.config.output.write import write_resolved
 from megalite.config.sections.schema import RunConfig
@@ -21,7 +21,7 @@ SECTIONS = {
 }
 DEEPSPEED_PATHS = [f"{block}.{key}" if block else key for block, keys in KEYS.items() for key in keys]
 DEEPSPEED_PATHS += [f"optimizer.params.{name}" for kind in ("adamw", "sgd") for name in parameters_of(kind)]
-DEEPSPEED_PATHS += [f"scheduler.params.{name}" for each in SCHEDULERS.values() for name in each.defaults]
+DEEPSPEED_PATHS += [f"scheduler.params.{name}" for each in SCHEDULERS.values() for name in each]
 
 words = st.sampled_from(
     [

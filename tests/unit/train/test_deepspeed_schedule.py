@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.deepspeed.schedulers import REQUIRED, SCHEDULERS
+from megalite.config.deepspeed.scheduler import REQUIRED, SCHEDULERS
 from megalite.train.deepspeed_schedule import DeepSpeedSchedule
 from tests.support.parity import about
 
@@ -60,14 +60,15 @@ def theirs(kind: str, params: dict[str, Any], updates: int) -> list[float]:
 
 
 def ours(kind: str, params: dict[str, Any], updates: int) -> list[float]:
-    held = {key: params[theirs] for theirs, key in SCHEDULERS[kind].ours.items()}
+    names = {theirs: parameter.ours for theirs, parameter in SCHEDULERS[kind].items() if parameter.ours}
+    held = {key: params[theirs] for theirs, key in names.items()}
     schedule = DeepSpeedSchedule(
         kind,
         peak=held.get("learning_rate", RATE),
         warmup_steps=held.get("warmup_steps", 0),
         total_steps=held.get("decay_steps", 1),
         floor=held.get("minimum_ratio", 0.0),
-        params={key: value for key, value in params.items() if key not in SCHEDULERS[kind].ours},
+        params={key: value for key, value in params.items() if key not in names},
     )
     return [schedule(update) for update in range(updates)]
 
@@ -144,4 +145,4 @@ def test_the_parameters_and_their_defaults_are_those_of_the_installed_deepspeed(
         name: REQUIRED if each.default is inspect.Parameter.empty else each.default
         for name, each in found.items()
     }
-    assert SCHEDULERS[kind].defaults == expected
+    assert {name: parameter.default for name, parameter in SCHEDULERS[kind].items()} == expected
