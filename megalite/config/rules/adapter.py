@@ -143,16 +143,3 @@ def ranks_above_every_matrix(facts: Facts) -> Iterator[str]:
 def _adapted_shape(facts: Facts, adapter: Adapter) -> ModelShape:
     # Neither names nor stages depend on the vocabulary's size.
     return replace(model_shape(facts.model, 1), adapter=adapter)
-
-
-ADAPTER_RULES = (
-    settings_belong_to_an_adapter,
-    an_adapter_has_a_model,
-    adapter_patterns_name_modules,
-    biases_are_trained_whole,
-    every_stage_trains_something,
-    added_tokens_have_trained_rows,
-    an_adapter_can_be_exported,
-)
-
-ADAPTER_NOTES = (ranks_above_every_matrix,)

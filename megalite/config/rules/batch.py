@@ -119,6 +119,3 @@ def batch_numbers_agree(facts: Facts) -> Iterator[Problem]:
         plan_batch(facts)
     except BatchProblem as found:
         yield found.problem
-
-
-BATCH_RULES = (batch_numbers_agree,)

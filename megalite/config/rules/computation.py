@@ -147,20 +147,6 @@ def one_rank_has_the_whole_sequence(facts: Facts) -> Iterator[str]:
         yield "parallel.sequence = true has no effect with parallel.tensor = 1"
 
 
-COMPUTATION_RULES = (
-    recomputed_layers_are_chosen_once,
-    chosen_layers_are_recomputed,
-    compiled_layers_fit_the_schedule,
-    compiled_layers_hold_no_collectives,
-    compiled_layers_are_recomputed_whole,
-    compiled_layers_hold_their_weights,
-    sequence_parallel_divides_the_length,
-    offload_has_its_stage,
-    offload_has_a_device,
-    offload_to_disk_has_its_folder,
-)
-
-
 def compiled_documents_cost(facts: Facts) -> Iterator[str]:
     masks = facts.data.document_mask or facts.data.kind != "text"
     if facts.training.compile and masks:
@@ -174,12 +160,3 @@ def chunks_of_the_loss_are_smaller_than_a_micro_batch(facts: Facts) -> Iterator[
     chunk, sequences = facts.model.chunked_loss, facts.training.micro_batch_size
     if sequences and chunk >= (tokens := sequences * facts.training.sequence_length):
         yield f"model.chunked_loss = {chunk} saves no memory: a micro batch has only {tokens} tokens"
-
-
-COMPUTATION_NOTES = (
-    chunks_of_the_loss_are_smaller_than_a_micro_batch,
-    attention_dropout_costs,
-    soft_caps_cost,
-    compiled_documents_cost,
-    one_rank_has_the_whole_sequence,
-)

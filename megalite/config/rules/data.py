@@ -194,22 +194,3 @@ def conversations_have_no_settings_of_text(facts: Facts) -> Iterator[Problem]:
         if part.text_column is not None:
             key = f"data.blend[{number}].text_column"
             yield Problem(key, message, remedy)
-
-
-DATA_RULES = (
-    tokenizer_is_given_once,
-    tokens_are_added_to_a_tokenizer,
-    model_holds_every_token,
-    text_is_given_once,
-    blend_weights_are_positive,
-    curriculum_has_a_weight_for_each_set,
-    curriculum_steps_rise,
-    blend_names_each_set_once,
-    split_shares_add_up,
-    validation_is_other_text,
-    every_loader_worker_has_a_step,
-    settings_of_conversations_need_some,
-    concatenated_conversations_have_any_length,
-    length_buckets_are_for_unpacked_conversations,
-    conversations_have_no_settings_of_text,
-)

@@ -95,15 +95,3 @@ def divisors(number: int) -> list[int]:
     """Return the divisors of `number` in ascending order."""
     low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
     return low + [number // each for each in reversed(low) if each * each != number]
-
-
-LAYOUT_RULES = (
-    tensor_divides_attention_heads,
-    tensor_fits_key_value_heads,
-    zero_3_splits_no_shared_head,
-    tensor_fits_intermediate_size,
-    tensor_fits_vocabulary,
-    ranks_make_whole_replicas,
-    ranks_fill_the_layout,
-    zero_fits_the_pipeline,
-)

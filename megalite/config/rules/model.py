@@ -159,16 +159,3 @@ def rotated_share_is_even(facts: Facts) -> Iterator[Problem]:
         even = ceil(20_000 * max(1, shape.rotary_dim // 2) / dim) / 10_000
         message = f"{share} of head_dim = {dim} is {shape.rotary_dim}, but rotary embeddings rotate pairs"
         yield Problem("model.partial_rotary_factor", message, f"use {even}")
-
-
-MODEL_RULES = (
-    query_heads_share_key_value_heads,
-    heads_fill_hidden_size,
-    head_dim_is_even,
-    rotated_share_is_even,
-    family_can_be_exported,
-    rope_settings_belong_to_their_type,
-    yarn_and_longrope_have_their_numbers,
-    scaled_rotations_can_be_computed,
-    window_leaves_layers,
-)

@@ -167,22 +167,6 @@ def zero_cuts_no_matrix_of_the_optimizer(facts: Facts) -> Iterator[Problem]:
         yield Problem("optimizer.name", message, remedy)
 
 
-OPTIMIZER_RULES = (
-    patterns_choose_whole_parameters,
-    zero_finds_every_group_on_every_stage,
-    values_are_clipped_without_zero,
-    the_native_optimizer_is_adamw_under_zero,
-    ema_works_without_zero_3,
-    the_warmup_is_said_once,
-    the_stable_rate_follows_the_warmup,
-    the_loss_scale_starts_above_its_minimum,
-    deepspeeds_schedule_is_there,
-    decay_follows_the_warmup,
-    momentum_is_for_sgd_and_muon,
-    zero_cuts_no_matrix_of_the_optimizer,
-)
-
-
 def the_run_ends_in_the_warmup(facts: Facts) -> Iterator[str]:
     warmup, steps = facts.optimizer.warmup_steps, facts.training.steps
     if steps is not None and warmup >= steps:
@@ -194,6 +178,3 @@ def muon_has_momentum(facts: Facts) -> Iterator[str]:
     if facts.optimizer.name == "muon" and facts.optimizer.momentum == 0:
         default = DEFAULT_MOMENTUM["muon"]
         yield f"Muon runs without momentum: optimizer.momentum = 0; its default is {default}"
-
-
-OPTIMIZER_NOTES = (the_run_ends_in_the_warmup, muon_has_momentum)

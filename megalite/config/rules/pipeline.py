@@ -166,12 +166,3 @@ def _batch(facts: Facts) -> BatchPlan | None:
         return plan_batch(facts)
     except (BatchProblem, Unknown):
         return None
-
-
-PIPELINE_RULES = (
-    chunks_suit_the_schedule,
-    every_chunk_has_a_layer,
-    layers_per_stage_cover_the_model,
-    balanced_layers_know_the_vocabulary,
-    schedule_has_micro_batches,
-)

@@ -123,11 +123,3 @@ def _close_file(source: str) -> str:
         return ""
     close = get_close_matches(path.name, names, n=1, cutoff=0.75)
     return f"did you mean {path.parent / close[0]}?" if close else ""
-
-
-PLACE_RULES = (
-    run_folder_can_be_written,
-    checkpoint_to_resume_exists,
-    text_exists,
-    tokenizer_exists,
-)

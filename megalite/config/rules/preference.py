@@ -82,13 +82,3 @@ def chunked_losses_of_pairs_have_a_frozen_head(facts: Facts) -> Iterator[Problem
     yield Problem(
         "model.chunked_loss", message, 'delete it, or set adapter.kind = "lora", which freezes the head'
     )
-
-
-PREFERENCE_RULES = (
-    settings_of_preferences_need_some,
-    micro_batches_hold_pairs,
-    preferences_have_no_loss_of_tokens,
-    pairs_are_kept_whole,
-    label_smoothing_is_of_the_sigmoid,
-    chunked_losses_of_pairs_have_a_frozen_head,
-)

@@ -40,12 +40,3 @@ def one_thread_reads_a_stream(facts: Facts) -> Iterator[Problem]:
     workers = facts.data.loader_workers
     if facts.data.streaming and workers > 1:
         yield Problem("data.loader_workers", f"{workers} threads cannot read a stream in order", "use 1")
-
-
-STREAMING_RULES = (
-    streams_are_one_set_of_documents,
-    streams_are_not_split,
-    streams_have_a_tokenizer,
-    streams_have_a_last_step,
-    one_thread_reads_a_stream,
-)

@@ -47,6 +47,3 @@ def stop_after_is_a_duration(facts: Facts) -> Iterator[Problem]:
         yield Problem(
             "training.stop_after", f"{shown} {error}", 'write "23h30m", "45m" or a number of seconds'
         )
-
-
-TRAINING_RULES = (length_is_given_once, sequences_fit_the_model, stop_after_is_a_duration)

@@ -64,14 +64,3 @@ def loss_scale_skips_by_itself(facts: Facts) -> Iterator[Problem]:
         )
         remedy = 'use "stop", which ends the run at training.minimum_loss_scale'
         yield Problem("training.nonfinite", message, remedy)
-
-
-VALIDATION_RULES = (
-    validation_has_text,
-    patience_needs_validations,
-    improvement_is_for_patience,
-    best_checkpoint_needs_text,
-    best_export_needs_its_checkpoint,
-    keeping_some_means_deleting_others,
-    loss_scale_skips_by_itself,
-)
