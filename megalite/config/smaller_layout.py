@@ -9,6 +9,7 @@ from megalite.config.load import LoadedRun, load_run
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError
 from megalite.topology.axes import Layout
+from megalite.topology.sharding import divisors
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ def _candidates(config: RunConfig, slots: int) -> Iterator[tuple[str, ...]]:
     whole = config.layout
     total, size = config.training.global_batch_size, config.training.micro_batch_size
     assert total is not None and size is not None  # load_run solves them
-    for tensor in _divisors(whole.tensor):
+    for tensor in reversed(divisors(whole.tensor)):
         for pipeline in range(whole.pipeline, 0, -1):
             replica = replace(whole, tensor=tensor, pipeline=pipeline, data=1)
             for data in range(min(whole.data, slots // replica.world_size), 0, -1):
-                for smaller in _divisors(size):
+                for smaller in reversed(divisors(size)):
                     if total % (smaller * data) == 0:
                         layout = replace(replica, data=data)
                         yield _flags(config, layout, smaller, total // (smaller * data))
@@ -70,8 +71,3 @@ def _flags(config: RunConfig, layout: Layout, size: int, count: int) -> tuple[st
         if layout.pipeline == 1:
             settings["parallel.virtual_stages"] = "auto"
     return tuple(as_flags(settings))
-
-
-def _divisors(number: int) -> list[int]:
-    """Return the divisors, largest first."""
-    return [each for each in range(number, 0, -1) if number % each == 0]

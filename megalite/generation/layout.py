@@ -5,14 +5,14 @@ from collections.abc import Iterator
 from megalite.errors import Problem
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import heads_fit
+from megalite.topology.sharding import tensor_sizes
 
 
 def layout_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
     """Yield the problems of tensor- and pipeline-parallel sizes that the model does not fit, by their flags."""
     query, shared = shape.num_attention_heads, shape.num_key_value_heads
-    if query % layout.tensor or not heads_fit(shared, layout.tensor):
-        sizes = [size for size in range(1, query + 1) if query % size == 0 and heads_fit(shared, size)]
+    sizes = tensor_sizes(query, shared)
+    if layout.tensor not in sizes:
         yield Problem(
             "--tensor",
             f"{layout.tensor} tensor-parallel ranks cannot share {query} query and {shared} key-value heads",

@@ -1,7 +1,7 @@
 """ShardSpec: how a parameter is sharded. Init, clipping, checkpoints and exports all read it."""
 
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 
 from megalite.topology.stages import balanced_split
 
@@ -34,6 +34,17 @@ class Part:
 def heads_fit(heads: int, size: int) -> bool:
     """Return whether `heads` divides `size` or `size` divides `heads`."""
     return heads % size == 0 or size % heads == 0
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of `number` in ascending order."""
+    low = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return low + [number // divisor for divisor in reversed(low) if divisor * divisor != number]
+
+
+def tensor_sizes(query_heads: int, key_value_heads: int) -> list[int]:
+    """Return the tensor-parallel sizes that suit a model's heads, in ascending order."""
+    return [size for size in divisors(query_heads) if heads_fit(key_value_heads, size)]
 
 
 def heads_held(heads: int, index: int, size: int) -> range:

@@ -1,13 +1,12 @@
 """Rules over [parallel]: tensor-parallel size against the model's sizes, layout against the number of ranks."""
 
 from collections.abc import Iterator
-from math import isqrt
 
 from megalite.config.sections.checked import Facts
 from megalite.errors import Problem
 from megalite.launcher.rank.rank_count import how_to_start, ranks_started
 from megalite.topology.axes import Layout
-from megalite.topology.sharding import heads_fit
+from megalite.topology.sharding import heads_fit, tensor_sizes
 
 
 def tensor_divides_attention_heads(facts: Facts) -> Iterator[Problem]:
@@ -28,7 +27,7 @@ def _use_for_heads(facts: Facts) -> str:
     """Return a remedy with the tensor-parallel sizes that suit the heads."""
     query = facts.model.num_attention_heads
     shared = facts.model.num_key_value_heads or query
-    sizes = [size for size in divisors(query) if heads_fit(shared, size)]
+    sizes = tensor_sizes(query, shared)
     return f"use one of {sizes}" if len(sizes) > 1 else f"use {sizes[0]}"
 
 
@@ -89,9 +88,3 @@ def zero_fits_the_pipeline(facts: Facts) -> Iterator[Problem]:
             f"{stage} {source} {does} in every micro batch, but parallel.pipeline = {stages} interleaves them"
         )
         yield Problem("deepspeed.zero_optimization.stage", message, "use 1, or parallel.pipeline 1")
-
-
-def divisors(number: int) -> list[int]:
-    """Return the divisors of `number` in ascending order."""
-    low = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
-    return low + [number // each for each in reversed(low) if each * each != number]

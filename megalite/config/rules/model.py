@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from math import ceil
 
-from megalite.config.rules.layout import divisors
 from megalite.config.sections.checked import Facts
 from megalite.config.sections.schema import ModelConfig
 from megalite.config.sections.shape_settings import model_shape, rope_setting
@@ -11,6 +10,7 @@ from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 from megalite.families.registry import FAMILIES, inexpressible
 from megalite.families.rope import SCALINGS
+from megalite.topology.sharding import divisors
 
 
 def family_can_be_exported(facts: Facts) -> Iterator[Problem]:

@@ -7,8 +7,8 @@ import pytest
 
 from megalite.config.rules.batch import BatchProblem
 from megalite.config.rules.every import RULES
-from megalite.config.rules.layout import divisors
 from megalite.config.sections.checked import Unknown
+from megalite.topology.sharding import divisors
 from tests.unit.config.rule_cases import (
     CURRICULUM_CASES,
     FAMILY_CASES,
