@@ -4,9 +4,10 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-from megalite.checkpoint.manifest import ITEM_BYTES, WEIGHT, Manifest, TensorEntry
+from megalite.checkpoint.manifest import WEIGHT, Manifest, TensorEntry
 from megalite.checkpoint.regions import contains, full_slice, signed_corners
 from megalite.errors import CheckpointError, listed
+from megalite.topology.dtypes import FLOATS
 from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import state_tensors
 
@@ -52,7 +53,7 @@ def check_sizes(manifest: Manifest, source: Path) -> None:
         for entry in entries.values():
             for shard in entry.shards:
                 start, stop = shard.flat_range
-                said_bytes[shard.file] += (stop - start) * ITEM_BYTES[entry.dtype]
+                said_bytes[shard.file] += (stop - start) * FLOATS[entry.dtype].size_bytes
     for name, size_bytes in manifest.files.items():
         if said_bytes[name] > size_bytes:
             raise CheckpointError(

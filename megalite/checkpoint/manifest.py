@@ -15,8 +15,6 @@ from megalite.topology.state import MASTER
 from megalite.topology.state import WEIGHT as WEIGHT
 
 MANIFEST = "manifest.json"
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-"""dtype -> bytes per element."""
 
 
 @dataclass(frozen=True)

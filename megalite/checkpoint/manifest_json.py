@@ -8,12 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from megalite.checkpoint.manifest import ITEM_BYTES, Base, Manifest, Shard, Stream, TensorEntry
+from megalite.checkpoint.manifest import Base, Manifest, Shard, Stream, TensorEntry
 from megalite.checkpoint.strict_json import is_int, parse, without_collections
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
 from megalite.topology.adapter import Adapter, Lora, Prefix
 from megalite.topology.axes import Layout
+from megalite.topology.dtypes import FLOATS
 from megalite.topology.shape import ModelShape, RopeScaling
 
 FORMAT_VERSION = 1
@@ -188,7 +189,7 @@ def _entry(whose: str, content: Mapping[str, Any], files: Mapping[str, int]) -> 
     """Parse one tensor's entry and check types and numbers; `check_coverage` compares it with the model."""
     shape, dtype, shards = content["shape"], content["dtype"], content["shards"]
     _require(_are_ints(shape), whose, "shape", shape)
-    _require(isinstance(dtype, str) and dtype in ITEM_BYTES, whose, "dtype", dtype)
+    _require(isinstance(dtype, str) and dtype in FLOATS, whose, "dtype", dtype)
     for shard in shards:
         offsets, region, flat = shard["offsets"], shard["shape"], shard["flat"]
         _require(shard["file"] in files, whose, "file", shard["file"])

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from megalite.checkpoint.regions import stretches
 from megalite.checkpoint.tensor_header import HeaderEntry
+from megalite.topology.dtypes import FLOATS
 from megalite.topology.sharding import TensorSlice
 
-TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TYPES: dict[str, torch.dtype] = {kind.code: getattr(torch, name) for name, kind in FLOATS.items()}
 """dtype in a file's header -> torch dtype, for the dtypes that weights and optimizer state can have."""
 
 

@@ -13,22 +13,11 @@ import torch
 from torch import Tensor
 
 from megalite.errors import CheckpointError
+from megalite.topology.dtypes import FLOATS, NUMBER_TYPES
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
 # The safetensors library sorts by dtype, largest alignment first, then by name.
-_CODES = {
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-}
+_CODES: dict[torch.dtype, str] = {getattr(torch, kind.name): kind.code for kind in NUMBER_TYPES}
 _ORDER = list(_CODES.values())
 _CHUNK_BYTES = 16 << 20
 

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.coverage import check_coverage
-from megalite.checkpoint.manifest import ITEM_BYTES, WEIGHT, Manifest
+from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.tensor_file import dtype_name
 from megalite.errors import CheckpointError
+from megalite.topology.dtypes import FLOATS
 from megalite.topology.sharding import TensorSlice
 
 # Fields that may differ: they affect initial weights only.
@@ -70,7 +71,7 @@ class AveragedWeights:
         entries = (
             each for reader in self._readers for each in reader.manifest.tensors[reader.weights].values()
         )
-        narrower = {each.dtype for each in entries if ITEM_BYTES[each.dtype] < dtype.itemsize}
+        narrower = {each.dtype for each in entries if FLOATS[each.dtype].size_bytes < dtype.itemsize}
         words = [dtype_name(dtype)]
         if [*keys] != [WEIGHT]:
             words.append(f"from the checkpoint's {' and '.join(keys)}")

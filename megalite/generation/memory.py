@@ -6,12 +6,12 @@ from megalite.config.output.summary import memory_text
 from megalite.errors import Problem
 from megalite.generation.source import ModelSource
 from megalite.launcher.process import has_accelerator, total_memory_bytes
+from megalite.topology.dtypes import FLOATS
 from megalite.topology.parameters import parameter_count
 from megalite.topology.shape import ModelShape
 
 DEFAULT_TOKENS = 4096
 """The longest context of a request, prompt included, where none is asked for."""
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def cache_problems(
@@ -25,7 +25,7 @@ def cache_problems(
     if total is None or has_accelerator():
         return
     shape = source.shape
-    weights = parameter_count(shape) * (1 if source.int8 else _BYTES[dtype])
+    weights = parameter_count(shape) * (1 if source.int8 else FLOATS[dtype].size_bytes)
     of_token = cache_bytes(shape, dtype)
     cache = slots[1] * tokens[1] * of_token
     if weights + cache <= total:
@@ -49,4 +49,4 @@ def cache_problems(
 
 def cache_bytes(shape: ModelShape, dtype: str) -> int:
     """Return the bytes of the keys and values of one token, over all ranks."""
-    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * _BYTES[dtype]
+    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * FLOATS[dtype].size_bytes

@@ -5,12 +5,9 @@ from typing import Any
 
 import torch
 
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp64": torch.float64,
-}
+from megalite.topology.dtypes import PRECISIONS
+
+DTYPES: dict[str, torch.dtype] = {word: getattr(torch, kind.name) for word, kind in PRECISIONS.items()}
 # The instructions that multiply matrices in a low precision, by torch's names; without them torch converts to fp32.
 _INSTRUCTIONS = {"bf16": ("amx_bf16", "avx512_bf16"), "fp16": ("amx_fp16", "avx512_fp16")}
 

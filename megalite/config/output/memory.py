@@ -10,6 +10,7 @@ from megalite.config.sections.derived import offload_devices, vocabulary
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import Problem
 from megalite.launcher.process import has_accelerator, total_memory_bytes
+from megalite.topology.dtypes import PRECISIONS
 from megalite.topology.parameters import (
     EMBEDDING,
     HEAD,
@@ -20,7 +21,6 @@ from megalite.topology.parameters import (
 )
 from megalite.topology.place import RankPlace
 
-_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 # More than any accelerator of today has: a rank that needs more fits on none.
 _MOST_OF_A_CARD = 320 * 2**30
 
@@ -50,7 +50,7 @@ def memory_of_stages(config: RunConfig, vocab_size: int) -> Iterator[RankMemory]
     """Yield the memory of the first rank of each stage, for a run whose precision is known."""
     shape = config.shape(vocab_size)
     zero = config.zero_stage
-    of_weight = _BYTES[config.training.precision]
+    of_weight = PRECISIONS[config.training.precision].size_bytes
     exact = max(4, of_weight)
     of_gradient = exact if config.training.accumulation == "fp32" else of_weight
     for place in RankPlace.of_stages(config.layout):
@@ -133,7 +133,7 @@ def _offloads(config: RunConfig) -> dict[str, Any]:
 
 def _least_memory(config: RunConfig) -> LeastMemory:
     rows, layout, precision = vocabulary(config) or 1, config.layout, config.training.precision
-    batch, bytes_each = config.batch, _BYTES[precision]
+    batch, bytes_each = config.batch, PRECISIONS[precision].size_bytes
     tokens = batch.micro_batch_size * config.training.sequence_length
     sliced = layout.tensor if config.parallel.sequence else 1
     hidden_states = tokens * config.model.hidden_size * bytes_each / sliced
