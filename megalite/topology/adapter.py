@@ -8,6 +8,7 @@ from typing import Literal
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The linears of a decoder layer, by the last word of their canonical names."""
+LoraBias = Literal["none", "all", "lora_only"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Lora:
     alpha: float
     targets: tuple[str, ...]
     modules_to_save: tuple[str, ...] = ()
-    bias: Literal["none", "all", "lora_only"] = "none"
+    bias: LoraBias = "none"
     rslora: bool = False
     dora: bool = False
 

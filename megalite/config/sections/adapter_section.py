@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megalite.config.sections.section import Count, Fraction, Lenient, Section, Text
-from megalite.topology.adapter import PROJECTIONS, Adapter, Lora, Prefix
+from megalite.topology.adapter import PROJECTIONS, Adapter, Lora, LoraBias, Prefix
 
 
 class AdapterConfig(Section):
@@ -27,7 +27,7 @@ class AdapterConfig(Section):
     modules_to_save: Annotated[tuple[Text, ...], Lenient] = Field(
         (), description='lora: modules that are trained whole beside the adapter, as in ["lm_head"]'
     )
-    bias: Literal["none", "all", "lora_only"] = Field(
+    bias: LoraBias = Field(
         "none", description='lora: trained biases: none, all, or those of the adapted linears ("lora_only")'
     )
     rslora: bool = Field(False, description="lora: multiply by alpha / sqrt(rank) instead (rsLoRA)")
