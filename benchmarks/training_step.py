@@ -50,10 +50,10 @@ def _run_rank(rank: int, case: str, store: str, results: Connection) -> None:
     import torch
 
     from benchmarks.workload import Setup, Training, step_seconds, transformers_step
-    from megalite.model.kernels import choose_kernels
     from megalite.model.options import ModelOptions
     from megalite.monitor.throughput import gemm_flops_per_second
     from megalite.parallel.mesh import ParallelMesh, connect, disconnect
+    from megalite.selftest.decide import choose_kernels
 
     torch.set_num_threads(threads)
     if layout.world_size > 1:

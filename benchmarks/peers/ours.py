@@ -20,9 +20,9 @@ def _build(layout: PeerLayout, start: Start) -> Trained:
     from benchmarks.workload import Setup, Training
     from megalite.checkpoint.load import load_checkpoint
     from megalite.checkpoint.save import save_checkpoint
-    from megalite.model.kernels import choose_kernels
     from megalite.model.options import ModelOptions
     from megalite.parallel.mesh import ParallelMesh, connect
+    from megalite.selftest.decide import choose_kernels
     from megalite.topology.axes import Layout
 
     torch.set_num_threads(start.threads)

@@ -19,7 +19,7 @@ from megalite.launcher.rank.environment import variables
 from megalite.version import __version__
 
 if TYPE_CHECKING:
-    from megalite.ops.trust import CaseResult
+    from megalite.selftest.trust import CaseResult
 
 _WIDTH = 14
 _CASE_WIDTH = 60
@@ -172,8 +172,8 @@ def _proved() -> dict[str, dict[str, str]]:
     """Return device -> "operator: case, implementation" -> verdict of the self-test, untested operators included."""
     import torch
 
-    from megalite.ops import trust
-    from megalite.ops.choice import NAMES
+    from megalite.ops.choice import SLOTS
+    from megalite.selftest import trust
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [torch.device("cpu")]
@@ -192,14 +192,14 @@ def _proved() -> dict[str, dict[str, str]]:
             for name, finding in implementations.items()
         }
         missing = {
-            operator: "not tested yet: torch computes it" for operator in NAMES if operator not in found
+            operator: "not tested yet: torch computes it" for operator in SLOTS if operator not in found
         }
         proved[facts["card"]] = shown | missing
     return proved
 
 
 def _verdict(finding: "CaseResult") -> str:
-    from megalite.ops.trust import SLOWER
+    from megalite.selftest.trust import SLOWER
 
     if finding.verdict == "absent":
         return f"absent: {finding.why}"
@@ -215,10 +215,10 @@ def _used() -> dict[str, str]:
     """Describe what a run would use: devices, collectives, precision, attention, compiled operators."""
     import torch
 
-    from megalite.model.kernels import used_parts
-    from megalite.ops import trust
     from megalite.parallel.device import local_device
     from megalite.parallel.mesh import backend_of
+    from megalite.selftest import trust
+    from megalite.selftest.decide import used_operators
     from megalite.train.precision import choose_precision
 
     device = local_device(0, 1)
@@ -238,8 +238,7 @@ def _used() -> dict[str, str]:
             used[f"GPU {index}"] = ", ".join(facts)
     used["collectives"] = backend_of(device) or f"none: this torch has none for {device.type}; use one rank"
     used["precision"] = f"{choose_precision('auto', device).name} by default on this device"
-    used["attention"] = "torch's scaled_dot_product_attention"
-    return used | used_parts(device.type)
+    return used | used_operators(device.type)
 
 
 def _found(findings: Sequence[MachineFinding], name: str) -> Any:

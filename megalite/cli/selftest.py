@@ -21,8 +21,8 @@ from megalite.monitor.work import working
 if TYPE_CHECKING:
     import torch
 
-    from megalite.ops.trust import CaseResult, Findings, OperatorChoice
     from megalite.selftest.registry import Case, Workload
+    from megalite.selftest.trust import CaseResult, Findings, OperatorChoice
 
 _UNKNOWN_VOCABULARY = 32000
 _WIDTH = 160
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     prepare_process()
     device = _device(options.device)
 
-    from megalite.ops import trust
+    from megalite.selftest import trust
     from megalite.selftest.decide import choices_of
     from megalite.selftest.registry import cases_of
     from megalite.selftest.run import prove_all
@@ -148,7 +148,7 @@ def _asked(case: "Case", operators: Sequence[str]) -> bool:
 
 def _keep(facts: Mapping[str, str], found: "Findings") -> str:
     """Store the findings; return their path, or why they could not be stored."""
-    from megalite.ops import trust
+    from megalite.selftest import trust
 
     try:
         return str(trust.write(facts, found))
@@ -184,7 +184,7 @@ def _show(
     from rich.table import Table
 
     from megalite.ops.choice import TORCH
-    from megalite.ops.trust import needs_proof
+    from megalite.selftest.trust import needs_proof
 
     console = Console()
     if not console.is_terminal:

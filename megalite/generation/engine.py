@@ -9,12 +9,12 @@ from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.generation.request import GREEDY, Request, Sampling, check_request
 from megalite.generation.token_engine import PREFILL_CHUNK, TokenEngine
-from megalite.model.kernels import choose_kernels
 from megalite.model.kv_cache import Room
 from megalite.model.options import ModelOptions
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
+from megalite.selftest.decide import choose_kernels
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 

@@ -34,7 +34,8 @@ class SelfAttention(nn.Module):
         self, shape: ModelShape, layer: int, mesh: ParallelMesh, options: ModelOptions, *, recompute: bool
     ):
         super().__init__()
-        self.layer, self.head_dim, self.ops, self.recompute = layer, shape.head_dim, options.ops, recompute
+        self.layer, self.head_dim, self.recompute = layer, shape.head_dim, recompute
+        self.ops, self.rotary = options.ops, options.ops.rotary
         self.window, self.rotates = shape.window_of(layer), shape.rotates(layer)
         self.scale, self.softcap = shape.attention_scale, shape.attn_logit_softcapping
         self.heads = mesh.local_heads(shape.num_attention_heads)
@@ -84,14 +85,14 @@ class SelfAttention(nn.Module):
         if rotation is not None and not self.qk_norm:
             # Nothing else holds the projection's output, which may be rotated in place without gradients.
             overwrite = not torch.is_grad_enabled()
-            return self.ops.split_and_rotate(
+            return self.rotary.split_and_rotate(
                 qkv, self.heads, self.key_value_heads, *rotation, overwrite=overwrite
             )
         query, key, value = qkv.split((self.heads, self.key_value_heads, self.key_value_heads), dim=2)
         if self.qk_norm:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
         if rotation is not None:
-            query, key = self.ops.rotate(query, key, *rotation)
+            query, key = self.rotary.rotate(query, key, *rotation)
         return query, key, value
 
     def _attend_cached(
@@ -131,7 +132,7 @@ class SelfAttention(nn.Module):
         key: Tensor,
         value: Tensor,
     ) -> Tensor:
-        return self.ops.attention(
+        return self.ops.attend(
             query,
             key,
             value,

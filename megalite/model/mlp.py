@@ -20,8 +20,8 @@ class GatedMLP(nn.Module):
     def __init__(self, shape: ModelShape, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
         features, ops = mesh.local(shape.intermediate_size), options.ops
-        gelu = partial(ops.geglu, approximate=_approximate(shape))
-        self.activation = ops.swiglu if shape.hidden_act == "silu" else gelu
+        gelu = partial(ops.glu.geglu, approximate=_approximate(shape))
+        self.activation = ops.glu.swiglu if shape.hidden_act == "silu" else gelu
         self.gate_up_proj = ColumnParallelLinear(
             shape.hidden_size, 2 * features, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias
         )
@@ -40,7 +40,7 @@ class PlainMLP(nn.Module):
 
     def __init__(self, shape: ModelShape, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        features, self.ops = mesh.local(shape.intermediate_size), options.ops
+        features, self.bias_gelu = mesh.local(shape.intermediate_size), options.ops.bias_gelu
         self.approximate = _approximate(shape)
         self.up_proj = ColumnParallelLinear(
             shape.hidden_size, features, mesh=mesh, dtype=options.dtype, bias=shape.mlp_bias
@@ -51,8 +51,8 @@ class PlainMLP(nn.Module):
 
     def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        with_gelu = self.ops.adds_bias_with_gelu
-        activated = self.ops.bias_gelu(
+        with_gelu = self.bias_gelu.adds_bias
+        activated = self.bias_gelu.activate(
             self.up_proj(hidden_states, masks.adapter_up, context.adapters, with_bias=not with_gelu),
             self.up_proj.bias if with_gelu else None,
             approximate=self.approximate,

@@ -4,7 +4,8 @@
 Each has two forms: plain torch, and the compiled operators of csrc/activations.h.
 """
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -81,6 +82,30 @@ def compiled_bias_gelu(inputs: Tensor, bias: Tensor | None, *, approximate: Appr
     """
     activated: Tensor = torch.ops.megalite.bias_gelu(inputs, bias, GELU[approximate])
     return activated
+
+
+class GatedActivations(NamedTuple):
+    """One implementation: `swiglu` and `geglu`."""
+
+    swiglu: Callable[[Tensor], Tensor]
+    geglu: Callable[..., Tensor]
+
+
+class BiasGelu(NamedTuple):
+    """One implementation: `bias_gelu`.
+
+    adds_bias: its backward also sums the bias gradient, without reading any more memory; otherwise the preceding
+    linear adds the bias.
+    """
+
+    activate: Callable[..., Tensor]
+    adds_bias: bool
+
+
+TORCH_GLU = GatedActivations(swiglu, geglu)
+COMPILED_GLU = GatedActivations(compiled_swiglu, compiled_geglu)
+TORCH_BIAS_GELU = BiasGelu(bias_gelu, adds_bias=False)
+COMPILED_BIAS_GELU = BiasGelu(compiled_bias_gelu, adds_bias=True)
 
 
 def _glu_like(gate_up: Tensor, activation: int) -> Tensor:

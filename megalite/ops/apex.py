@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.launcher.rank.environment import without_apex
+from megalite.ops import adamw
 from megalite.ops.adamw import AdamWRule, AdamWTensors, copy_rounded
 
 APEX = "apex"
@@ -41,8 +42,10 @@ def why_not(module: str) -> Callable[[str], str]:
 
 @torch.no_grad()
 def adamw_(tensors: AdamWTensors, rule: AdamWRule) -> None:
-    """Same as `ops.adamw.adamw_`, for float32 weights."""
+    """Same as `ops.adamw.adamw_`; by torch unless all weights are float32, the only type that Apex supports."""
     weights = tensors.weights
+    if any(weight.dtype != torch.float32 for weight in weights):
+        return adamw.adamw_(tensors, rule)
     if not weights:
         return
     scaled = [gradient.float() * rule.gradient_scale for gradient in tensors.gradients]

@@ -178,7 +178,7 @@ def compiled_pays(
 ) -> bool:
     """Return whether the compiled operator is faster than torch on a CPU, by benchmarks/kernels_attention.py.
 
-    True on an accelerator: there the self-test has timed the operator before it is chosen (ops/trust.py).
+    True on an accelerator: there the self-test has timed the operator before it is chosen (selftest/trust.py).
 
     On a CPU the compiled operator is 4 times as fast as torch with a sliding window, 1.4 times with documents, and 3.7
     times with attention dropout, for which torch has no fused form. Plain causal attention in float32 is 1.3 times as

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from megalite.ops import norms
+from megalite.ops.activations import GatedActivations, geglu
+
 LIGER = "liger"
 
 
@@ -19,10 +22,14 @@ def why_not(device_type: str) -> str:
     return "" if find_spec("liger_kernel") else "liger_kernel is not installed"
 
 
-def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Same as ops.norms.rms_norm; one autograd node gives both gradients."""
+def norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
+) -> Tensor:
+    """Same as ops.norms.norm: by torch for 1 + weight, which Liger lacks, and LayerNorm, not a candidate."""
+    if bias is not None or zero_centered_gamma:
+        return norms.norm(x, weight, bias, eps, zero_centered_gamma)
     # in_place would overwrite the output's gradient, which other autograd nodes may share.
-    normalised: Tensor = _functional().liger_rms_norm(hidden_states, weight, eps, in_place=False)
+    normalised: Tensor = _functional().liger_rms_norm(x, weight, eps, in_place=False)
     return normalised
 
 
@@ -31,6 +38,9 @@ def swiglu(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
     activated: Tensor = _functional().liger_swiglu(gate, up)
     return activated
+
+
+GLU = GatedActivations(swiglu, geglu)
 
 
 def _functional() -> Any:

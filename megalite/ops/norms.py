@@ -7,6 +7,7 @@ Everywhere x is [..., H], weight and bias are [H]. A norm without a bias is RMSN
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops import extension
+
+Norm = Callable[[Tensor, Tensor, Tensor | None, float, bool], Tensor]
+AddNorm = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, bool], tuple[Tensor, Tensor]]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -75,17 +79,26 @@ def _traced_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma:
     return (fp32 * inverse_rms).to(x.dtype) * weight
 
 
-def why_not_compiled(dtype: torch.dtype, *, zero_centered_gamma: bool) -> str:
-    """Return why the compiled operator does not support a norm with weights of this type; empty if it does."""
-    if zero_centered_gamma and dtype.itemsize < 4:
-        return "1 + weight would be rounded to the weights' 16 bits"
-    return ""
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    zero_centered_gamma: bool = False,
+    by: Norm = norm,
+) -> tuple[Tensor, Tensor]:
+    """Return x + residual in the memory of x, and its norm by the function `by`."""
+    total = x.add_(residual)
+    return total, by(total, weight, bias, eps, zero_centered_gamma)
 
 
 def compiled_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
-    """Same as `norm`, by the compiled operator; for zero_centered_gamma ask `why_not_compiled` first."""
+    """Same as `norm`, by the compiled operator if it can."""
+    if zero_centered_gamma and weight.dtype.itemsize < 4:
+        return norm(x, weight, bias, eps, zero_centered_gamma)  # it would round 1 + weight to 16 bits
     factor = 1 + weight if zero_centered_gamma else weight
     output: Tensor = torch.ops.megalite.norm(x, None, factor, bias, eps)[1]
     return output
@@ -99,7 +112,9 @@ def compiled_add_norm(
     eps: float,
     zero_centered_gamma: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + residual in new memory, and its norm."""
+    """Return x + residual in new memory, and its norm; as `add_norm` where the operator would round 1 + weight."""
+    if zero_centered_gamma and weight.dtype.itemsize < 4:
+        return add_norm(x, residual, weight, bias, eps, zero_centered_gamma)
     factor = 1 + weight if zero_centered_gamma else weight
     total, output, _, _ = torch.ops.megalite.norm(x, residual, factor, bias, eps)
     return total, output

@@ -4,7 +4,8 @@ Each function has two forms: plain torch, and the compiled operators of csrc/rot
 rotary_dim, the number of values of a head that are rotated, is twice the last dim of the angles.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,7 +70,13 @@ def compiled_split_and_rotate(
     interleaved: bool = False,
     overwrite: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Same as `split_and_rotate`, for rotary_dim = head_dim. overwrite: rotate in place if no gradient is recorded."""
+    """Same as `split_and_rotate`, compiled for rotary_dim = head_dim.
+
+    overwrite: rotate in place if no gradient is recorded.
+    """
+    if 2 * cosines.shape[-1] < qkv.shape[-1]:
+        form: dict[str, Any] = {"position_ids": position_ids, "interleaved": interleaved}
+        return split_and_rotate(qkv, heads, key_value_heads, cosines, sines, **form, overwrite=overwrite)
     query: Tensor
     if overwrite and not torch.is_grad_enabled():
         turning = qkv[:, :, : heads + key_value_heads]
@@ -111,12 +118,25 @@ def compiled_rotate(
     position_ids: Tensor | None = None,
     interleaved: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Same as `rotate`, for rotary_dim = head_dim, by the compiled operator."""
+    """Same as `rotate`, compiled for rotary_dim = head_dim."""
+    if 2 * cosines.shape[-1] < query.shape[-1]:
+        return rotate(query, key, cosines, sines, position_ids=position_ids, interleaved=interleaved)
     turned: Tensor
     turned, turned_key = torch.ops.megalite.rotary(
         query, key, cosines, sines, position_ids, interleaved, False
     )
     return turned, turned_key
+
+
+class Rotary(NamedTuple):
+    """One implementation: `split_and_rotate` and `rotate`."""
+
+    split_and_rotate: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    rotate: Callable[..., tuple[Tensor, Tensor]]
+
+
+TORCH_ROTARY = Rotary(split_and_rotate, rotate)
+COMPILED_ROTARY = Rotary(compiled_split_and_rotate, compiled_rotate)
 
 
 class _SplitAndRotate(torch.autograd.Function):

@@ -1,20 +1,22 @@
-"""The cases that a run needs proved on its device, those already known, and the implementation of each operator."""
+"""The operators that a run uses on its device, with the reason: by `model.kernels` and the self-tests of its card."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from megalite.config.sections.schema import RunConfig
-from megalite.errors import KernelError
-from megalite.ops import trust
-from megalite.ops.choice import COMPILED, NAMES
-from megalite.ops.trust import Findings, OperatorChoice
+from megalite.errors import ConfigError, KernelError, Problem
+from megalite.ops import extension
+from megalite.ops.choice import ALL_COMPILED, COMPILED, PLAIN_TORCH, SLOTS, TORCH, Operators
+from megalite.parallel.mesh import ParallelMesh
+from megalite.selftest import trust
 from megalite.selftest.registry import Case, Workload, cases_of
-from megalite.selftest.run import prove_all
-from megalite.selftest.table import ENTRIES
+from megalite.selftest.trust import UNTESTED, Findings, OperatorChoice
 from megalite.topology.shape import ModelShape
 
+Asked = Literal["auto", "fused", "reference"]
 FIRST_RUN_SECONDS = 300.0
 """Time limit of the self-test before a run, in seconds."""
 LIKE_LLAMA = Workload(
@@ -57,6 +59,126 @@ def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Wor
     )
 
 
+@dataclass(frozen=True)
+class KernelChoice:
+    """The operators that model.kernels stands for on a device; why: the reason, for people.
+
+    name: "mixed" where an accelerator has some operators by torch and some by others.
+    """
+
+    name: Literal["fused", "reference", "mixed"]
+    why: str
+    operators: Operators = PLAIN_TORCH
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})"
+
+
+def choose_kernels(
+    asked: Asked, device_type: str, choices: Mapping[str, OperatorChoice] | None = None
+) -> KernelChoice:
+    """Choose the compiled operators. choices: the choice for each of the model's operators on an accelerator.
+
+    Raises ConfigError where compiled operators are asked for and cannot run, or have not proved themselves, here.
+    """
+    if asked == "reference":
+        return KernelChoice("reference", 'model.kernels = "reference"')
+    complaint = extension.why_not(device_type)
+    if complaint and asked == "fused":
+        message = f'"fused": the compiled operators cannot run here: {complaint}'
+        raise ConfigError([Problem("model.kernels", message, 'or use "auto" or "reference"')])
+    if not trust.needs_proof(device_type):
+        if complaint:
+            return KernelChoice("reference", f"no compiled operators here: {complaint}")
+        record = extension.built()
+        compiled = f"compiled for {record.cpu or record.machine} by {record.cxx}"
+        return KernelChoice("fused", compiled, ALL_COMPILED)
+    if asked == "fused":
+        _require_proved(choices or {})
+    if not choices:
+        untested = UNTESTED if choices is None else "none is tested in this precision"
+        return KernelChoice("reference", f"no compiled operators here: {complaint or untested}")
+    return _proved(choices)
+
+
+def _require_proved(choices: Mapping[str, OperatorChoice]) -> None:
+    """ConfigError for every compiled operator that failed here or was not tested."""
+    remedy = 'use "auto", which has torch compute it, or "reference"'
+    messages = [
+        f"the compiled {SLOTS[operator].words} ({operator}) cannot be trusted on this card: {fault}"
+        for operator, choice in choices.items()
+        if (fault := choice.faults.get(COMPILED, ""))
+    ]
+    if not choices:
+        messages = ["no operator is proved on this card"]
+        remedy = 'run megalite selftest with this run file, or use "auto"'
+    if problems := [Problem("model.kernels", f'"fused": {message}', remedy) for message in messages]:
+        raise ConfigError(problems)
+
+
+def _proved(choices: Mapping[str, OperatorChoice]) -> KernelChoice:
+    """One line that names every operator, by whom it is computed, and why torch computes it where it does."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for operator, choice in choices.items():
+        groups.setdefault((choice.name, choice.why), []).append(operator)
+    lines: dict[str, list[str]] = {}
+    for (name, why), operators in groups.items():
+        lines.setdefault(name, []).append(", ".join(operators) + (f" ({why})" if why else ""))
+    torchs = ", ".join(lines.pop(TORCH, []))
+    if not lines:
+        why = torchs if len(groups) > 1 else f"no compiled operators here: {next(iter(groups))[1]}"
+        return KernelChoice("reference", why)
+    if torchs:
+        lines[TORCH] = [torchs]  # torch's come last
+    why = "; ".join(f"{name}: {', '.join(parts)}" for name, parts in lines.items())
+    chosen = Operators({operator: choice.name for operator, choice in choices.items()})
+    return KernelChoice("mixed", why, chosen)
+
+
+def used_operators(device_type: str) -> dict[str, str]:
+    """Operator -> the form that model.kernels = "auto" uses before any self-test."""
+    compiled = choose_kernels("auto", device_type).name == "fused"
+    return {
+        operator: slot.compiled if compiled and hasattr(torch.ops.megalite, slot.registered) else slot.plain
+        for operator, slot in SLOTS.items()
+        if slot.registered
+    }
+
+
+def known_kernels(
+    config: RunConfig, shape: ModelShape, dtype: torch.dtype, device: torch.device
+) -> KernelChoice:
+    """Return the operators of model.kernels on this device, by earlier self-tests. Raises ConfigError."""
+    choices = None
+    if needs_choices(config, device):
+        cases, found = _run_cases(workload_of(config, shape, dtype)), trust.read(trust.machine(device))
+        choices = choices_of(cases, found)
+    return choose_kernels(config.model.kernels, device.type, choices)
+
+
+def agreed_kernels(
+    config: RunConfig, shape: ModelShape, dtype: torch.dtype, mesh: ParallelMesh, *, leads_node: bool
+) -> tuple[KernelChoice, str]:
+    """Return the operators of model.kernels, the same on all ranks, and a line about the self-test; collective.
+
+    The ranks that lead a node test what was not tested on its cards, while the others wait. An operator that one
+    machine does not trust is used on none. Raises ConfigError, on every rank, as `choose_kernels` does.
+    """
+    together, note = None, ""
+    if needs_choices(config, mesh.device):
+        choices = None
+        if leads_node:
+            choices, note = proved_choices(workload_of(config, shape, dtype), mesh.device)
+        gathered = mesh.gather_objects((trust.machine(mesh.device), choices))
+        together = mesh.broadcast_object(combined(gathered) if gathered is not None else None)
+    return choose_kernels(config.model.kernels, mesh.device.type, together), note
+
+
+def needs_choices(config: RunConfig, device: torch.device) -> bool:
+    """Return whether a run's operators on this device depend on self-tests."""
+    return config.model.kernels != "reference" and trust.needs_proof(device.type)
+
+
 def untested(cases: Sequence[Case], found: Findings) -> list[Case]:
     """Return the cases with an implementation that was not tested."""
     return [
@@ -69,25 +191,27 @@ def untested(cases: Sequence[Case], found: Findings) -> list[Case]:
 def choices_of(cases: Sequence[Case], found: Findings) -> dict[str, OperatorChoice]:
     """Return the chosen implementation of each operator that has cases."""
     choices = {}
-    for operator in NAMES:
-        of_it = [case for case in cases if case.entry.operator == operator]
-        names = dict.fromkeys(name for case in of_it for name in case.entry.candidates)
-        if of_it:
-            choices[operator] = trust.choose([case.key for case in of_it], [*names], found.get(operator, {}))
+    for operator in SLOTS:
+        if own := [case for case in cases if case.entry.operator == operator]:
+            names = [*dict.fromkeys(name for case in own for name in case.entry.candidates)]
+            choices[operator] = trust.choose([case.key for case in own], names, found.get(operator, {}))
     return choices
 
 
-def known_choices(workload: Workload, device: torch.device) -> dict[str, OperatorChoice]:
-    """Return the choices that follow from earlier tests on this machine."""
-    return choices_of(cases_of(ENTRIES, workload), trust.read(trust.machine(device)))
+def _run_cases(workload: Workload) -> list[Case]:
+    from megalite.selftest.table import ENTRIES  # only a run on an accelerator pays for the import
+
+    return cases_of(ENTRIES, workload)
 
 
 def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, OperatorChoice], str]:
-    """Return `known_choices` after testing the untested cases, and a line about that test (empty if there was none).
+    """Return the choices after testing the untested cases, and a line about that test (empty if there was none).
 
     Takes at most FIRST_RUN_SECONDS; torch computes operators whose test failed or was not reached.
     """
-    facts, cases = trust.machine(device), cases_of(ENTRIES, workload)
+    from megalite.selftest.run import prove_all
+
+    facts, cases = trust.machine(device), _run_cases(workload)
     found = trust.read(facts)
     if not (left := untested(cases, found)):
         return choices_of(cases, found), ""
@@ -112,10 +236,9 @@ def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, 
 
 def _kept(facts: Mapping[str, str], found: Findings) -> str:
     try:
-        path: Path = trust.write(facts, found)
+        return f"; kept in {trust.write(facts, found)}"
     except OSError as error:
         return f"; not kept ({error.strerror}): set MEGALITE_TRUST_FOLDER to a folder that can be written"
-    return f"; kept in {path}"
 
 
 def combined(
@@ -126,15 +249,11 @@ def combined(
     said: for each rank its machine facts and, from one rank per node, the choices for that machine, else None. On a
     machine without choices every operator counts as untested. Empty if there was nothing to choose, as in float64.
     """
-    tested = {
-        tuple(facts.items()): [choices for other, choices in said if other == facts and choices]
-        for facts, _ in said
-    }
-    every: list[Mapping[str, OperatorChoice]] = []
     first = next((choices for _, choices in said if choices), {})
-    for of_machine in tested.values():
-        nothing = {
-            name: OperatorChoice(why=trust.UNTESTED, faults={COMPILED: trust.UNTESTED}) for name in first
-        }
-        every += of_machine or [nothing]
-    return {operator: trust.agreed([choices[operator] for choices in every]) for operator in first}
+    untrusted = OperatorChoice(why=UNTESTED, faults={COMPILED: UNTESTED})
+    together: dict[str, list[OperatorChoice]] = {operator: [] for operator in first}
+    for facts in {tuple(facts.items()): facts for facts, _ in said}.values():
+        tested = [choices for other, choices in said if other == facts and choices]
+        for operator, choices in together.items():
+            choices += [of_rank[operator] for of_rank in tested] or [untrusted]
+    return {operator: trust.agreed(choices) for operator, choices in together.items()}

@@ -64,7 +64,7 @@ ENTRIES = [
         torch={"one autograd node": _one_node},
         candidates={
             COMPILED: compiled(lambda x, weight: norms.compiled_norm(x, weight, None, EPS), *_NEEDS),
-            liger.LIGER: Candidate(lambda x, weight: liger.rms_norm(x, weight, EPS), liger.why_not),
+            liger.LIGER: Candidate(lambda x, weight: liger.norm(x, weight, None, EPS), liger.why_not),
         },
         gradients=2,
         shapes=ROWS,

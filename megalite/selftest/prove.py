@@ -5,10 +5,10 @@ from math import prod
 
 import torch
 
-from megalite.ops.trust import CaseResult
 from megalite.selftest.check import Comparison, check, inputs_of
 from megalite.selftest.clock import medians
 from megalite.selftest.registry import Case, Shape
+from megalite.selftest.trust import CaseResult
 
 SEED = 20
 

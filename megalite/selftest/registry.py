@@ -81,7 +81,7 @@ class Workload:
 class Entry:
     """One form of an operator: its inputs, its implementations, and the shapes on which they are compared.
 
-    operator: its name in ops.choice.NAMES. make(shape, dtype, random): the inputs, where random(*sizes) draws a tensor
+    operator: its name in ops.choice.SLOTS. make(shape, dtype, random): the inputs, where random(*sizes) draws a tensor
     of that dtype; the first `gradients` of them are differentiated. plain: the torch form; in float64 it is the
     reference. plain and candidates are functions of these inputs that return one or several tensors and may overwrite
     their inputs. torch: other forms in torch that are timed too; the fastest is torch's best.

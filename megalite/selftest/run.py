@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from megalite.errors import KernelError
-from megalite.ops.trust import CaseResult, Findings
 from megalite.selftest.registry import Case
+from megalite.selftest.trust import CaseResult, Findings
 
 CASE_SECONDS = 60.0
 """The time limit of one implementation in one case."""

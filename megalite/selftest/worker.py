@@ -15,11 +15,11 @@ from typing import IO, Any
 import torch
 
 from megalite.launcher.process import die_with_parent
-from megalite.ops.trust import CaseResult
 from megalite.selftest.check import poisoned
 from megalite.selftest.prove import prove
 from megalite.selftest.registry import Case
 from megalite.selftest.table import entries_of
+from megalite.selftest.trust import CaseResult
 
 READY = "ready"
 

@@ -30,14 +30,14 @@ from megalite.launcher.rank.environment import bind_rank
 from megalite.monitor.work import working
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
+from megalite.selftest.decide import agreed_kernels
 from megalite.train.agreement import agreed_inputs, agreed_store
 from megalite.train.callbacks import Callback
 from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
 from megalite.train.interruption import StopSignals, stop_signals
-from megalite.train.kernel_choice import agreed_kernels
 from megalite.train.loaders import held_out_sets, loader_maker, training_loader
 from megalite.train.loop import StopConditions, TrainingLoop
-from megalite.train.precision import Precision, choose_precision
+from megalite.train.precision import DTYPES, Precision, choose_precision
 from megalite.train.reference_table import ReferenceFile, give_reference_losses
 from megalite.train.report import RunReporter
 from megalite.train.resume_check import change_notes
@@ -164,7 +164,8 @@ def _train(
     _require_deepspeed_precision(config)
     tokenizer = _tokenizer(config, inputs)
     shape = config.shape(0 if tokenizer is None else tokenizer.vocab_size)
-    kernels, tested = agreed_kernels(config, shape, mesh, leads_node=info.local_rank == 0)
+    dtype = DTYPES[config.training.precision]
+    kernels, tested = agreed_kernels(config, shape, dtype, mesh, leads_node=info.local_rank == 0)
     load = loader_maker(config, mesh, tokenizer)
     weights = _initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None
     with working(_building(config, resumed_from), shown=mesh.rank == 0, stream=sys.stdout):

@@ -284,7 +284,7 @@ def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:
 def _require_kernels(config: RunConfig) -> None:
     """ConfigError where compiled operators are asked for and there are none; each rank asks for its own device."""
     if config.model.kernels == "fused":
-        from megalite.model.kernels import choose_kernels
+        from megalite.selftest.decide import choose_kernels
 
         # A GPU is not asked here: the question would start CUDA, which no fork survives.
         choose_kernels(config.model.kernels, "cpu")

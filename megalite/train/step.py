@@ -29,20 +29,20 @@ from megalite.data.batches.stream_loader import TrainingLoader
 from megalite.data.batches.transfer import ArrivingBatch, BatchTransfer
 from megalite.errors import CheckpointError, TrainingError
 from megalite.launcher.control.progress import Activity, now
-from megalite.model.kernels import KernelChoice
 from megalite.model.replica import Replica
 from megalite.model.stages import initialise
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh, all_or_none
 from megalite.parallel.pipeline import weight_share
 from megalite.parallel.step_batch import WITHOUT_ADAPTER, StepBatch
+from megalite.selftest.decide import KernelChoice, known_kernels
 from megalite.topology.shape import ModelShape
 from megalite.train.assemble import StepSchedule, assemble
 from megalite.train.deepspeed_schedule import DeepSpeedSchedule
-from megalite.train.kernel_choice import known_kernels
 from megalite.train.nonfinite_output import first_nonfinite_output
 from megalite.train.optimizer.protocol import Update
 from megalite.train.options import model_options, objective_of, optimizer_settings, schedule_of
+from megalite.train.precision import DTYPES
 from megalite.train.reference import is_without_adapter
 from megalite.train.state import StepReport, TrainerState
 from megalite.train.step_totals import StepTotals, total_over_ranks
@@ -83,7 +83,7 @@ class TrainStep:
         self.state = TrainerState()
         self.fingerprints: dict[str, str] = {}
         """Name -> fingerprint of what the samples are made of, for checkpoints."""
-        self.kernels = kernels or known_kernels(config, shape, mesh.device)
+        self.kernels = kernels or known_kernels(config, shape, DTYPES[config.training.precision], mesh.device)
         self.options, self.objective = model_options(config, self.kernels.operators), objective_of(config)
         now.begin(Activity.BUILDING)
         self.replica, self.optimizer, self.pipeline = assemble(

@@ -6,14 +6,13 @@ import pytest
 import torch
 
 from megalite.config.load import load_run
-from megalite.errors import ConfigError
-from megalite.model.kernels import choose_kernels
-from megalite.ops import extension, trust
-from megalite.ops.trust import OperatorChoice
+from megalite.errors import ConfigError, KernelError
+from megalite.ops import extension
 from megalite.parallel.mesh import ParallelMesh
-from megalite.selftest import decide
+from megalite.selftest import decide, run, trust
+from megalite.selftest.decide import choose_kernels
+from megalite.selftest.trust import OperatorChoice
 from megalite.topology.axes import Layout
-from megalite.train import kernel_choice
 
 RIGHT, WRONG = (
     OperatorChoice("megalite", ratio=0.5),
@@ -39,13 +38,13 @@ def agree(asked: str, cards: list[str], choices: dict[int, dict[str, OperatorCho
 
     with (
         mock.patch.object(trust, "needs_proof", lambda device_type: True),
-        mock.patch.object(kernel_choice, "choose_kernels", _as_on_an_accelerator),
+        mock.patch.object(decide, "choose_kernels", _as_on_an_accelerator),
         mock.patch.object(trust, "machine", lambda device: {"card": cards[mesh.rank]}),
         mock.patch.object(decide, "proved_choices", proved),
     ):
         try:
-            chosen, note = kernel_choice.agreed_kernels(
-                config, config.model.shape(101), mesh, leads_node=mesh.rank % 2 == 0
+            chosen, note = decide.agreed_kernels(
+                config, config.model.shape(101), torch.float32, mesh, leads_node=mesh.rank % 2 == 0
             )
         except ConfigError as error:
             return str(error), ""
@@ -103,19 +102,19 @@ def test_a_first_run_tests_what_is_not_known_and_the_second_does_not(
     """The CPU stands for a card: its compiled operators prove themselves in a worker process."""
     monkeypatch.setenv("MEGALITE_TRUST_FOLDER", str(tmp_path))
     monkeypatch.setattr(trust, "needs_proof", lambda device_type: True)
-    monkeypatch.setattr(kernel_choice, "choose_kernels", _as_on_an_accelerator)
+    monkeypatch.setattr(decide, "choose_kernels", _as_on_an_accelerator)
     if complaint := extension.why_not("cpu"):
         pytest.skip(complaint)
     config = load_run(None, [*FLAGS[:-1], "--parallel.data=1"]).config
     shape, mesh = config.model.shape(101), ParallelMesh.single()
-    before = kernel_choice.known_kernels(config, shape, torch.device("cpu"))
+    before = decide.known_kernels(config, shape, torch.float32, torch.device("cpu"))
     assert before.name == "reference" and trust.UNTESTED in before.why
-    chosen, note = kernel_choice.agreed_kernels(config, shape, mesh, leads_node=True)
+    chosen, note = decide.agreed_kernels(config, shape, torch.float32, mesh, leads_node=True)
     assert note.startswith("tested ") and str(tmp_path) in note
     assert not [operator for operator in ("norm", "rotary", "glu") if f"{operator} (not tested" in chosen.why]
-    again, note = kernel_choice.agreed_kernels(config, shape, mesh, leads_node=True)
+    again, note = decide.agreed_kernels(config, shape, torch.float32, mesh, leads_node=True)
     assert (again, note) == (chosen, "")
-    assert kernel_choice.known_kernels(config, shape, torch.device("cpu")) == chosen
+    assert decide.known_kernels(config, shape, torch.float32, torch.device("cpu")) == chosen
 
 
 def test_a_test_that_cannot_start_or_end_leaves_torch(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +125,7 @@ def test_a_test_that_cannot_start_or_end_leaves_torch(tmp_path, monkeypatch: pyt
     choices, note = decide.proved_choices(workload, torch.device("cpu"))
     assert {choice.name for choice in choices.values()} == {"torch"}
     assert "were not reached in 0 s: run megalite selftest" in note
-    nowhere = mock.patch.object(decide, "prove_all", side_effect=decide.KernelError("no device"))
+    nowhere = mock.patch.object(run, "prove_all", side_effect=KernelError("no device"))
     with nowhere:
         choices, note = decide.proved_choices(workload, torch.device("cpu"))
     assert {choice.name for choice in choices.values()} == {"torch"}

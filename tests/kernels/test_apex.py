@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from megalite.launcher.rank.environment import without_apex
-from megalite.ops import apex, trust
+from megalite.ops import apex
 from megalite.ops.adamw import AdamWRule, AdamWTensors
 from megalite.ops.choice import Operators
 from megalite.parallel import layers
 from megalite.parallel.gradient_sums import sum_in_place
 from megalite.parallel.mesh import ParallelMesh
+from megalite.selftest import trust
 from megalite.selftest.optimizer import ENTRIES
 from megalite.selftest.prove import prove
 from megalite.selftest.registry import Case

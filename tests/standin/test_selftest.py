@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.ops import trust
+from megalite.selftest import trust
 from megalite.selftest.decide import choices_of, proved_choices
 from megalite.selftest.registry import Workload, cases_of
 from megalite.selftest.run import prove_all

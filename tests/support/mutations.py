@@ -248,7 +248,7 @@ def _keep_without_scaling(mask: Callable[..., Any]) -> Callable[..., Any]:
 
 def _draw_anew_in_recompute(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
     def with_other_masks(function: Callable[..., Any], *inputs: Any, **settings: Any) -> Any:
-        keep_mask, attention = dropout.keep_mask, Operators.attention
+        keep_mask, attention = dropout.keep_mask, Operators.attend
 
         def fresh(seed: int, *arguments: Any, **rest: Any) -> Any:
             return keep_mask(seed + 1, *arguments, **rest)
@@ -260,7 +260,7 @@ def _draw_anew_in_recompute(checkpoint: Callable[..., Any]) -> Callable[..., Any
         def run_again(*tensors: Any) -> Any:
             with (
                 mock.patch.object(dropout, "keep_mask", fresh),
-                mock.patch.object(Operators, "attention", attend),
+                mock.patch.object(Operators, "attend", attend),
             ):
                 return function(*tensors)
 

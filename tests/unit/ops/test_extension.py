@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from megalite.errors import ConfigError
-from megalite.model.kernels import PARTS, choose_kernels, used_parts
 from megalite.ops import extension
 from megalite.ops.extension import Built
+from megalite.selftest.decide import choose_kernels, used_operators
 
 FITTING = Built(
     library=True,
@@ -194,4 +194,4 @@ def test_what_a_run_asks_for_is_what_it_gets_or_an_error(loaded: pytest.MonkeyPa
     assert 'model.kernels: "fused": the compiled operators cannot run here: no compiler; build it' in str(
         raised.value
     )
-    assert used_parts("cpu") == {name: part.reference for name, part in PARTS.items()}
+    assert used_operators("cpu")["adamw"] == "torch's fused AdamW"

@@ -13,13 +13,12 @@ import torch
 
 from megalite.cli import main
 from megalite.errors import KernelError
-from megalite.ops import trust
-from megalite.ops.trust import CaseResult, Findings, OperatorChoice
-from megalite.selftest import run
+from megalite.selftest import run, trust
 from megalite.selftest.decide import choices_of, combined, untested
 from megalite.selftest.registry import Workload, cases_of
 from megalite.selftest.run import prove_all
 from megalite.selftest.table import entries_of
+from megalite.selftest.trust import CaseResult, Findings, OperatorChoice
 from tests.support.faulty_operators import HANGING
 from tests.support.kernels import needs_library
 

@@ -85,10 +85,36 @@ def needs_proof(device_type: str) -> bool:
     return device_type != "cpu"
 
 
-def fault(implementation: str, cases: Sequence[str], found: Found) -> str:
+def choose(cases: Sequence[str], implementations: Sequence[str], found: Found) -> OperatorChoice:
+    """Choose the implementation that is right in all of these cases and the fastest, torch's included."""
+    faults, absent, slower, ratios = {}, {}, {}, {}
+    for name in implementations:
+        findings = {case: found.get(case, {}).get(name) for case in cases}
+        if fault := _fault(findings):
+            faults[name] = fault
+            continue
+        tested = [finding for finding in findings.values() if finding is not None]
+        ratio = time_ratio(tested)
+        if missing := [finding.why for finding in tested if finding.verdict == "absent"]:
+            absent[name] = missing[0]
+        elif ratio > SLOWER:
+            slower[name] = f"slower than torch: {ratio:.2f} times its time"
+        else:
+            ratios[name] = ratio
+    if ratios:
+        name = min(ratios, key=lambda name: ratios[name])
+        return OperatorChoice(name, "", faults, ratios[name])
+    # Missing packages are mentioned only if there is no other reason, and then only the first.
+    complaints = {name: why for name in implementations if (why := faults.get(name) or slower.get(name))}
+    reasons = [*dict.fromkeys((complaints or absent).values())]
+    if not complaints or len(reasons) == 1:
+        return OperatorChoice(TORCH, reasons[0], faults)
+    return OperatorChoice(TORCH, "; ".join(f"{name}: {why}" for name, why in complaints.items()), faults)
+
+
+def _fault(findings: Mapping[str, CaseResult | None]) -> str:
     """Return why an implementation must not be used in these cases: wrong, failed or untested; empty if it may be."""
-    for case in cases:
-        finding = found.get(case, {}).get(implementation)
+    for case, finding in findings.items():
         if finding is None:
             return UNTESTED
         if finding.verdict in ("wrong", "failed"):
@@ -96,53 +122,20 @@ def fault(implementation: str, cases: Sequence[str], found: Found) -> str:
     return ""
 
 
-def why_not(implementation: str, cases: Sequence[str], found: Found) -> str:
-    """Return why an implementation is not used in these cases: its `fault`, absent, or slower; empty if it is used."""
-    if complaint := fault(implementation, cases, found):
-        return complaint
-    for case in cases:
-        if (finding := found[case][implementation]).verdict == "absent":
-            return finding.why
-    ratio = time_ratio(implementation, cases, found)
-    return f"slower than torch: {ratio:.2f} times its time" if ratio is not None and ratio > SLOWER else ""
-
-
-def time_ratio(implementation: str, cases: Sequence[str], found: Found) -> float | None:
-    """Return an implementation's time over torch's best, summed over the timed cases; None if none was timed."""
-    timed = [found[case][implementation] for case in cases]
-    seconds = sum(each.seconds for each in timed if each.seconds is not None)
-    best = sum(each.torch_seconds for each in timed if each.torch_seconds is not None)
-    return seconds / best if seconds and best else None
-
-
-def choose(cases: Sequence[str], implementations: Sequence[str], found: Found) -> OperatorChoice:
-    """Choose the implementation that is right in all of these cases and the fastest, torch's included."""
-    complaints = {each: why_not(each, cases, found) for each in implementations}
-    faults = {each: wrong for each in implementations if (wrong := fault(each, cases, found))}
-    ratios = {each: time_ratio(each, cases, found) or 1.0 for each, wrong in complaints.items() if not wrong}
-    if ratios:
-        name = min(ratios, key=lambda each: ratios[each])
-        return OperatorChoice(name, "", faults, ratios[name])
-    # Missing packages are mentioned only if there is no other reason, and then only the first.
-    told = {each: wrong for each, wrong in complaints.items() if not _absent(each, cases, found)}
-    reasons = [*dict.fromkeys((told or complaints).values())]
-    if not told or len(reasons) == 1:
-        return OperatorChoice(TORCH, reasons[0], faults)
-    return OperatorChoice(TORCH, "; ".join(f"{each}: {wrong}" for each, wrong in told.items()), faults)
-
-
-def _absent(implementation: str, cases: Sequence[str], found: Found) -> bool:
-    shown = [found[case][implementation] for case in cases if implementation in found.get(case, {})]
-    return any(finding.verdict == "absent" for finding in shown)
+def time_ratio(findings: Sequence[CaseResult]) -> float:
+    """Return an implementation's time over torch's best, summed over the timed cases; 1 if none was timed."""
+    seconds = sum(finding.seconds for finding in findings if finding.seconds is not None)
+    best = sum(finding.torch_seconds for finding in findings if finding.torch_seconds is not None)
+    return seconds / best if seconds and best else 1.0
 
 
 def agreed(choices: Sequence[OperatorChoice]) -> OperatorChoice:
     """Return one choice for all machines, given each machine's choice: torch unless all are the same."""
-    names = sorted({each.name for each in choices})
-    faults = {name: wrong for each in choices for name, wrong in each.faults.items()}
+    names = sorted({choice.name for choice in choices})
+    faults = {name: fault for choice in choices for name, fault in choice.faults.items()}
     if len(names) == 1:
         return replace(choices[0], faults=faults)
-    reasons = [each.why for each in choices if each.name == TORCH]
+    reasons = [choice.why for choice in choices if choice.name == TORCH]
     return OperatorChoice(TORCH, reasons[0] if reasons else f"machines choose {' and '.join(names)}", faults)
 
 
@@ -243,17 +236,11 @@ def _finding(written: Mapping[str, Any]) -> CaseResult:
 def write(facts: Mapping[str, str], findings: Findings) -> Path:
     """Merge findings into this machine's file, atomically; return its path. Raises OSError if it cannot be written."""
     path, merged = trust_file(facts), joined(read(facts), findings)
-    content = {
-        operator: {
-            case: {name: asdict(_written(each)) for name, each in shown.items()}
-            for case, shown in cases.items()
-        }
-        for operator, cases in merged.items()
-    }
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
         try:
-            json.dump({"machine": dict(facts), "findings": content}, file, indent=1, allow_nan=False)
+            content = {"machine": dict(facts), "findings": merged}
+            json.dump(content, file, indent=1, allow_nan=False, default=_written)
             file.flush()
             os.fsync(file.fileno())
             Path(file.name).replace(path)
@@ -263,17 +250,17 @@ def write(facts: Mapping[str, str], findings: Findings) -> Path:
     return path
 
 
-def _written(finding: CaseResult) -> CaseResult:
-    """Return the finding without an infinite error (from NaN results), which JSON cannot represent."""
-    return finding if finding.error is None or math.isfinite(finding.error) else replace(finding, error=None)
+def _written(finding: CaseResult) -> dict[str, Any]:
+    """Return a finding's fields without an infinite error (from NaN results), which JSON cannot represent."""
+    finite = finding.error is None or math.isfinite(finding.error)
+    return asdict(finding if finite else replace(finding, error=None))
 
 
 def joined(before: Findings, later: Findings) -> Findings:
     """Merge findings; where both have one, the later finding counts."""
-    return {
-        operator: {
-            case: {**before.get(operator, {}).get(case, {}), **later.get(operator, {}).get(case, {})}
-            for case in {**before.get(operator, {}), **later.get(operator, {})}
-        }
-        for operator in {**before, **later}
-    }
+    merged: dict[str, dict[str, dict[str, CaseResult]]] = {}
+    for findings in (before, later):
+        for operator, cases in findings.items():
+            for case, implementations in cases.items():
+                merged.setdefault(operator, {}).setdefault(case, {}).update(implementations)
+    return merged

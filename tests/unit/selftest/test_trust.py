@@ -1,17 +1,20 @@
 """Findings are read back where nothing changed; the fastest right implementation follows from them."""
 
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megalite.errors import ConfigError
-from megalite.model.kernels import choose_kernels
-from megalite.ops import extension, trust
-from megalite.ops.choice import ALL_COMPILED, COMPILED, NAMES, PLAIN_TORCH, Operators, attention_operator
-from megalite.ops.trust import CaseResult, OperatorChoice
+from megalite.ops import choice, extension
+from megalite.ops.choice import ALL_COMPILED, COMPILED, PLAIN_TORCH, SLOTS, Operators
+from megalite.selftest import trust
+from megalite.selftest.decide import choose_kernels
+from megalite.selftest.trust import CaseResult, OperatorChoice
 
 RIGHT = CaseResult("right", "", 1e-7, 1e-6)
 TIMED = replace(RIGHT, seconds=0.5, torch_seconds=1.0)
@@ -152,8 +155,8 @@ def test_the_fastest_right_one_is_chosen(
     found = {
         case: {each: cases[case] for each, cases in shown.items() if case in cases} for case in ("odd", "own")
     }
-    choice = trust.choose(["odd", "own"], [*shown] or ["megalite"], found)
-    assert (choice.name, choice.why) == (name, why)
+    chosen = trust.choose(["odd", "own"], [*shown] or ["megalite"], found)
+    assert (chosen.name, chosen.why) == (name, why)
 
 
 def test_machines_agree_on_one_or_on_torch() -> None:
@@ -227,12 +230,30 @@ def test_fused_refuses_what_failed_or_is_untested(
 
 def test_the_names_of_operators_are_known() -> None:
     assert Operators({"norm": "liger"}).of("norm") == "liger" and not Operators().uses("norm")
-    assert all(ALL_COMPILED.of(name) == COMPILED for name in NAMES)
+    assert all(ALL_COMPILED.of(name) == COMPILED for name in SLOTS)
     with pytest.raises(KeyError):
         PLAIN_TORCH.uses("norms")
-    names = ("window", "documents", "softcap", "dropout")
-    forms = [{name: place < count for place, name in enumerate(names)} for count in range(5)]
-    named = [attention_operator(**form) for form in forms]
-    assert named[:3] == ["attention", "attention_windows", "attention_documents"]
-    assert named[3:] == ["attention_softcap", "attention_dropout"]
-    assert set(named) == {name for name in NAMES if name.startswith("attention")}
+    assert pickle.loads(pickle.dumps(ALL_COMPILED)) == ALL_COMPILED
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_form_of_attention_decides_who_computes_it(
+    monkeypatch: pytest.MonkeyPatch, compiles: bool
+) -> None:
+    monkeypatch.setattr(choice, "causal_attention", lambda *tensors, backend, **form: backend)
+    names = [name for name in SLOTS if name.startswith("attention")]
+    operators = Operators({name: name for name in names}, compile=compiles)
+    form: dict[str, Any] = {}
+    called = [operators.attend(*[torch.empty(0)] * 3)]
+    for name, value in {"window": 4, "documents": object(), "softcap": 1.0, "mask": object()}.items():
+        form[name] = value
+        called.append(operators.attend(*[torch.empty(0)] * 3, **form))
+    forms = [
+        "attention",
+        "attention_windows",
+        "attention_documents",
+        "attention_softcap",
+        "attention_dropout",
+    ]
+    assert sorted(names) == sorted(forms) and called == (["torch"] * 5 if compiles else forms)
+    assert operators.attend(*[torch.empty(0)] * 3, **form, prefix=1) == "torch"
