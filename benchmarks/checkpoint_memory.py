@@ -162,7 +162,9 @@ def exporting(checkpoint: Path, destination: Path) -> dict[str, float]:
 
 def importing(folder: Path, shape: ModelShape, layout: Layout) -> dict[str, float]:
     """This rank's figures."""
-    from megalite.convert.huggingface.load import load_huggingface
+    from megalite.checkpoint.weights import fill
+    from megalite.convert.weight_source import WeightSource
+    from megalite.convert.weights import open_weights
     from megalite.model.stages import build_replica
     from megalite.parallel.mesh import ParallelMesh
 
@@ -171,7 +173,7 @@ def importing(folder: Path, shape: ModelShape, layout: Layout) -> dict[str, floa
     mesh.barrier()
     memory, before, began = Memory(), counters(), time.perf_counter()
     replica = build_replica(shape, mesh, split, seed=None)
-    load_huggingface(folder, replica)
+    fill(replica, open_weights(WeightSource(folder, "huggingface", shape)), folder)
     seconds, after = time.perf_counter() - began, counters()
     held = slices_of(shape, split, mesh)
     return {

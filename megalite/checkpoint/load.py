@@ -2,77 +2,64 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.failures import explain
 from megalite.checkpoint.folder import older_checkpoints
-from megalite.checkpoint.manifest import WEIGHT, Manifest
-from megalite.checkpoint.reader import CheckpointReader, TensorTarget
-from megalite.checkpoint.regions import rows_of, split_flat_range
+from megalite.checkpoint.manifest import Manifest
+from megalite.checkpoint.reader import CheckpointReader
+from megalite.checkpoint.weights import TensorTarget, shard_targets, targets
 from megalite.config.sections.shape_settings import as_settings
 from megalite.config.sections.toml import shown
 from megalite.errors import CheckpointError
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import ParallelMesh, all_or_none
 from megalite.topology.adapter import Lora
-from megalite.topology.parameters import Parameter
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import TensorSlice
-from megalite.topology.state import EMA, MASTER, OptimizerState, StateShard
+from megalite.topology.state import EMA, MASTER, OptimizerState
 
 # These may differ between a checkpoint and the model it is loaded into.
 _FREE_FIELDS = ("max_position_embeddings", "initializer_range")
 # They start as the weights where a checkpoint has none, and are left out where the optimizer keeps none.
 _COPIES = frozenset({MASTER, EMA})
-# Beyond these a disk is the limit.
-_MOST_THREADS = 8
 
 
 def load_checkpoint(
-    checkpoint: Path,
-    replica: Replica,
-    optimizer: OptimizerState | None = None,
-    *,
-    verify_hashes: bool = True,
+    checkpoint: Path, replica: Replica, optimizer: OptimizerState, *, verify_hashes: bool = True
 ) -> Manifest:
-    """Fill this rank's stage, and its optimizer's state unless None, from a checkpoint of any layout.
+    """Fill this rank's stage, and its optimizer's state, from a checkpoint of any layout. Collective over the world.
 
-    Collective over the world. Returns the manifest, whose `trainer_state` says where the run stood. Beside the model
-    there is in memory, for each thread, one tensor of which the checkpoint has other regions. Raises CheckpointError,
-    on every rank alike, when the checkpoint does not fit or is damaged; then the stage may be filled in part.
+    Returns the manifest, whose `trainer_state` says where the run stood. Beside the model there is in memory, for each
+    thread, one tensor of which the checkpoint has other regions. Raises CheckpointError, on every rank alike, when the
+    checkpoint does not fit or is damaged; then the stage may be filled in part.
     """
     mesh = replica.mesh
-    wanted = None if optimizer is None else _keys_of_all_ranks(optimizer, mesh, checkpoint)
+    state_keys = _keys_of_all_ranks(optimizer, mesh, checkpoint)
 
     def load() -> Manifest:
-        with CheckpointReader(checkpoint, verify_hashes=verify_hashes) as reader:
+        with CheckpointReader(checkpoint, verify_hashes=verify_hashes, weights=None) as reader:
             check_fits(reader.manifest, replica.shape, checkpoint)
-            check_coverage(reader.manifest, checkpoint)
-            if wanted is not None:
-                _check_optimizer(reader.manifest, wanted, checkpoint)
-            state_key = reader.manifest.exact_weights
-            partitions = None if optimizer is None else optimizer.weights()
-            if partitions is None:
-                tensors = replica.tensors
-                partitions = [
-                    StateShard(each, WEIGHT, 0, tensors[each.name].detach().view(-1))
-                    for each in replica.trained
-                ]
-            shards = [(shard, state_key) for shard in partitions]
-            if optimizer is not None:
-                shards += _optimizer_shards(reader.manifest, optimizer)
-            targets = (each for shard, key in shards for each in _targets(shard, key, mesh))
-            reader.fill_all(targets, _threads())
+            _check_optimizer(reader.manifest, state_keys, checkpoint)
+            reader.fill_all(_targets(reader, replica, optimizer))
             return reader.manifest
 
     manifest = all_or_none(mesh, load, explain(mesh, "load", checkpoint))
-    if optimizer is not None:
-        optimizer.load(manifest.optimizer)
+    optimizer.load(manifest.optimizer)
     return manifest
+
+
+def _targets(reader: CheckpointReader, replica: Replica, optimizer: OptimizerState) -> Iterator[TensorTarget]:
+    """Yield the weights and the state of the optimizer; the weights that it keeps in partitions, if it does."""
+    mesh, partitions = replica.mesh, optimizer.weights()
+    if partitions is None:
+        tensors = replica.trained_tensors
+        for parameter in replica.trained:
+            yield from targets(parameter, tensors[parameter.name], mesh)
+    for shard in partitions or ():
+        yield from shard_targets(shard, reader.weights, mesh)
+    for shard in optimizer.shards():
+        missing = shard.key in _COPIES - reader.manifest.optimizer_state_keys
+        yield from shard_targets(shard, reader.weights if missing else shard.key, mesh)
 
 
 def intact_instead(checkpoint: Path) -> Path | None:
@@ -88,40 +75,10 @@ def intact_instead(checkpoint: Path) -> Path | None:
 def _is_intact(checkpoint: Path) -> bool:
     try:
         with CheckpointReader(checkpoint) as reader:
-            check_coverage(reader.manifest, checkpoint)
-            reader.read_all(_threads())
+            reader.read_all()
     except CheckpointError:
         return False
     return True
-
-
-class WeightReader(Protocol):
-    """Something that holds canonical tensors: a checkpoint, a Hugging Face folder."""
-
-    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
-        """A region of a tensor."""
-        ...
-
-
-@torch.no_grad()
-def load_parameter(
-    reader: WeightReader,
-    parameter: Parameter,
-    tensor: Tensor,
-    mesh: ParallelMesh,
-    state_key: str = WEIGHT,
-    *,
-    most_elements: int | None = None,
-) -> None:
-    """Fill one registered parameter of this rank, part by part, from the reader's tensors of that state key.
-
-    most_elements: how many elements, about, to read at a time; None: each part at once.
-    """
-    for part, region, values in mesh.parts_of(parameter, tensor):
-        for block in [region] if most_elements is None else rows_of(region, most_elements):
-            row = block.offsets[0] - region.offsets[0]
-            if block.numel:
-                values[row : row + block.shape[0]].copy_(reader.read(state_key, part.name, block))
 
 
 def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
@@ -189,27 +146,3 @@ def _check_optimizer(manifest: Manifest, wanted: frozenset[str], checkpoint: Pat
             f" {sorted(wanted) or 'empty'}; set optimizer.name and its settings to those of the checkpoint"
             f" ({', '.join(settings)}), or start a run from its weights with model.weights = its export"
         )
-
-
-def _optimizer_shards(manifest: Manifest, optimizer: OptimizerState) -> Iterator[tuple[StateShard, str]]:
-    """Yield each flat range of the optimizer's state, and the state key to fill it from."""
-    for shard in optimizer.shards():
-        missing = shard.key in _COPIES - manifest.optimizer_state_keys
-        yield shard, manifest.exact_weights if missing else shard.key
-
-
-def _targets(shard: StateShard, state_key: str, mesh: ParallelMesh) -> Iterator[TensorTarget]:
-    """Yield the parts of a flat range of one parameter: all of its elements, each once."""
-    size = shard.values.numel()
-    filled = 0
-    for each in split_flat_range(mesh.slices(shard.parameter), shard.start, size):
-        values = shard.values[each.offset : each.offset + each.numel]
-        filled += each.numel
-        yield TensorTarget(values, state_key, each.part.name, each.region, each.start)
-    if filled != size:
-        raise AssertionError(f"{shard.key} of {shard.parameter.name}: {filled} of {size} elements are loaded")
-
-
-def _threads() -> int:
-    """Return the number of threads that read: those of torch, which ranks of one machine divide among themselves."""
-    return min(torch.get_num_threads(), _MOST_THREADS)

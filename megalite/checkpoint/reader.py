@@ -3,71 +3,59 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.coverage import check_sizes
+from megalite.checkpoint.coverage import check_coverage, check_sizes
 from megalite.checkpoint.folder import own_file, read_manifest
 from megalite.checkpoint.manifest import WEIGHT, Manifest, Shard, TensorEntry
 from megalite.checkpoint.region_reader import TYPES, RegionReader
 from megalite.checkpoint.regions import full_slice, index_in, intersection, rows_of
 from megalite.checkpoint.tensor_file import DTYPES, tensor_bytes
 from megalite.checkpoint.tensor_header import HeaderEntry, read_header
+from megalite.checkpoint.weights import BLOCK_ELEMENTS, TensorTarget, WeightReader
 from megalite.errors import CheckpointError
 from megalite.topology.sharding import TensorSlice
 
-BLOCK_ELEMENTS = 4 << 20
-"""Elements per block where a tensor is read in blocks of rows."""
 # A piece of this size is hashed, and converted if necessary, while the processor's cache still holds it.
 _PIECE_ELEMENTS = 1 << 17
 _REMEDY = "use another checkpoint"
+# Beyond these a disk is the limit.
+_MOST_THREADS = 8
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class TensorTarget:
-    """A tensor to fill with the elements `start` to `start + values.numel()` of a flattened region of a tensor.
-
-    values: one-dimensional and contiguous, of any dtype and on any device.
-    """
-
-    values: Tensor
-    state_key: str
-    name: str
-    region: TensorSlice
-    start: int = 0
-
-
-class CheckpointReader:
+class CheckpointReader(WeightReader):
     """Reads regions of a checkpoint's tensors, for any layout that wrote it; opens only the files it needs.
 
     Reading raises CheckpointError with file and tensor if a file is missing, truncated or altered.
     """
 
-    def __init__(self, checkpoint: Path, *, verify_hashes: bool = True, weights: str = WEIGHT):
-        """weights: the state key to read as the weights. Raises CheckpointError if the checkpoint lacks it."""
-        self.checkpoint, self.verify_hashes, self.weights = checkpoint, verify_hashes, weights
+    def __init__(self, checkpoint: Path, *, verify_hashes: bool = True, weights: str | None = WEIGHT):
+        """weights: the state key to read as the weights; None: "master" where it exists, otherwise "weight".
+
+        Raises CheckpointError if the checkpoint lacks it or is incomplete.
+        """
+        self.checkpoint, self.verify_hashes = checkpoint, verify_hashes
         self.manifest: Manifest = read_manifest(checkpoint)
-        if weights not in self.manifest.tensors:
-            raise CheckpointError(f"{checkpoint} has no {weights}; it has {', '.join(self.manifest.tensors)}")
+        self.weights = weights or self.manifest.exact_weights
+        if self.weights not in self.manifest.tensors:
+            raise CheckpointError(
+                f"{checkpoint} has no {self.weights}; it has {', '.join(self.manifest.tensors)}"
+            )
         check_sizes(self.manifest, checkpoint)
+        check_coverage(self.manifest, checkpoint)
         self._files: dict[str, RegionReader] = {}
         self._opening = Lock()
 
-    def __enter__(self) -> "CheckpointReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         for opened in self._files.values():
             opened.close()
         self._files.clear()
@@ -96,9 +84,9 @@ class CheckpointReader:
             assembled = self._assemble(name, entry, region, shards)
             values.copy_(assembled.view(-1)[start : start + values.numel()])
 
-    def fill_all(self, targets: Iterable[TensorTarget], threads: int) -> None:
-        """Fill many tensors in several threads."""
-        self._in_threads(self.fill, list(targets), threads)
+    def fill_all(self, targets: Iterable[TensorTarget]) -> None:
+        """Fill many tensors in several threads; beside them, for each thread, the largest of other regions."""
+        self._in_threads(self.fill, list(targets))
 
     def blocks(self, state_key: str, name: str) -> Iterator[Tensor]:
         """Yield a whole tensor in blocks of consecutive rows; each byte is read and hashed once."""
@@ -117,7 +105,7 @@ class CheckpointReader:
                     values[index_in(overlap, block)] = held
             yield values
 
-    def read_all(self, threads: int = 1) -> None:
+    def read_all(self) -> None:
         """Read every shard once, to check the hashes: files of the right size may still hold altered bytes."""
 
         def check(shard_of: tuple[str, TensorEntry, Shard]) -> None:
@@ -131,10 +119,12 @@ class CheckpointReader:
             for name, entry in table.items()
             for shard in entry.shards
         ]
-        self._in_threads(check, shards, threads)
+        self._in_threads(check, shards)
 
-    def _in_threads(self, action: Callable[[T], None], items: Iterable[T], threads: int) -> None:
+    def _in_threads(self, action: Callable[[T], None], items: Iterable[T]) -> None:
         """Call `action` with each item; raises the error of the first item that has one."""
+        # Ranks of one machine divide its cores among themselves by torch's threads.
+        threads = min(torch.get_num_threads(), _MOST_THREADS)
         with ThreadPoolExecutor(threads, thread_name_prefix="reading") as pool:
             running = [pool.submit(action, item) for item in items]
             try:

@@ -5,15 +5,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.tensor_file import dtype_name
+from megalite.checkpoint.weights import WeightReader
 from megalite.errors import CheckpointError
 from megalite.topology.dtypes import FLOATS
 from megalite.topology.sharding import TensorSlice
@@ -22,7 +21,7 @@ from megalite.topology.sharding import TensorSlice
 _FREE_FIELDS = ("initializer_range",)
 
 
-class AveragedWeights:
+class AveragedWeights(WeightReader):
     """Reads the uniform average of one or more checkpoints of one model; for one checkpoint, its exact weights.
 
     Sums are float64 and averages float32 (float64 if a checkpoint is): rounding to bf16 or fp16 would lose the gain.
@@ -38,17 +37,14 @@ class AveragedWeights:
         if twice:
             raise CheckpointError(f"{twice[0]} is named twice; an average takes each checkpoint once")
         with ExitStack() as stack:
-            self._readers = [stack.enter_context(_reader(each, weights)) for each in checkpoints]
+            self._readers = [
+                stack.enter_context(CheckpointReader(each, weights=weights)) for each in checkpoints
+            ]
             self._readers.sort(key=lambda reader: reader.manifest.step)
             self._require_one_model()
             self._stack = stack.pop_all()
 
-    def __enter__(self) -> "AveragedWeights":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._stack.close()
 
     @property
@@ -113,10 +109,3 @@ class AveragedWeights:
                     f"{reader.checkpoint} and {last.checkpoint} cannot be averaged, as their models differ:"
                     f" {', '.join(differing)}; name checkpoints of one model"
                 )
-
-
-def _reader(checkpoint: Path, weights: str | None) -> CheckpointReader:
-    reader = CheckpointReader(checkpoint, weights=weights or WEIGHT)
-    reader.weights = weights or reader.manifest.exact_weights
-    check_coverage(reader.manifest, checkpoint)
-    return reader

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.region_reader import RegionReader
 from megalite.checkpoint.regions import full_slice
+from megalite.checkpoint.weights import targets
 from megalite.config.sources.hub import INDEX
 from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface.files import headers, weight_map
@@ -207,7 +207,7 @@ class _Parity:
         tensors = dict(built.named_parameters())
         for parameter in layer_parameters(self.shape, layer):
             tensor = tensors[parameter.name.removeprefix(f"model.layers.{layer}.")]
-            load_parameter(self.reader, parameter, tensor, mesh)
+            self.reader.fill_all(targets(parameter, tensor, mesh))
             tensor.copy_(tensor.to(self.dtype))
         return built
 

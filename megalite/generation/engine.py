@@ -1,12 +1,9 @@
-"""Token ids from a model of any layout: `generate_ids`, and how a model is built and loaded for it."""
+"""Token ids from a model of any layout: `generate_ids`, and how a model is built for it."""
 
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.folder import read_manifest
-from megalite.checkpoint.load import load_checkpoint
 from megalite.generation.request import GREEDY, Request, Sampling, check_request
 from megalite.generation.token_engine import PREFILL_CHUNK, TokenEngine
 from megalite.model.kv_cache import Room
@@ -31,15 +28,6 @@ def build_model(
     operators = choose_kernels("auto", mesh.device.type).operators
     options = ModelOptions(dtype=dtype, operators=operators)
     return build_replica(shape, mesh, split, options, seed=None, int8=int8)
-
-
-def load_model(
-    checkpoint: Path, mesh: ParallelMesh | None = None, dtype: torch.dtype = torch.float32
-) -> Replica:
-    """Return this rank's part of a checkpoint's model; raises CheckpointError for a damaged one. Collective."""
-    replica = build_model(read_manifest(checkpoint).model, mesh or ParallelMesh.single(), dtype)
-    load_checkpoint(checkpoint, replica)
-    return replica
 
 
 def generate_ids(

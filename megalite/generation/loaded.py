@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalite.convert.huggingface.load import load_huggingface
-from megalite.convert.peft.load import load_adapters, load_beside, load_merged
+from megalite.checkpoint.weights import fill
+from megalite.convert.weights import load_adapters, open_weights
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megalite.generation.engine import build_model, load_model
+from megalite.generation.engine import build_model
 from megalite.generation.source import ModelSource, find_source
 from megalite.generation.stops import Stops, stops_of
 from megalite.model.adapters import Adapters
@@ -94,16 +94,7 @@ def load(
 def load_source(source: ModelSource, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> LoadedModel:
     """Load this rank's part of a model. Collective over the mesh. Raises CheckpointError, DataError."""
     tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
-    if source.base is not None and source.shape.prefix_tokens:
-        replica = build_model(source.shape, mesh, dtype)
-        load_beside(source.folder, source.base, replica, is_peft=source.is_huggingface)
-    elif source.base is not None:
-        replica = build_model(source.shape.base, mesh, dtype)
-        load_merged(source.folder, source.shape, source.base, replica, is_peft=source.is_huggingface)
-    elif source.is_huggingface:
-        replica = build_model(source.shape, mesh, dtype, int8=source.int8)
-        load_huggingface(source.folder, replica)
-    else:
-        replica = load_model(source.folder, mesh, dtype)
+    replica = build_model(source.read_shape, mesh, dtype, int8=source.int8)
+    fill(replica, open_weights(source), source.folder)
     adapters = load_adapters(source.adapters, replica) if source.adapters else Adapters()
     return LoadedModel(replica, tokenizer, source, adapters)

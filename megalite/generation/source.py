@@ -21,32 +21,25 @@ from megalite.config.sources.quantisation import holds_int8
 from megalite.convert.huggingface.files import is_folder_of_weights, local_folder
 from megalite.convert.huggingface.origin import CONFIG, end_ids, find_origin
 from megalite.convert.peft.base import base_of_adapter, folder_of_base
-from megalite.convert.peft.named import AdaptedModel, NamedAdapter, find_adapter
+from megalite.convert.peft.named import AdaptedModel, find_adapter
+from megalite.convert.weight_source import WeightSource
 from megalite.errors import CheckpointError
-from megalite.topology.shape import ModelShape
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """A model on disk.
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(WeightSource):
+    """A model on disk: its weights, with the base of an adapter, and its tokenizer.
 
-    folder: a checkpoint, or a Hugging Face folder if `is_huggingface`. base: the frozen weights if `folder` holds an
-    adapter: a checkpoint's, or PEFT's if `is_huggingface`. shape: of the model, with its adapter. tokenizer: a Hugging
-    Face folder or a tokenizer.json. end_of_document: the token that ended documents in training; None: the tokenizer's
-    own. chat_template: the template of training, by name or file; None: the tokenizer's own. int8: whether `folder` has
-    int8 linears. adapters: those that requests may name. end_ids: eos_token_id of the weights' files. of_conversations:
-    whether a checkpoint was trained on them.
+    tokenizer: a Hugging Face folder or a tokenizer.json. end_of_document: the token that ended documents in training;
+    None: the tokenizer's own. chat_template: the template of training, by name or file; None: the tokenizer's own.
+    adapters: those that requests may name. end_ids: eos_token_id of the weights' files. of_conversations: whether a
+    checkpoint was trained on them.
     """
 
-    folder: Path
-    is_huggingface: bool
-    shape: ModelShape
     tokenizer: Path
     end_of_document: str | None = None
-    base: Path | None = None
     chat_template: str | None = None
-    int8: bool = False
-    adapters: Mapping[str, NamedAdapter] = field(default_factory=dict, hash=False)
+    adapters: Mapping[str, WeightSource] = field(default_factory=dict, hash=False)
     end_ids: frozenset[int] = frozenset()
     of_conversations: bool = False
 
@@ -71,7 +64,7 @@ def find_source(
         return source
     if source.base is not None:
         raise CheckpointError(f"{path} is an adapter itself; name its base as MODEL: {source.base}")
-    if not source.is_huggingface:
+    if source.format != "huggingface":
         raise CheckpointError(
             f"{path} is a checkpoint, and adapters belong to a Hugging Face folder; name that folder as MODEL"
         )
@@ -89,7 +82,8 @@ def _found(path: Path | str, step: int | None, tokenizer: Path | None, base: Pat
         shape = replace(plain, adapter=adapter_of_folder(here, plain.family))
         own = next((each for each in (here, beside) if (each / "tokenizer.json").is_file()), None)
         ends = end_ids(here / CONFIG) or end_ids(beside / CONFIG)
-        return ModelSource(here, True, shape, _required(tokenizer or own, here), base=beside, end_ids=ends)
+        words = _required(tokenizer or own, here)
+        return ModelSource(here, "peft", shape, beside, tokenizer=words, end_ids=ends)
     if name is not None or _is_huggingface(here):
         if step is not None:
             raise CheckpointError(
@@ -100,7 +94,8 @@ def _found(path: Path | str, step: int | None, tokenizer: Path | None, base: Pat
         own = folder if (folder / "tokenizer.json").is_file() else None
         shape = shape_of_folder(str(folder), int8=True)
         found, ends = _required(tokenizer or own, folder), end_ids(folder / CONFIG)
-        return ModelSource(folder, True, shape, found, int8=holds_int8(folder), end_ids=ends)
+        int8 = holds_int8(folder)
+        return ModelSource(folder, "huggingface", shape, int8=int8, tokenizer=found, end_ids=ends)
     if step is None and _is_unknown(here):
         raise CheckpointError(
             f"{path} is no model: a checkpoint or run folder has {MANIFEST}, a Hugging Face folder config.json and"
@@ -116,12 +111,12 @@ def _found(path: Path | str, step: int | None, tokenizer: Path | None, base: Pat
     ends, trained_on = end_ids(find_origin(checkpoint)), (manifest.config.get("data") or {}).get("kind")
     return ModelSource(
         checkpoint,
-        False,
+        "checkpoint",
         manifest.model,
-        found,
-        end,
         frozen,
-        template,
+        tokenizer=found,
+        end_of_document=end,
+        chat_template=template,
         end_ids=ends,
         of_conversations=trained_on in ("instruct", "preference"),
     )

@@ -27,7 +27,7 @@ def stops_of(source: ModelSource, tokenizer: Tokenizer) -> Stops:
     """
     document = tokenizer.end_of_document_id
     # A run may have replaced the tokenizer of the weights that it began with.
-    is_theirs = source.is_huggingface or document in source.end_ids
+    is_theirs = source.format != "checkpoint" or document in source.end_ids
     ids = {document, *(each for each in source.end_ids if is_theirs and each < tokenizer.vocab_size)}
     folder = source.tokenizer if source.tokenizer.is_dir() else source.tokenizer.parent
     if source.chat_template is None and not has_chat_template(folder):

@@ -18,11 +18,12 @@ from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.manifest import Base
 from megalite.checkpoint.save import draft_checkpoint
+from megalite.checkpoint.weights import fill
 from megalite.config.sections.schema import RunConfig
-from megalite.convert.huggingface.load import load_huggingface
 from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.peft.base import base_of, require_base
-from megalite.convert.peft.read import load_adapter
+from megalite.convert.weight_source import WeightSource
+from megalite.convert.weights import open_weights
 from megalite.data.batches.loader import StepLoader
 from megalite.data.batches.prefetch import Prefetch
 from megalite.data.batches.stream_loader import TrainingLoader
@@ -358,11 +359,13 @@ def _start_from(
     weights: Path, config: RunConfig, new_rows: NewRows | None, replica: Replica, *, base_only: bool
 ) -> None:
     """Fill a replica from a Hugging Face folder, and unless base_only its adapter as it starts. Collective."""
-    load_huggingface(weights, replica, new_rows=new_rows)
+    base = open_weights(WeightSource(weights, "huggingface", replica.shape), new_rows)
+    fill(replica, base, weights, [parameter for parameter in replica.parameters if not parameter.adapter])
     if base_only:
         return
     if config.adapter.path is not None:
-        load_adapter(Path(config.adapter.path).expanduser(), replica)
+        adapter = WeightSource(Path(config.adapter.path).expanduser(), "peft", replica.shape)
+        fill(replica, open_weights(adapter), adapter.folder, replica.trained)
     elif replica.shape.adapter is not None:
         initialise(replica, config.run.seed, adapter_only=True)
 

@@ -7,14 +7,14 @@ import pytest
 
 from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.generation.batch_engine import BatchEngine
-from megalite.generation.engine import generate_ids, load_model
+from megalite.generation.engine import generate_ids
 from megalite.generation.json_schema import JSON_OBJECT
 from megalite.generation.loaded import load_source
 from megalite.generation.request import GREEDY, Sampling
 from megalite.generation.source import ModelSource
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
-from tests.support.generation import mixed_requests
+from tests.support.generation import load_model, mixed_requests
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
@@ -58,7 +58,7 @@ def served(
 ) -> dict[int, str] | None:
     """Rank 0 takes requests that come and go; the others follow it. objects: every second one is of JSON."""
     mesh = ParallelMesh.over_world(layout)
-    source = ModelSource(checkpoint, False, replace(tiny_shape(), vocab_size=384), tokenizer)
+    source = ModelSource(checkpoint, "checkpoint", replace(tiny_shape(), vocab_size=384), tokenizer=tokenizer)
     engine = BatchEngine(load_source(source, mesh), max_requests=4, prefill_chunk=5)
     if mesh.rank != 0:
         engine.serve_steps()

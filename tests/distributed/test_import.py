@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megalite.checkpoint.weights import fill
 from megalite.convert.huggingface import load as hf_import
 from megalite.convert.huggingface.export import export
-from megalite.convert.huggingface.load import load_huggingface
+from megalite.convert.weight_source import WeightSource
+from megalite.convert.weights import open_weights
 from megalite.errors import CheckpointError
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
@@ -28,7 +30,7 @@ def imported(folder: Path, shape: ModelShape, layout: Layout) -> list[Shard]:
     mesh = ParallelMesh.over_world(layout)
     split = pipeline_split(shape.num_hidden_layers, layout.pipeline)
     replica = build_replica(shape, mesh, split, seed=None)
-    load_huggingface(folder, replica)
+    fill(replica, open_weights(WeightSource(folder, "huggingface", shape)), folder)
     return shards_of(replica.parameters, replica.tensors, mesh)
 
 
@@ -162,5 +164,5 @@ def exported(folder: Path, shape: ModelShape) -> Path:
 def read_alone(folder: Path, shape: ModelShape) -> dict[str, torch.Tensor]:
     mesh, split = ParallelMesh.single(), pipeline_split(shape.num_hidden_layers)
     replica = build_replica(shape, mesh, split, seed=None)
-    load_huggingface(folder, replica)
+    fill(replica, open_weights(WeightSource(folder, "huggingface", shape)), folder)
     return {name: tensor.detach().double() for name, tensor in replica.tensors.items()}

@@ -9,13 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from megalite.convert.huggingface.export import export
 from megalite.generation import token_engine
-from megalite.generation.engine import load_model
 from megalite.generation.request import Request
 from megalite.generation.token_engine import TokenEngine
 from megalite.model.kv_cache import Room
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
-from tests.support.generation import LONGEST, mixed_requests
+from tests.support.generation import LONGEST, load_model, mixed_requests
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES

@@ -10,11 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from megalite.convert.huggingface.export import export
 from megalite.generation import slots
-from megalite.generation.engine import load_model
 from megalite.generation.request import Request
 from megalite.model import kv_cache
 from megalite.topology.axes import Layout
-from tests.support.generation import mixed_requests, run_requests, tokens_on_rank
+from tests.support.generation import load_model, mixed_requests, run_requests, tokens_on_rank
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES
 from tests.unit.convert.exporting import lively_stage, save_stage

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import torch
 
-from megalite.generation.engine import load_model
+from megalite.checkpoint.folder import read_manifest
+from megalite.checkpoint.weights import fill
+from megalite.convert.weight_source import WeightSource
+from megalite.convert.weights import open_weights
+from megalite.generation.engine import build_model
 from megalite.generation.request import GREEDY, Request, Sampling
 from megalite.generation.token_engine import TokenEngine
 from megalite.model.kv_cache import KeyValueCache, Room
@@ -25,6 +29,16 @@ def one_slot(stage: Stage, tokens: int) -> KeyValueCache:
     layers = range(stage.shape.num_hidden_layers)
     heads = stage.shape.num_key_value_heads
     return KeyValueCache(Room(1, tokens), stage.shape, layers, heads, stage.dtype, weight.device)
+
+
+def load_model(
+    checkpoint: Path, mesh: ParallelMesh | None = None, dtype: torch.dtype = torch.float32
+) -> Replica:
+    """Return this rank's part of a checkpoint's model. Collective."""
+    source = WeightSource(checkpoint, "checkpoint", read_manifest(checkpoint).model)
+    replica = build_model(source.shape, mesh or ParallelMesh.single(), dtype)
+    fill(replica, open_weights(source), checkpoint)
+    return replica
 
 
 def mixed_requests(

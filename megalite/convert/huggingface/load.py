@@ -1,19 +1,15 @@
 """Weights from a Hugging Face folder: every rank reads only the slices that it holds."""
 
 import json
-from functools import partial
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.failures import explain
-from megalite.checkpoint.load import load_parameter
-from megalite.checkpoint.reader import BLOCK_ELEMENTS
 from megalite.checkpoint.region_reader import TYPES, RegionReader
+from megalite.checkpoint.weights import BLOCK_ELEMENTS, INT8_SCALE, WeightReader, fill
 from megalite.convert.finite import require_finite
 from megalite.convert.huggingface.files import headers
 from megalite.convert.huggingface.new_rows import NewRows
@@ -26,8 +22,6 @@ from megalite.errors import CheckpointError, listed
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.families.tensors import FamilyTensor
 from megalite.model.replica import Replica
-from megalite.parallel.int8 import Int8Linear
-from megalite.parallel.mesh import all_or_none
 from megalite.topology.parameters import EMBEDDING, HEAD, HEAD_BIAS, canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
@@ -40,41 +34,17 @@ BUFFERS = (
 )
 
 
-def load_huggingface(folder: Path, replica: Replica, *, new_rows: NewRows | None = None) -> None:
-    """Fill this rank's stage, without its adapter, from a folder that transformers could load.
-
-    Collective over the world.
-
-    new_rows: rows of the vocabulary that are the mean of others; the replica may have more rows than the files.
-    Raises CheckpointError, on every rank alike, when the files are missing or damaged, or do not hold exactly the
-    tensors of the replica's shape; the message names the tensors.
-    """
-
-    def load() -> None:
-        tensors = replica.tensors
-        modules = replica.stage.named_modules()
-        int8 = {f"{name}.weight": each for name, each in modules if isinstance(each, Int8Linear)}
-        with HuggingFaceReader(folder, replica.shape.base, new_rows=new_rows, int8=bool(int8)) as reader:
-            fill = partial(load_parameter, reader, mesh=replica.mesh, most_elements=BLOCK_ELEMENTS)
-            for parameter in replica.parameters:
-                if parameter.adapter:
-                    continue
-                if (linear := int8.get(parameter.name)) is None:
-                    fill(parameter, tensors[parameter.name])
-                else:
-                    fill(parameter, linear.weight)
-                    fill(parameter, linear.scale, state_key=SCALE)
-
-    all_or_none(replica.mesh, load, explain(replica.mesh, "import", folder))
-
-
-class HuggingFaceReader:
+class HuggingFaceReader(WeightReader):
     """Reads regions of canonical tensors from a folder's safetensors files: of each the bytes it has, and no others."""
 
     def __init__(
         self, folder: Path, shape: ModelShape, *, new_rows: NewRows | None = None, int8: bool = False
     ):
-        """new_rows: as for `load_huggingface`. int8: matrices of layers are int8, with scales."""
+        """new_rows: rows of the vocabulary that are the mean of others; the shape may have more rows than the files.
+
+        int8: matrices of layers are int8, with scales. Raises CheckpointError when the files are missing or damaged, or
+        do not hold exactly the tensors of the shape; the message names the tensors.
+        """
         self._int8 = int8
         self._means: dict[str, Tensor] = {}
         self._new_rows = new_rows
@@ -95,16 +65,7 @@ class HuggingFaceReader:
         self._of_vocabulary = {self._head, *map(self._stored, vocabulary)}
         self._head_too = shape.tie_word_embeddings and self._head in self._where
 
-    def __enter__(self) -> "HuggingFaceReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def close(self) -> None:
-        """Close the files."""
         for opened in self._files:
             opened.close()
 
@@ -116,15 +77,14 @@ class HuggingFaceReader:
     def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
         """Return a region of one canonical tensor in the file's dtype; raises CheckpointError.
 
-        state_key: SCALE: the scales [rows, 1] of an int8 weight's region; else ignored, because the folder holds
-        weights only.
+        state_key: INT8_SCALE: a region of the scales [rows, 1] of an int8 weight; else ignored, since the folder holds
+        only weights.
         """
         tensor = self._tensors[name]
         stored = self._stored(tensor)
         regions = tensor.slices(name, region, self._shapes)
-        if state_key == SCALE:
-            rows = (TensorSlice((each.offsets[0], 0), (each.shape[0], 1)) for each in regions)
-            pieces = [self._region(f"{stored}{SCALE}", each) for each in rows]
+        if state_key == INT8_SCALE:
+            pieces = [self._region(f"{stored}{SCALE}", each) for each in regions]
         else:
             pieces = [self._region(stored, each, transposed=tensor.transposed) for each in regions]
         values = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -233,17 +193,17 @@ class HuggingFaceReader:
 def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path:
     """Write a folder's weights as a checkpoint without optimizer state: step 0 of a run; one process, the model once.
 
-    Its tokenizer files come along to `run_folder`/tokenizer. Raises CheckpointError as load_huggingface does, and
+    Its tokenizer files come along to `run_folder`/tokenizer. Raises CheckpointError as HuggingFaceReader does, and
     where the run has a checkpoint already.
     """
 
-    def fill(replica: Replica) -> None:
-        load_huggingface(folder, replica)
+    def fill_from_folder(replica: Replica) -> None:
+        fill(replica, HuggingFaceReader(folder, shape), folder)
         config["tokenizer"] = take_tokenizer(folder, run_folder)
         keep_origin(folder / CONFIG, run_folder)
 
     config: dict[str, Any] = {"model": {"weights": str(folder)}}
-    return write_step_zero(run_folder, shape, fill, config)
+    return write_step_zero(run_folder, shape, fill_from_folder, config)
 
 
 def take_tokenizer(folder: Path, run_folder: Path) -> dict[str, Any]:

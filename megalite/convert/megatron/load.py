@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.load import load_parameter
+from megalite.checkpoint.weights import fill
 from megalite.convert.finite import require_finite
 from megalite.convert.foreign_pickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST, not_built
@@ -39,15 +39,14 @@ def import_megatron(folder: Path, run_folder: Path, vocab_size: int | None = Non
     for path in find_megatron_folder(folder).files.values():
         require_undamaged(path)
 
-    def fill(replica: Replica) -> None:
-        tensors = replica.tensors
-        for parameter in replica.parameters:
-            load_parameter(reader, parameter, tensors[parameter.name], replica.mesh)
-            require_finite(tensors[parameter.name].detach(), parameter.name, folder)
-        reader.check_tied_head(tensors[EMBEDDING].detach())
+    def fill_from_ranks(replica: Replica) -> None:
+        fill(replica, reader, folder)
+        for name, tensor in replica.tensors.items():
+            require_finite(tensor.detach(), name, folder)
+        reader.check_tied_head(replica.tensors[EMBEDDING].detach())
 
     written = write_step_zero(
-        run_folder, reader.shape, fill, {"model": {"weights": str(folder)}}, dtype=reader.dtype
+        run_folder, reader.shape, fill_from_ranks, {"model": {"weights": str(folder)}}, dtype=reader.dtype
     )
     return MegatronImport(written, reader.shape, reader.dtype, reader.iteration, tuple(reader.notes))
 

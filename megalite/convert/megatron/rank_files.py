@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megalite.checkpoint.region_reader import TYPES
 from megalite.checkpoint.regions import index_in
+from megalite.checkpoint.weights import WeightReader
 from megalite.convert.foreign_pickle import Foreign, load_pickle
 from megalite.convert.megatron.arguments import Arguments, megatron_shape, true_vocab_size
 from megalite.convert.megatron.folder import MegatronFolder, find_megatron_folder
@@ -107,7 +108,7 @@ class _Place:
 
 
 @dataclass
-class MegatronReader:
+class MegatronReader(WeightReader):
     """Reads regions of canonical tensors, with the files of one pipeline stage open at a time.
 
     dtype: the promoted dtype of all weights. notes: messages for the user.
@@ -121,6 +122,8 @@ class MegatronReader:
     places: Mapping[str, _Place]
     notes: list[str] = field(default_factory=list)
     _opened: tuple[int, Sequence[RankFile]] | None = None
+    # A tensor at once: each read joins the shards of all ranks.
+    block_elements = 1 << 62
 
     def __post_init__(self) -> None:
         self._parts = {
@@ -128,6 +131,9 @@ class MegatronReader:
             for parameter in model_parameters(self.shape)
             for index, part in enumerate(parameter.spec.parts)
         }
+
+    def close(self) -> None:
+        self._opened = None
 
     def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
         """Return a region of a canonical tensor. Raises CheckpointError if ranks hold different replicas of it."""

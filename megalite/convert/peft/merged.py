@@ -1,19 +1,16 @@
-"""Read a model with its adapter merged into its weights, region by region."""
+"""Read a model with its adapter, region by region: a low-rank one merged into the weights, a prefix beside them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.load import WeightReader
 from megalite.checkpoint.manifest import WEIGHT, Manifest
-from megalite.checkpoint.reader import BLOCK_ELEMENTS
 from megalite.checkpoint.regions import full_slice, rows_of
 from megalite.checkpoint.tensor_file import dtype_name
+from megalite.checkpoint.weights import BLOCK_ELEMENTS, TensorTarget, WeightReader
 from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface.load import HuggingFaceReader
 from megalite.topology.adapter import Lora
@@ -22,28 +19,22 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 
 
-class MergedWeights:
+class AdaptedWeights(WeightReader):
     """Reads W + scale * B A in place of each adapted W, with DoRA's magnitudes, and the other weights as they are.
 
-    Sums are float32, or float64 where a weight is. Its model is the base's: it has no adapter.
+    Sums are float32, or float64 where a weight is. Tensors that were trained whole, and a prefix, are the adapter's.
     """
 
     def __init__(self, adapter: WeightReader, shape: ModelShape, base: Path):
         """adapter: reads the trained tensors. shape: of the model with its adapter. base: its Hugging Face folder."""
-        assert isinstance(shape.adapter, Lora)
-        self._adapter, self._lora, self._base = adapter, shape.adapter, HuggingFaceReader(base, shape.base)
+        self._adapter, self._form, self._base = adapter, shape.adapter, HuggingFaceReader(base, shape.base)
         self._trained, self._shapes = trained_tensors(shape), canonical_tensors(shape.base)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._base.close()
 
     def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
-        """Return a region of a tensor of the merged model; raises CheckpointError. state_key: of the adapter's."""
+        """Return a region of a tensor; raises CheckpointError. state_key: of the adapter's."""
         if name in self._trained:
             return self._adapter.read(state_key, name, region)
         module = name.removesuffix(".weight")
@@ -51,15 +42,22 @@ class MergedWeights:
             return self._base.read(WEIGHT, name, region)
         width = self._shapes[name][1]
         rows, first = (region.shape[0], width), region.offsets[0]
+        assert isinstance(self._form, Lora)
         weight = self._base.read(WEIGHT, name, TensorSlice((first, 0), rows))
         a = self._part(state_key, f"{module}.lora_A.weight")
         b = self._part(state_key, f"{module}.lora_B.weight", first, rows[0])
         exact = torch.promote_types(weight.dtype, torch.promote_types(a.dtype, torch.float32))
-        merged = torch.addmm(weight.to(exact), b.to(exact), a.to(exact), alpha=self._lora.scale)
-        if self._lora.dora:
+        merged = torch.addmm(weight.to(exact), b.to(exact), a.to(exact), alpha=self._form.scale)
+        if self._form.dora:
             magnitude = self._part(state_key, f"{module}.lora_magnitude_vector.weight", first, rows[0])
             merged *= (magnitude.to(exact) / merged.norm(dim=1)).unsqueeze(1)
         return merged[:, region.offsets[1] : region.offsets[1] + region.shape[1]]
+
+    def fill_all(self, targets: Iterable[TensorTarget]) -> None:
+        """Fill many tensors, those of the adapter as its own reader does."""
+        targets = list(targets)
+        self._adapter.fill_all(target for target in targets if target.name in self._trained)
+        super().fill_all(target for target in targets if target.name not in self._trained)
 
     def blocks(self, state_key: str, name: str) -> Iterator[Tensor]:
         """Yield a whole tensor in blocks of consecutive rows."""
@@ -72,7 +70,7 @@ class MergedWeights:
         return self._adapter.read(state_key, name, TensorSlice((first, *[0] * (len(shape) - 1)), held))
 
 
-class MergedCheckpoints(MergedWeights):
+class MergedCheckpoints(AdaptedWeights):
     """The merged weights of an adapter's checkpoints, with what an export asks of checkpoints."""
 
     def __init__(self, adapter: AveragedWeights, base: Path):

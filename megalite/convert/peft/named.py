@@ -10,8 +10,9 @@ from megalite.config.peft_names import fused_with_others, peft_names
 from megalite.config.sources.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_of_folder
 from megalite.convert.huggingface.files import header_of, is_folder_of_weights
 from megalite.convert.peft.base import base_of, stated_base
+from megalite.convert.weight_source import WeightSource
 from megalite.errors import CheckpointError, ConfigError, listed
-from megalite.topology.adapter import Lora, Prefix
+from megalite.topology.adapter import Prefix
 from megalite.topology.parameters import trained_tensors
 from megalite.topology.shape import ModelShape
 
@@ -19,21 +20,6 @@ from megalite.topology.shape import ModelShape
 _FREE_FIELDS = ("max_position_embeddings", "initializer_range", "adapter")
 _WHOLE_MODEL = "{} holds a whole model, not an adapter; name it as MODEL"
 _NAME_ITS_MODEL = "name the model that it was trained on as MODEL"
-
-
-@dataclass(frozen=True)
-class NamedAdapter:
-    """A low-rank adapter. folder: PEFT's if `is_peft`, else a checkpoint. shape: of the model with it."""
-
-    folder: Path
-    is_peft: bool
-    shape: ModelShape
-
-    @property
-    def lora(self) -> Lora:
-        """The form of the adapter."""
-        assert isinstance(self.shape.adapter, Lora)
-        return self.shape.adapter
 
 
 @dataclass(frozen=True)
@@ -45,8 +31,8 @@ class AdaptedModel:
     int8: bool
 
 
-def find_adapter(name: str, path: Path, model: AdaptedModel) -> NamedAdapter:
-    """Return the adapter in a PEFT folder, a checkpoint or a run folder.
+def find_adapter(name: str, path: Path, model: AdaptedModel) -> WeightSource:
+    """Return the low-rank adapter in a PEFT folder, a checkpoint or a run folder.
 
     Raises CheckpointError, with the adapter's name, if there is none, if it is damaged, if it changes more than linears
     by low ranks, or if it belongs to other weights.
@@ -64,7 +50,7 @@ def find_adapter(name: str, path: Path, model: AdaptedModel) -> NamedAdapter:
         raise CheckpointError(f"the adapter {name}: {told}") from error
 
 
-def _of_peft(folder: Path, model: AdaptedModel) -> NamedAdapter:
+def _of_peft(folder: Path, model: AdaptedModel) -> WeightSource:
     shape = replace(model.shape, adapter=adapter_of_folder(folder, model.shape.family))
     _require_low_ranks(shape, folder, f"name {folder} as MODEL, which merges it")
     if (fused := fused_with_others(shape)) is not None:
@@ -80,10 +66,10 @@ def _of_peft(folder: Path, model: AdaptedModel) -> NamedAdapter:
         if held[each] != size:
             sizes = f"{list(held[each])}, and the model has {list(size)}"
             raise CheckpointError(f"{folder}: {each} is {sizes}; {_NAME_ITS_MODEL}")
-    return NamedAdapter(folder, True, shape)
+    return WeightSource(folder, "peft", shape)
 
 
-def _of_checkpoint(checkpoint: Path, model: AdaptedModel) -> NamedAdapter:
+def _of_checkpoint(checkpoint: Path, model: AdaptedModel) -> WeightSource:
     manifest = require_whole(checkpoint)
     check_coverage(manifest, checkpoint)
     merge = f"merge it (megalite convert export {checkpoint} OUTPUT) and name OUTPUT as MODEL"
@@ -94,7 +80,7 @@ def _of_checkpoint(checkpoint: Path, model: AdaptedModel) -> NamedAdapter:
         if there[each] != value and each not in _FREE_FIELDS:
             sizes = f"has {each} {there[each]}, and the model {value}"
             raise CheckpointError(f"the model of {checkpoint} {sizes}; {_NAME_ITS_MODEL}")
-    return NamedAdapter(checkpoint, False, replace(model.shape, adapter=manifest.model.adapter))
+    return WeightSource(checkpoint, "checkpoint", replace(model.shape, adapter=manifest.model.adapter))
 
 
 def _require_low_ranks(shape: ModelShape, folder: Path, merge: str) -> None:

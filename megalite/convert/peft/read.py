@@ -1,21 +1,16 @@
 """Adapters that PEFT has saved: every rank reads the slices that it holds."""
 
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from torch import Tensor
 
-from megalite.checkpoint.failures import explain
-from megalite.checkpoint.load import load_parameter
 from megalite.checkpoint.region_reader import TYPES, RegionReader
+from megalite.checkpoint.weights import WeightReader
 from megalite.config.peft_names import peft_names
 from megalite.config.sources.peft import ADAPTER_FILE
 from megalite.convert.finite import require_finite
 from megalite.convert.huggingface.files import header_of
 from megalite.errors import CheckpointError, listed
-from megalite.model.replica import Replica
-from megalite.parallel.mesh import all_or_none
 from megalite.topology.adapter import Lora, Prefix
 from megalite.topology.parameters import names_tied_table, trained_tensors
 from megalite.topology.shape import ModelShape
@@ -25,28 +20,12 @@ PROMPT = "prompt_embeddings"
 """PEFT's tensor of a prefix: [virtual tokens, layers x (keys, values) x key-value heads x head_dim]."""
 
 
-def load_adapter(folder: Path, replica: Replica) -> None:
-    """Fill the trained parameters of this rank's stage from a folder that PEFT has saved; collective over the world.
-
-    Raises CheckpointError, on every rank alike, when the file is missing or damaged, or does not hold exactly the
-    tensors of the replica's adapter.
-    """
-
-    def load() -> None:
-        tensors = replica.tensors
-        with open_adapter(folder, replica.shape) as reader:
-            for parameter in replica.trained:
-                load_parameter(reader, parameter, tensors[parameter.name], replica.mesh)
-
-    all_or_none(replica.mesh, load, explain(replica.mesh, "import", folder))
-
-
 def open_adapter(folder: Path, shape: ModelShape) -> "LoraReader | PrefixReader":
     """Open the file of an adapter; shape: of the model with it. Raises CheckpointError."""
     return PrefixReader(folder, shape) if isinstance(shape.adapter, Prefix) else LoraReader(folder, shape)
 
 
-class _PeftFile:
+class _PeftFile(WeightReader):
     """The file of an adapter."""
 
     def __init__(self, folder: Path):
@@ -54,12 +33,7 @@ class _PeftFile:
         self._file = RegionReader(self.path, header_of(self.path))
         self.header = self._file.header
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         self._file.close()
 
     def _values(self, name: str, region: TensorSlice) -> Tensor:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.save import save_checkpoint
+from megalite.checkpoint.weights import fill
 from megalite.convert.huggingface import export as huggingface
 from megalite.convert.huggingface.export import as_family_tensor
-from megalite.convert.huggingface.load import load_huggingface
+from megalite.convert.weight_source import WeightSource
+from megalite.convert.weights import open_weights
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
@@ -67,7 +69,8 @@ def imported(world: World, folder: Path, mesh: ThreadMesh) -> HeldStage:
     """Return a rank's values after the import; nan where none was written."""
     sizes = {each.name: mesh.local_shape(each) for each in world.parameters(mesh)}
     stage = HeldStage({name: torch.full(size, torch.nan) for name, size in sizes.items()})
-    load_huggingface(folder, world.replica(mesh, stage))
+    source = WeightSource(folder, "huggingface", world.shape)
+    fill(world.replica(mesh, stage), open_weights(source), folder)
     return stage
 
 

@@ -12,9 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.regions import index_in
 from megalite.checkpoint.save import save_checkpoint
+from megalite.checkpoint.weights import fill
+from megalite.convert.weight_source import WeightSource
+from megalite.convert.weights import open_weights
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
@@ -214,10 +218,12 @@ class World:
 
         def action(mesh: ThreadMesh) -> Any:
             stage, state = self.held(mesh, version=None)
-            manifest = load_checkpoint(
-                checkpoint, self.replica(mesh, stage), state if with_optimizer else None
-            )
-            return mesh, stage, state, manifest
+            replica = self.replica(mesh, stage)
+            if with_optimizer:
+                load_checkpoint(checkpoint, replica, state)
+            else:
+                fill(replica, open_weights(WeightSource(checkpoint, "checkpoint", self.shape)), checkpoint)
+            return mesh, stage, state, read_manifest(checkpoint)
 
         return on_all_ranks(self.layout, action)
 

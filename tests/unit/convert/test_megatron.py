@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
+from megalite.checkpoint.weights import fill
 from megalite.convert.megatron.load import MegatronImport, import_megatron
 from megalite.errors import CheckpointError
 from megalite.model.stages import build_replica
@@ -93,7 +93,7 @@ def logits_of(done: MegatronImport, input_ids: Tensor) -> Tensor:
     mesh, split = ParallelMesh.single(), pipeline_split(done.shape.num_hidden_layers)
     replica = build_replica(done.shape, mesh, split, seed=None)
     replica.stage.to(done.dtype)
-    load_checkpoint(done.checkpoint, replica)
+    fill(replica, CheckpointReader(done.checkpoint), done.checkpoint)
     return our_logits(replica.stage, input_ids)
 
 

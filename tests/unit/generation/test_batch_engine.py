@@ -28,7 +28,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     folder = tmp_path_factory.mktemp("model")
     shape = replace(tiny_shape(layers=2), vocab_size=384)
     file = tiny_tokenizer(folder)
-    source = ModelSource(folder, False, shape, file)
+    source = ModelSource(folder, "checkpoint", shape, tokenizer=file)
     stage = lively_stage(shape, scale=8.0)
     return LoadedModel(Replica.whole(stage), load_tokenizer(file), source)
 

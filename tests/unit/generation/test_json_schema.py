@@ -33,7 +33,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     )  # 6 ids without a token
     file = tiny_tokenizer(folder)
     stage = lively_stage(shape, scale=3.0)
-    return LoadedModel(Replica.whole(stage), load_tokenizer(file), ModelSource(folder, False, shape, file))
+    return LoadedModel(
+        Replica.whole(stage), load_tokenizer(file), ModelSource(folder, "checkpoint", shape, tokenizer=file)
+    )
 
 
 def wanted(loaded: LoadedModel, seed: int, **settings: object) -> Request:

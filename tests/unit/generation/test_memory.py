@@ -11,7 +11,9 @@ from megalite.generation.source import ModelSource
 from megalite.topology.parameters import parameter_count
 from tests.support.tiny import tiny_shape
 
-SOURCE = ModelSource(Path("m"), True, replace(tiny_shape(), max_position_embeddings=10**9), Path("m"))
+SOURCE = ModelSource(
+    Path("m"), "huggingface", replace(tiny_shape(), max_position_embeddings=10**9), tokenizer=Path("m")
+)
 GIB = 2**30
 
 
