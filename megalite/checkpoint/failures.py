@@ -30,12 +30,13 @@ def explain(
     """For `all_or_none`: the message that says which rank could not do what, why, and what to do."""
 
     def message(error: Exception) -> str:
-        return f"{mesh.layout.describe(mesh.rank)} could not {verb} {path}: {_reason(error, remedies)}"
+        return f"{mesh.layout.describe(mesh.rank)} could not {verb} {path}: {reason(error, remedies)}"
 
     return message
 
 
-def _reason(error: Exception, remedies: Remedies) -> str:
+def reason(error: Exception, remedies: Remedies) -> str:
+    """Return why something could not be read or written, with a remedy where there is one."""
     if isinstance(error, CheckpointError):
         return str(error)
     number = error.errno if isinstance(error, OSError) else None

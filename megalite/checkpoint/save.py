@@ -104,13 +104,14 @@ def draft_checkpoint(
     where = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))
     draft = Draft(where, folder / published_name(step), mesh.rank, pieces, manifest, remedies)
     sizes = mesh.gather_objects(draft.size_bytes)
-    make = partial(_prepare, folder, where, sum(sizes or []), remedies)
+    make = partial(prepare_partial, folder, where, sum(sizes or []), remedies)
     prepare = explain(mesh, "prepare", folder, remedies)
     all_or_none(mesh, lambda: make() if mesh.rank == 0 else None, prepare)
     return draft
 
 
-def _prepare(folder: Path, partial: Path, needed_bytes: int, remedies: Remedies) -> None:
+def prepare_partial(folder: Path, partial: Path, needed_bytes: int, remedies: Remedies) -> None:
+    """Make a checkpoint's partial folder below `folder`. Raises CheckpointError unless the disk has room for it."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_stale(folder)
     free_bytes = shutil.disk_usage(folder).free

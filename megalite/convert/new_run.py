@@ -10,20 +10,15 @@ from megalite.convert.huggingface.origin import FOLDER
 from megalite.errors import CheckpointError
 
 
-def imported_folders(run_folder: Path) -> list[Path]:
-    """Return the folders of a run that an import writes."""
-    return [run_folder / name for name in ("checkpoints", "tokenizer", FOLDER)]
+@contextmanager
+def new_run(run_folder: Path) -> Iterator[None]:
+    """Write a run folder in the `with` block. If the block fails, what it wrote is removed, and new folders above.
 
-
-def require_new_run(run_folder: Path) -> None:
-    """Raise CheckpointError if a run folder has a checkpoint already."""
+    Raises CheckpointError if the folder has a checkpoint already.
+    """
     if (before := find_latest(run_folder / "checkpoints")) is not None:
         raise CheckpointError(f"{before} exists already; name another folder to write")
-
-
-@contextmanager
-def undone_on_failure(*folders: Path) -> Iterator[None]:
-    """If the block fails, remove those of `folders` that did not exist before, and new empty folders above them."""
+    folders = [run_folder / name for name in ("checkpoints", "tokenizer", FOLDER)]
     made = [folder for folder in folders if not folder.exists()]
     above = {parent for folder in made for parent in folder.parents if not parent.exists()}
     try:

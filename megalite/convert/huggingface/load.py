@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.region_reader import TYPES, RegionReader
-from megalite.checkpoint.weights import BLOCK_ELEMENTS, INT8_SCALE, WeightReader, fill
+from megalite.checkpoint.weights import BLOCK_ELEMENTS, INT8_SCALE, WeightReader
 from megalite.convert.finite import require_finite
 from megalite.convert.huggingface.files import headers
 from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.huggingface.origin import CONFIG, keep_origin
 from megalite.convert.huggingface.packed import is_packed, scale_of, unpacked
 from megalite.convert.huggingface.packed_header import SCALE, weights_of
-from megalite.convert.step_zero import write_step_zero
+from megalite.convert.new_run import new_run
+from megalite.convert.streamed import ImportedRun, write_streamed
 from megalite.data.tokenizers.tokenizer import copy_tokenizer
 from megalite.errors import CheckpointError, listed
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.families.tensors import FamilyTensor
-from megalite.model.replica import Replica
 from megalite.topology.parameters import EMBEDDING, HEAD, HEAD_BIAS, canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
@@ -191,19 +191,17 @@ class HuggingFaceReader(WeightReader):
 
 
 def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path:
-    """Write a folder's weights as a checkpoint without optimizer state: step 0 of a run; one process, the model once.
+    """Write a folder's weights as a checkpoint without optimizer state: step 0 of a run; one process.
 
     Its tokenizer files come along to `run_folder`/tokenizer. Raises CheckpointError as HuggingFaceReader does, and
     where the run has a checkpoint already.
     """
 
-    def fill_from_folder(replica: Replica) -> None:
-        fill(replica, HuggingFaceReader(folder, shape), folder)
-        config["tokenizer"] = take_tokenizer(folder, run_folder)
+    with new_run(run_folder), HuggingFaceReader(folder, shape) as reader:
+        tokenizer = take_tokenizer(folder, run_folder)
         keep_origin(folder / CONFIG, run_folder)
-
-    config: dict[str, Any] = {"model": {"weights": str(folder)}}
-    return write_step_zero(run_folder, shape, fill_from_folder, config)
+        config = {"model": {"weights": str(folder)}, "tokenizer": tokenizer}
+        return write_streamed(run_folder, ImportedRun(shape, config), reader)
 
 
 def take_tokenizer(folder: Path, run_folder: Path) -> dict[str, Any]:

@@ -6,15 +6,12 @@ from pathlib import Path
 
 import torch
 
-from megalite.checkpoint.weights import fill
-from megalite.convert.finite import require_finite
 from megalite.convert.foreign_pickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST, not_built
 from megalite.convert.megatron.folder import find_megatron_folder
 from megalite.convert.megatron.rank_files import open_megatron, open_rank
-from megalite.convert.step_zero import write_step_zero
-from megalite.model.replica import Replica
-from megalite.topology.parameters import EMBEDDING
+from megalite.convert.new_run import new_run
+from megalite.convert.streamed import ImportedRun, write_streamed
 from megalite.topology.shape import ModelShape
 
 
@@ -30,7 +27,7 @@ class MegatronImport:
 
 
 def import_megatron(folder: Path, run_folder: Path, vocab_size: int | None = None) -> MegatronImport:
-    """Write a Megatron-LM checkpoint's weights, in their type, as step 0 of a run; one process, the model once.
+    """Write a Megatron-LM checkpoint's weights, in their type, as step 0 of a run; one process.
 
     vocab_size: rows of the padded table that are tokens, where its arguments do not say it.
     Raises CheckpointError where it cannot be expressed or is not whole, and where the run has a checkpoint.
@@ -39,15 +36,9 @@ def import_megatron(folder: Path, run_folder: Path, vocab_size: int | None = Non
     for path in find_megatron_folder(folder).files.values():
         require_undamaged(path)
 
-    def fill_from_ranks(replica: Replica) -> None:
-        fill(replica, reader, folder)
-        for name, tensor in replica.tensors.items():
-            require_finite(tensor.detach(), name, folder)
-        reader.check_tied_head(replica.tensors[EMBEDDING].detach())
-
-    written = write_step_zero(
-        run_folder, reader.shape, fill_from_ranks, {"model": {"weights": str(folder)}}, dtype=reader.dtype
-    )
+    run = ImportedRun(reader.shape, {"model": {"weights": str(folder)}}, reader.dtype)
+    with new_run(run_folder), reader:
+        written = write_streamed(run_folder, run, reader)
     return MegatronImport(written, reader.shape, reader.dtype, reader.iteration, tuple(reader.notes))
 
 

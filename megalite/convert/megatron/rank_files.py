@@ -11,6 +11,7 @@ from torch import Tensor
 from megalite.checkpoint.region_reader import TYPES
 from megalite.checkpoint.regions import index_in
 from megalite.checkpoint.weights import WeightReader
+from megalite.convert.finite import require_finite
 from megalite.convert.foreign_pickle import Foreign, load_pickle
 from megalite.convert.megatron.arguments import Arguments, megatron_shape, true_vocab_size
 from megalite.convert.megatron.folder import MegatronFolder, find_megatron_folder
@@ -143,9 +144,13 @@ class MegatronReader(WeightReader):
             for tp, copy in enumerate(shards[1:], start=1):
                 self._compare(f"the copy of {self.places[name].name} on tensor rank {tp}", copy, shards[0])
         whole = part_of(parameter, index, shards, self.shape, self.version)
-        return whole[index_in(region, TensorSlice((0,) * len(region.offsets), tuple(whole.shape)))]
+        values = whole[index_in(region, TensorSlice((0,) * len(region.offsets), tuple(whole.shape)))]
+        require_finite(values, name, self.folder.path, region.offsets)
+        if name == EMBEDDING:
+            self._check_tied_head(values)
+        return values
 
-    def check_tied_head(self, embedding: Tensor) -> None:
+    def _check_tied_head(self, embedding: Tensor) -> None:
         """Compare the last stage's copy of a tied embedding, if there is one, with `embedding`."""
         if self.shape.tie_word_embeddings and HEAD in self.places:
             head = torch.cat(list(self._shards(HEAD)))[: self.shape.vocab_size]

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
-from megalite.checkpoint.regions import full_slice
+from megalite.checkpoint.regions import full_slice, index_in
+from megalite.checkpoint.weights import WeightReader
 from megalite.convert.finite import require_finite
 from megalite.convert.foreign_pickle import load_pickle, require_undamaged
 from megalite.convert.huggingface.load import BUFFERS, take_tokenizer
 from megalite.convert.huggingface.origin import CONFIG, keep_origin
-from megalite.convert.new_run import imported_folders, require_new_run, undone_on_failure
-from megalite.convert.streamed import write_streamed
+from megalite.convert.new_run import new_run
+from megalite.convert.streamed import ImportedRun, write_streamed
 from megalite.convert.universal.folder import (
     MODEL_STATES,
     MOMENTS,
@@ -31,6 +32,7 @@ from megalite.errors import CheckpointError, listed
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors
 from megalite.topology.shape import ModelShape
+from megalite.topology.sharding import TensorSlice
 
 _WRAPPER = "module."
 _SETTINGS = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
@@ -168,8 +170,11 @@ def describe_universal(folder: Path) -> Iterator[str]:
         yield f"  {name:<{width}}  {by:>16}  {shown}  {', '.join(found.files(name))}"
 
 
-class UniversalReader:
+class UniversalReader(WeightReader):
     """Canonical tensors from a universal folder, once it was seen to hold exactly those of the model."""
+
+    # A tensor at once: its file holds it whole.
+    block_elements = 1 << 62
 
     def __init__(self, folder: Path, shape: ModelShape):
         """Raises CheckpointError for what is missing, unknown or of another shape, by name."""
@@ -184,16 +189,19 @@ class UniversalReader:
         self._tied, self._head = shape.tie_word_embeddings, stored.get(family.of(HEAD), family.of(HEAD))
         self._check()
 
-    def read(self, state_key: str, name: str) -> Tensor:
-        """Return a whole canonical tensor: the weights (state key WEIGHT) or a moment."""
+    def close(self) -> None:
+        """No file is open between two reads."""
+
+    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
+        """Return a region of a canonical tensor: the weights (state key WEIGHT) or a moment."""
         tensor = self._tensors[name]
         values = self._theirs(
             tensor.name, WEIGHTS if state_key == WEIGHT else state_key, checked=True
         ).reshape(tensor.shape)
         require_finite(values, f"{state_key} of {tensor.name}", self.folder.path)
         values = values.t() if tensor.transposed else values
-        regions = list(tensor.slices(name, full_slice(self._shapes[name]), self._shapes))
-        pieces = [values[region.offsets[0] : region.offsets[0] + region.shape[0]] for region in regions]
+        stored = tensor.slices(name, region, self._shapes)
+        pieces = [values[index_in(piece, full_slice(tuple(values.shape)))] for piece in stored]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _theirs(self, name: str, state: str, *, checked: bool = False) -> Tensor:
@@ -235,22 +243,14 @@ def import_universal(folder: Path, shape: ModelShape, hf_config: Path, run_folde
     folder: with zero/ in it. hf_config: the model's config.json or its folder, whose tokenizer files come along. Its
     data begins anew. Raises CheckpointError when it does not hold exactly the model.
     """
-    require_new_run(run_folder)
-    reader = UniversalReader(folder, shape)
-    found = reader.folder
-    step, counters, settings = found.step, found.counters, found.settings
     model_folder = hf_config if hf_config.is_dir() else hf_config.parent
-    with undone_on_failure(*imported_folders(run_folder)):
+    with new_run(run_folder), UniversalReader(folder, shape) as reader:
+        content = reader.folder
+        optimizer, counters = {"step": content.step}, {**content.counters, "samples": 0, "tokens": 0}
+        settings = content.settings
         keep_origin(model_folder / CONFIG if hf_config.is_dir() else hf_config, run_folder)
-        return write_streamed(
-            run_folder,
-            shape,
-            (WEIGHT, *MOMENTS),
-            reader.read,
-            trainer_state={**counters, "samples": 0, "tokens": 0},
-            optimizer={"step": step},
-            config={
-                "optimizer": {"name": "adamw", **settings},
-                "tokenizer": take_tokenizer(model_folder, run_folder),
-            },
-        )
+        tokenizer = take_tokenizer(model_folder, run_folder)
+        config = {"optimizer": {"name": "adamw", **settings}, "tokenizer": tokenizer}
+        states = (WEIGHT, *MOMENTS)
+        run = ImportedRun(shape, config, state_keys=states, trainer_state=counters, optimizer=optimizer)
+        return write_streamed(run_folder, run, reader)

@@ -286,7 +286,7 @@ def test_copies_that_drifted_apart_are_told(tmp_path: Path) -> None:
     changed_file(folder, "mp_rank_01_001", of_model(NORM, lambda tensor: tensor * 1.001))
     changed_file(folder, "mp_rank_01_001", of_model("output_layer.weight", lambda tensor: tensor * 1.001))
     done = import_megatron(folder, tmp_path / "run")
-    norm, head = done.notes
+    head, norm = done.notes
     assert NORM in norm and "on tensor rank 1 differs from the first copy, which was used, by up to" in norm
     assert "output_layer.weight of the last stage differs" in head
     assert torch.equal(weights_of(done.checkpoint)["model.norm.weight"], weights["model.norm.weight"])

@@ -16,32 +16,36 @@ from torch import Tensor
 from megalite.checkpoint.folder import find_checkpoint
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
+from megalite.checkpoint.weights import WeightReader
 from megalite.cli import convert
-from megalite.convert.streamed import write_streamed
+from megalite.convert.streamed import ImportedRun, write_streamed
 from megalite.convert.universal.export import export_universal
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
-from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
+from megalite.topology.sharding import TensorSlice
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape, tiny_tokenizer
 
 ADAMW = ("weight", "exp_avg", "exp_avg_sq")
 STATE = {"step": 7, "samples": 56, "tokens": 672, "skipped_steps": 2}
 
 
+class RandomReader(WeightReader):
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+
+    def close(self) -> None:
+        pass
+
+    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
+        return torch.randn(region.shape, generator=self.generator)
+
+
 def saved(run: Path, shape: ModelShape, kinds: tuple[str, ...] = ADAMW) -> Path:
     """A checkpoint of random numbers."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = canonical_tensors(shape)
-    return write_streamed(
-        run,
-        shape,
-        kinds,
-        lambda kind, name: torch.randn(shapes[name], generator=generator),
-        trainer_state=STATE,
-        optimizer={"step": 5.0},
-        config={"optimizer": {"learning_rate": 0.01, "betas": [0.9, 0.95]}},
-    )
+    config = {"optimizer": {"learning_rate": 0.01, "betas": [0.9, 0.95]}}
+    imported = ImportedRun(shape, config, state_keys=kinds, trainer_state=STATE, optimizer={"step": 5.0})
+    return write_streamed(run, imported, RandomReader())
 
 
 def contents(checkpoint: Path, kinds: tuple[str, ...] = ADAMW) -> dict[tuple[str, str], Tensor]:
