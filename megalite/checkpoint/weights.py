@@ -1,7 +1,7 @@
 """Weights of any source: a `WeightReader` gives regions of canonical tensors, `fill` a stage what it holds of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.checkpoint.failures import explain
 from megalite.checkpoint.regions import rows_of, split_flat_range
+from megalite.errors import CheckpointError, listed
 from megalite.model.replica import Replica
 from megalite.parallel.int8 import Int8Linear
 from megalite.parallel.mesh import ParallelMesh, all_or_none
@@ -95,6 +96,23 @@ def fill(
             reader.fill_all(_targets_of(replica, replica.parameters if parameters is None else parameters))
 
     all_or_none(replica.mesh, load, explain(replica.mesh, "load", path))
+
+
+def require_no_others(
+    path: Path,
+    missing: Collection[str],
+    extra: Collection[str],
+    advice: str,
+    lacking: str = "the model of its config.json lacks",
+) -> None:
+    """Raise CheckpointError if a source lacks tensors of the model, or has others, with their names.
+
+    advice: what to do. lacking: says of the others who does not have them.
+    """
+    parts = [f"lacks {listed(sorted(missing))}"] if missing else []
+    parts += [f"has {listed(sorted(extra))}, which {lacking}"] if extra else []
+    if parts:
+        raise CheckpointError(f"{path} {' and '.join(parts)}; {advice}")
 
 
 def _targets_of(replica: Replica, parameters: Sequence[Parameter]) -> Iterator[TensorTarget]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.region_reader import TYPES, RegionReader
-from megalite.checkpoint.weights import BLOCK_ELEMENTS, INT8_SCALE, WeightReader
+from megalite.checkpoint.weights import BLOCK_ELEMENTS, INT8_SCALE, WeightReader, require_no_others
 from megalite.convert.finite import require_finite
 from megalite.convert.huggingface.files import headers
 from megalite.convert.huggingface.new_rows import NewRows
@@ -19,7 +19,7 @@ from megalite.convert.huggingface.packed_header import SCALE, weights_of
 from megalite.convert.new_run import new_run
 from megalite.convert.streamed import ImportedRun, write_streamed
 from megalite.data.tokenizers.tokenizer import copy_tokenizer
-from megalite.errors import CheckpointError, listed
+from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.families.tensors import FamilyTensor
 from megalite.topology.parameters import EMBEDDING, HEAD, HEAD_BIAS, canonical_tensors
@@ -155,16 +155,11 @@ class HuggingFaceReader(WeightReader):
         expected = {self._stored(tensor): tensor for tensor in self._tensors.values()}
         int8 = {name: tensor for name, tensor in expected.items() if self._int8 and is_packed(tensor)}
         expected |= {f"{name}{SCALE}": scale_of(tensor) for name, tensor in int8.items()}
-        missing = sorted(expected.keys() - self._where.keys())
-        extra = sorted(name for name in self._where.keys() - expected.keys() if not name.endswith(BUFFERS))
+        missing = expected.keys() - self._where.keys()
+        extra = {name for name in self._where.keys() - expected.keys() if not name.endswith(BUFFERS)}
         if shape.tie_word_embeddings and self._head in extra and self._is_like_the_embedding(self._head):
             extra.remove(self._head)  # whether it is the same, each rank sees with what it reads
-        if missing or extra:
-            parts = [f"lacks {listed(missing)}"] if missing else []
-            parts += [f"has {listed(extra)}, which the model of its config.json lacks"] if extra else []
-            raise CheckpointError(
-                f"{self._folder} {' and '.join(parts)}; use the config.json of these weights"
-            )
+        require_no_others(self._folder, missing, extra, "use the config.json of these weights")
         for name, tensor in expected.items():
             stored = self._where[name].header[name]
             if not self._fits(tensor, stored.shape):

@@ -5,7 +5,7 @@ from pathlib import Path
 from torch import Tensor
 
 from megalite.checkpoint.region_reader import TYPES, RegionReader
-from megalite.checkpoint.weights import WeightReader
+from megalite.checkpoint.weights import WeightReader, require_no_others
 from megalite.config.peft_names import peft_names
 from megalite.config.sources.peft import ADAPTER_FILE
 from megalite.convert.finite import require_finite
@@ -103,15 +103,8 @@ class LoraReader(_PeftFile):
                 " (merge_and_unload), save the model with config.tie_word_embeddings = False, and name that model"
             )
         expected = {self._names[name]: size for name, size in trained_tensors(shape).items()}
-        missing, extra = (
-            sorted(expected.keys() - self.header.keys()),
-            sorted(self.header.keys() - expected.keys()),
-        )
-        if missing or extra:
-            parts = [f"lacks {listed(missing)}"] if missing else []
-            parts += [f"has {listed(extra)}, which [adapter] does not train"] if extra else []
-            raise CheckpointError(
-                f"{self.path} {' and '.join(parts)}; delete the settings of [adapter] beside adapter.path"
-            )
+        missing, extra = expected.keys() - self.header.keys(), self.header.keys() - expected.keys()
+        advice = "delete the settings of [adapter] beside adapter.path"
+        require_no_others(self.path, missing, extra, advice, "[adapter] does not train")
         for name, size in expected.items():
             self._require_shape(name, size)

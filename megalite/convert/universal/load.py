@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.regions import full_slice, index_in
-from megalite.checkpoint.weights import WeightReader
+from megalite.checkpoint.weights import WeightReader, require_no_others
 from megalite.convert.finite import require_finite
 from megalite.convert.foreign_pickle import load_pickle, require_undamaged
 from megalite.convert.huggingface.load import BUFFERS, take_tokenizer
@@ -28,7 +28,7 @@ from megalite.convert.universal.folder import (
     WEIGHTS,
     ZERO,
 )
-from megalite.errors import CheckpointError, listed
+from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors
 from megalite.topology.shape import ModelShape
@@ -210,15 +210,10 @@ class UniversalReader(WeightReader):
     def _check(self) -> None:
         expected = {tensor.name: tensor.shape for tensor in self._tensors.values()}
         found = {name.removeprefix(self._prefix) for name in self.folder.names}
-        lacking = sorted(expected.keys() - found)
-        extra = sorted(name for name in found - expected.keys() if not self._is_spare(name))
-        if lacking or extra:
-            parts = [f"lacks {listed(lacking)}"] if lacking else []
-            parts += [f"has {listed(extra)}, which the model of its config.json lacks"] if extra else []
-            raise CheckpointError(
-                f"{self.folder.path / ZERO} {' and '.join(parts)}; use the config.json of this checkpoint"
-                " (checkpoints of several tensor-parallel ranks or with adapters are not supported)"
-            )
+        extra = {name for name in found - expected.keys() if not self._is_spare(name)}
+        advice = "use the config.json of this checkpoint (checkpoints of several tensor-parallel ranks or with adapters"
+        place, advice = self.folder.path / ZERO, f"{advice} are not supported)"
+        require_no_others(place, expected.keys() - found, extra, advice)
         for name, shape in expected.items():
             for state in STATE_FILES:
                 size = tuple(self._theirs(name, state).shape)
