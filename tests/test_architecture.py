@@ -517,6 +517,22 @@ def test_every_file_is_listed_with_its_first_sentence() -> None:
     assert any("Chat templates" in line for line in rooms("data/chat"))
 
 
+def class_names(package: list[Module]) -> dict[str, list[str]]:
+    """Return each public class -> the modules that define a class of this name."""
+    places: dict[str, list[str]] = {}
+    for module in package:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module.path)
+    return places
+
+
+def test_a_class_name_stands_once() -> None:
+    twice = [Module("data/a.py", "class Piece: ..."), Module("ops/b.py", "def f():\n    class Piece: ...")]
+    assert class_names(twice) == {"Piece": ["data/a.py", "ops/b.py"]}
+    assert not {name: paths for name, paths in class_names(modules()).items() if len(paths) > 1}
+
+
 def test_every_package_has_its_row() -> None:
     found = {module.package for module in modules()} - {"__init__"}
     assert found <= ROWS.keys(), f"without a row: {sorted(found - ROWS.keys())}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megalite.cli.arguments import Parser, add_adapters, add_chat_template, whole_number
 from megalite.cli.generate_chat import CLEAR, chat
-from megalite.cli.generate_run import Job, continue_prompt, run_file
+from megalite.cli.generate_run import GenerationJob, continue_prompt, run_file
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.errors import ConfigError, DataError, Problem
 from megalite.generation.layout import layout_problems
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
 _TASKS = {"prompt": continue_prompt, "batch": run_file, "chat": chat}
 
 
-def _job(options: argparse.Namespace, source: ModelSource) -> Job:
+def _job(options: argparse.Namespace, source: ModelSource) -> GenerationJob:
     """Return what every rank gets; every request is checked here. Raises ConfigError, DataError."""
     from megalite.data.tokenizers.tokenizer import load_tokenizer
     from megalite.generation.prompts import Chat, chat_template, prompt_ids
@@ -56,7 +56,7 @@ def _job(options: argparse.Namespace, source: ModelSource) -> Job:
     stops, stop = stops_of(source, tokenizer), tuple(options.stop)
     first = Request((), options.tokens, Sampling.of(vars(options)), stops.ids, stop, options.logprobs)
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
-    job = Job("prompt", source, layout, options.dtype, first, max_requests=options.max_requests)
+    job = GenerationJob("prompt", source, layout, options.dtype, first, max_requests=options.max_requests)
     template = None if options.prompt is not None else chat_template(source, options.chat_template)
     if options.chat:
         Chat(tokenizer, source.tokenizer, template)  # raises the error of a model without a template
@@ -76,7 +76,7 @@ def _job(options: argparse.Namespace, source: ModelSource) -> Job:
     return replace(job, request=request, prompt=options.prompt)
 
 
-def _too_large(job: Job) -> Iterator[Problem]:
+def _too_large(job: GenerationJob) -> Iterator[Problem]:
     """Yield the problem of a model, or a cache, that cannot fit this machine."""
     slots, tokens = ("--tokens", 1), len(job.request.prompt_ids) + job.request.max_tokens
     if job.task == "batch":

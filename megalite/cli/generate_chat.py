@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megalite.cli.generate_run import Job, load, tell
+from megalite.cli.generate_run import GenerationJob, load, tell
 from megalite.errors import MegaliteError
 from megalite.generation.chat_history import ChatHistory
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CLEAR = "/clear"
 
 
-def chat(job: Job, mesh: "ParallelMesh") -> int:
+def chat(job: GenerationJob, mesh: "ParallelMesh") -> int:
     """Answer the lines of standard input, on rank 0, until it ends."""
     from megalite.generation.batch_engine import BatchEngine
 
@@ -33,7 +33,7 @@ def chat(job: Job, mesh: "ParallelMesh") -> int:
     return 0
 
 
-def _converse(job: Job, loaded: "LoadedModel", engine: "BatchEngine") -> None:
+def _converse(job: GenerationJob, loaded: "LoadedModel", engine: "BatchEngine") -> None:
     from megalite.generation.batch_engine import IDLE_STEP_SECONDS
     from megalite.generation.prompts import Chat
 
@@ -66,11 +66,11 @@ def _converse(job: Job, loaded: "LoadedModel", engine: "BatchEngine") -> None:
         history.answer(answer)
 
 
-def _is_terminal(job: Job) -> bool:
+def _is_terminal(job: GenerationJob) -> bool:
     return sys.stdin.isatty() if job.keyboard is None else os.isatty(job.keyboard)
 
 
-def _lines(job: Job, idle: Callable[[], object], seconds: float) -> Iterator[str]:
+def _lines(job: GenerationJob, idle: Callable[[], object], seconds: float) -> Iterator[str]:
     """Yield the lines that are typed, without empty ones, after a mark where a person types them.
 
     idle: called every `seconds` while `job.keyboard` has no input.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerationJob:
     """The arguments that every rank gets.
 
     request: the settings of all requests, with the ids of `prompt` if the task is one. file: the requests of a file.
@@ -45,7 +45,7 @@ class Job:
     template: "ChatTemplate | None" = None
 
 
-def continue_prompt(job: Job, mesh: "ParallelMesh") -> int:
+def continue_prompt(job: GenerationJob, mesh: "ParallelMesh") -> int:
     """Print the prompt and its continuation, as it is made, on rank 0."""
     from megalite.generation.text import stream
 
@@ -66,7 +66,7 @@ def continue_prompt(job: Job, mesh: "ParallelMesh") -> int:
     return 0
 
 
-def run_file(job: Job, mesh: "ParallelMesh") -> int:
+def run_file(job: GenerationJob, mesh: "ParallelMesh") -> int:
     """Run all requests of the file; rank 0 writes a JSON object for each, in the order of the file."""
     from megalite.generation.batch_engine import BatchEngine
 
@@ -119,7 +119,7 @@ class _Result:
         return row
 
 
-def load(job: Job, mesh: "ParallelMesh") -> "LoadedModel":
+def load(job: GenerationJob, mesh: "ParallelMesh") -> "LoadedModel":
     """Return the model of the job in its type, on every rank."""
     import torch
 
@@ -130,7 +130,7 @@ def load(job: Job, mesh: "ParallelMesh") -> "LoadedModel":
 
 
 @contextmanager
-def _output(job: Job, mesh: "ParallelMesh") -> Iterator[TextIO | None]:
+def _output(job: GenerationJob, mesh: "ParallelMesh") -> Iterator[TextIO | None]:
     """The stream for the results, on rank 0."""
     if mesh.rank != 0:
         yield None

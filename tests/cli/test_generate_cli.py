@@ -14,7 +14,7 @@ import pytest
 
 from megalite.cli import generate
 from megalite.cli.generate_chat import _lines
-from megalite.cli.generate_run import Job
+from megalite.cli.generate_run import GenerationJob
 from megalite.errors import CheckpointError, ConfigError, DataError
 from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape, tiny_tokenizer
@@ -193,7 +193,7 @@ def test_a_full_context_forgets_the_oldest_exchange(run_folder: Path, tensor: in
 
 def test_the_end_of_input_at_a_terminal_ends_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     typing, keyboard = pty.openpty()
-    job = Job("chat", None, Layout(pipeline=2), "float32", None, keyboard=keyboard)
+    job = GenerationJob("chat", None, Layout(pipeline=2), "float32", None, keyboard=keyboard)
     os.write(typing, b"hello\n\x04")
     assert list(_lines(job, int, 0.01)) == ["hello"]
     assert capsys.readouterr().out == "> > \n"
@@ -203,7 +203,7 @@ def test_the_end_of_input_at_a_terminal_ends_its_line(capsys: pytest.CaptureFixt
 
 def test_chat_takes_empty_steps_while_it_waits_for_the_keyboard() -> None:
     reading, writing = os.pipe()
-    job = Job("chat", None, Layout(pipeline=2), "float32", None, keyboard=reading)
+    job = GenerationJob("chat", None, Layout(pipeline=2), "float32", None, keyboard=reading)
     steps: list[float] = []
 
     def idle() -> None:
