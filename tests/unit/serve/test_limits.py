@@ -204,6 +204,7 @@ def test_a_client_that_takes_no_bytes_does_not_hold_the_end_up(tmp_path: Path) -
                 await server.until(lambda: b'path="/"' in server.service.metrics.text())
                 os.kill(os.getpid(), signal.SIGTERM)
                 await asyncio.wait_for(server.task, timeout=20)
+                assert server.engine.closed
                 sending.cancel()
                 await asyncio.wait({sending})
 
