@@ -2,6 +2,7 @@
 
 import argparse
 import importlib.util
+import io
 import os
 import re
 import shlex
@@ -17,6 +18,8 @@ import megalite
 from docs import pictures, settings
 from megalite.cli import main
 from megalite.config.load import load_run
+from megalite.monitor.console import Console
+from megalite.monitor.metrics import StepMetrics
 from megalite.train.run import Trainer
 from tests.support.documents import (
     PAGES,
@@ -226,6 +229,24 @@ def test_the_readme_is_short() -> None:
     assert [line for line in text.splitlines() if len(line) > LONGEST_LINE] == []
     words = prose(README).split()
     assert len(words) <= README_WORDS, f"{len(words)} words"
+
+
+def names_of_numbers(line: str) -> str:
+    """A printed line with `#` for each of its numbers."""
+    return re.sub(r"\d[\d.,:e-]*", "#", " ".join(line.split()))
+
+
+def test_the_steps_in_a_page_look_like_those_that_a_run_prints() -> None:
+    steps = [
+        line for page in PAGES for line in re.findall(r"^step +\d.*", page.read_text("utf-8"), re.MULTILINE)
+    ]
+    assert len(steps) > 5
+    stream = io.StringIO()
+    metrics = StepMetrics(50, 5.8, 0.8, 9e-4, 102_400, 4803.0, 0.51, 2**28, 0.4, 0.0)
+    Console(total_steps=200, every=50, peak="sgemm", stream=stream).step(metrics)
+    assert {names_of_numbers(line) for line in steps} == {names_of_numbers(stream.getvalue())}
+    without_rate = steps[0].replace("lr ", "")
+    assert names_of_numbers(without_rate) != names_of_numbers(steps[0])
 
 
 def test_every_page_stands_in_the_index() -> None:
