@@ -1,4 +1,4 @@
-"""Model shapes by name: five of our own, and published ones."""
+"""Model shapes by name: five of our own, and those that the files in families/ hold."""
 
 from difflib import get_close_matches
 from typing import Any
