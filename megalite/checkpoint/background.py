@@ -13,10 +13,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megalite.checkpoint.draft import Draft
 from megalite.checkpoint.failures import explain
 from megalite.checkpoint.publish import remove_stale
 from megalite.checkpoint.staging import Staging
+from megalite.checkpoint.unpublished import Draft
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
 

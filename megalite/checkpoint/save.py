@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.draft import Draft, by_key, pieces_of
 from megalite.checkpoint.failures import OF_A_RUN, Remedies, explain
 from megalite.checkpoint.folder import partial_name, published_name
 from megalite.checkpoint.manifest import Base, Manifest, Stream
 from megalite.checkpoint.publish import remove_stale
+from megalite.checkpoint.unpublished import Draft, by_key, pieces_of
 from megalite.errors import CheckpointError
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import ParallelMesh, all_or_none

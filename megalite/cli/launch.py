@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megalite.cli.arguments import Parser, whole_number
-from megalite.cli.attempt_end import attempt_end, published_step, records_mark
 from megalite.cli.remaining_hosts import remaining_hosts
+from megalite.cli.run_progress import attempt_end, published_step, records_mark
 from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.output.memory import least_memory

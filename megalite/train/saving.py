@@ -7,11 +7,11 @@ from functools import partial
 from pathlib import Path
 
 from megalite.checkpoint.background import BackgroundWriter, Written
-from megalite.checkpoint.draft import Draft
 from megalite.checkpoint.folder import published_name
 from megalite.checkpoint.publish import remove_older, write_best
 from megalite.checkpoint.save import write_draft
 from megalite.checkpoint.staging import Staging
+from megalite.checkpoint.unpublished import Draft
 from megalite.config.sections.derived import offload_devices
 from megalite.config.sections.schema import RunConfig
 from megalite.launcher.control.progress import Activity, now

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.draft import Draft
 from megalite.checkpoint.failures import explain
 from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.manifest import Base
 from megalite.checkpoint.save import draft_checkpoint
+from megalite.checkpoint.unpublished import Draft
 from megalite.checkpoint.weights import fill
 from megalite.config.sections.schema import RunConfig
 from megalite.convert.huggingface.new_rows import NewRows

@@ -156,7 +156,7 @@ def save_unwritably(job: Job, folder: str, rank: int) -> str:
     """As train_and_save, with a folder in which `rank` may not write; the error's message."""
     mesh = ParallelMesh.over_world(job.layout)
     refusal = PermissionError(13, "Permission denied")
-    faulty = patch("megalite.checkpoint.draft.write_tensor_file", side_effect=refusal)
+    faulty = patch("megalite.checkpoint.unpublished.write_tensor_file", side_effect=refusal)
     with faulty if mesh.rank == rank else nullcontext(), pytest.raises(CheckpointError) as caught:
         train_and_save(job, folder)
     return str(caught.value)

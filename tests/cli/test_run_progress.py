@@ -2,7 +2,7 @@
 
 import os
 
-from megalite.cli.attempt_end import attempt_end, records_mark
+from megalite.cli.run_progress import attempt_end, records_mark
 
 
 def record(folder, *steps: int, at: int) -> None:
