@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint import draft as draft_module
+from megalite.checkpoint import unpublished
 from megalite.checkpoint import save as save_module
 from megalite.checkpoint import tensor_file
 from megalite.checkpoint.background import BackgroundWriter, Written
 from megalite.checkpoint.folder import find_latest, read_manifest
-from megalite.checkpoint.save import draft_checkpoint
+from megalite.checkpoint.save import RunRecord, draft_checkpoint
 from megalite.checkpoint.staging import Staging
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
@@ -36,13 +36,8 @@ class Rank:
         self.writer = BackgroundWriter(mesh)  # type: ignore[arg-type]
 
     def start(self, step: int, then: Callable[[], None] = lambda: None) -> None:
-        draft = draft_checkpoint(
-            self.folder,
-            WORLD.replica(self.mesh, self.stage),
-            self.state,
-            trainer_state={"step": step, "samples": 8 * step, "tokens": 96 * step},
-            config={},
-        )
+        record = RunRecord({"step": step, "samples": 8 * step, "tokens": 96 * step}, {})
+        draft = draft_checkpoint(self.folder, WORLD.replica(self.mesh, self.stage), self.state, record)
         self.writer.start(draft, then)
 
     def update(self) -> None:
@@ -83,7 +78,7 @@ def test_it_is_published_between_two_steps_once_all_have_written(
             assert slow.wait(20)
         return real(path, *arguments)
 
-    monkeypatch.setattr(draft_module, "write_tensor_file", write_tensor_file)
+    monkeypatch.setattr(unpublished, "write_tensor_file", write_tensor_file)
 
     def boundary(rank: Rank) -> Written | None:
         busy = bool(rank.mesh.max_over_world(float(rank.writer.busy)))
