@@ -24,13 +24,11 @@ OF_A_RUN = Remedies(
 )
 
 
-def explain(
-    mesh: ParallelMesh, verb: str, path: Path, remedies: Remedies = OF_A_RUN
-) -> Callable[[Exception], str]:
+def explain(mesh: ParallelMesh, verb: str, path: Path) -> Callable[[Exception], str]:
     """For `all_or_none`: the message that says which rank could not do what, why, and what to do."""
 
     def message(error: Exception) -> str:
-        return f"{mesh.layout.describe(mesh.rank)} could not {verb} {path}: {reason(error, remedies)}"
+        return f"{mesh.layout.describe(mesh.rank)} could not {verb} {path}: {reason(error, OF_A_RUN)}"
 
     return message
 

@@ -5,6 +5,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,21 @@ from megalite.topology.state import OptimizerState
 from megalite.version import __version__
 
 
+@dataclass(frozen=True)
+class RunRecord:
+    """What a checkpoint records of its run, beside its tensors; the fields are those of `Manifest`.
+
+    trainer_state: at least step, samples and tokens. base: the weights beside an adapter. stream: the position in
+    streamed text, on rank 0. data: the fingerprints of the data.
+    """
+
+    trainer_state: Mapping[str, int]
+    config: Mapping[str, Any]
+    base: Base | None = None
+    stream: Stream | None = None
+    data: Mapping[str, str] = field(default_factory=dict)
+
+
 def save_checkpoint(
     folder: Path,
     replica: Replica,
@@ -30,20 +46,16 @@ def save_checkpoint(
     *,
     trainer_state: Mapping[str, int],
     config: Mapping[str, Any],
-    remedies: Remedies = OF_A_RUN,
     base: Base | None = None,
 ) -> Path:
     """Write `folder`/step-NNNNNN and make `latest` name it; collective over the world, which shares it.
 
-    trainer_state: at least step, samples and tokens. base: the weights beside an adapter.
-    Each element is written by exactly one rank: weights by
-    the data-parallel ranks in turn, optimizer state by its owner, what several tp ranks hold by the first of
-    them, tied tensors by their first stage. Raises CheckpointError, on every rank alike, when any rank fails;
-    older checkpoints stay as they were.
+    trainer_state, config, base: as of `RunRecord`. Each element is written by exactly one rank: weights by the
+    data-parallel ranks in turn, optimizer state by its owner, what several tp ranks hold by the first of them, tied
+    tensors by their first stage. Raises CheckpointError, on every rank alike, when any rank fails; older checkpoints
+    stay as they were.
     """
-    draft = draft_checkpoint(
-        folder, replica, optimizer, trainer_state=trainer_state, config=config, remedies=remedies, base=base
-    )
+    draft = draft_checkpoint(folder, replica, optimizer, RunRecord(trainer_state, config, base))
     write_draft(draft, replica.mesh)
     return draft.published
 
@@ -57,55 +69,39 @@ def write_draft(draft: Draft, mesh: ParallelMesh, then: Callable[[], None] = lam
 
     try:
         write = partial(draft.write, draft.tensors.__getitem__)
-        table = all_or_none(mesh, write, explain(mesh, "write", draft.path, draft.remedies))
+        table = all_or_none(mesh, write, explain(mesh, "write", draft.path))
         tables = mesh.gather_objects(table)
         last = (lambda: None) if tables is None else partial(finish, tables)
-        all_or_none(mesh, last, explain(mesh, "publish", draft.partial, draft.remedies))
+        all_or_none(mesh, last, explain(mesh, "publish", draft.partial))
     except CheckpointError:
         if mesh.rank == 0:
             remove_stale(draft.partial.parent)
         raise
 
 
-def draft_checkpoint(
-    folder: Path,
-    replica: Replica,
-    optimizer: OptimizerState,
-    *,
-    trainer_state: Mapping[str, int],
-    config: Mapping[str, Any],
-    remedies: Remedies = OF_A_RUN,
-    base: Base | None = None,
-    stream: Stream | None = None,
-    data: Mapping[str, str] | None = None,
-) -> Draft:
+def draft_checkpoint(folder: Path, replica: Replica, optimizer: OptimizerState, record: RunRecord) -> Draft:
     """List what each rank has to write, and make the partial folder if the disk has room for all ranks.
 
-    Writes no tensor: `write_draft` or a BackgroundWriter does. Arguments, errors: as of `save_checkpoint`. Collective.
-    stream: the position in streamed text, on rank 0. data: the fingerprints of the data.
+    Writes no tensor: `write_draft` or a BackgroundWriter does. Errors: as of `save_checkpoint`. Collective.
     """
-    step, mesh, split = trainer_state["step"], replica.mesh, replica.split
+    mesh, split = replica.mesh, replica.split
     manifest = Manifest(
         megalite=__version__,
         torch=torch.__version__,
-        trainer_state=dict(trainer_state),
         layout=mesh.layout,
         stage_layers=tuple(split.layers_of(stage) for stage in range(split.stages)),
         model=replica.shape,
-        config=config,
         optimizer=dict(optimizer.scalars()),
         tensors={},
         files={},
-        base=base,
-        stream=stream,
-        data=data or {},
+        **vars(record),
     )
     pieces = all_or_none(mesh, lambda: by_key(pieces_of(replica, optimizer)), explain(mesh, "list", folder))
-    where = folder / mesh.broadcast_object(partial_name(step, secrets.token_hex(4)))
-    draft = Draft(where, folder / published_name(step), mesh.rank, pieces, manifest, remedies)
+    where = folder / mesh.broadcast_object(partial_name(manifest.step, secrets.token_hex(4)))
+    draft = Draft(where, folder / published_name(manifest.step), mesh.rank, pieces, manifest)
     sizes = mesh.gather_objects(draft.size_bytes)
-    make = partial(prepare_partial, folder, where, sum(sizes or []), remedies)
-    prepare = explain(mesh, "prepare", folder, remedies)
+    make = partial(prepare_partial, folder, where, sum(sizes or []), OF_A_RUN)
+    prepare = explain(mesh, "prepare", folder)
     all_or_none(mesh, lambda: make() if mesh.rank == 0 else None, prepare)
     return draft
 

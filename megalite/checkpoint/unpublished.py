@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.durable import sync_folder, write_durably
-from megalite.checkpoint.failures import Remedies
 from megalite.checkpoint.folder import check_files
 from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest, TensorEntry
 from megalite.checkpoint.manifest_json import shard_from_json, to_json
@@ -65,12 +64,11 @@ class Draft:
         rank: int,
         pieces: Mapping[str, StoredPiece],
         manifest: Manifest,
-        remedies: Remedies,
     ):
         """manifest: without tensors and files; `publish` takes these from the tables of all ranks."""
         self.partial, self.published = partial, published
         self.path = partial / f"rank-{rank:05d}.safetensors"
-        self._pieces, self._manifest, self.remedies = pieces, manifest, remedies
+        self._pieces, self._manifest = pieces, manifest
 
     @property
     def step(self) -> int:

@@ -16,7 +16,7 @@ from megalite.checkpoint.failures import explain
 from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.manifest import Base
-from megalite.checkpoint.save import draft_checkpoint
+from megalite.checkpoint.save import RunRecord, draft_checkpoint
 from megalite.checkpoint.unpublished import Draft
 from megalite.checkpoint.weights import fill
 from megalite.config.sections.schema import RunConfig
@@ -300,16 +300,14 @@ class TrainStep:
 
     def draft(self, folder: Path) -> Draft:
         """List what a checkpoint of this moment has, to be written below `folder`; writes no tensor yet. Collective."""
-        return draft_checkpoint(
-            folder,
-            self.replica,
-            self.optimizer.state,
-            trainer_state=asdict(self.state),
-            config=self.config.model_dump(mode="json"),
-            base=self.base,
-            stream=gathered_position(self.loader, self.state.samples, self.mesh),
-            data=self.fingerprints,
+        record = RunRecord(
+            asdict(self.state),
+            self.config.model_dump(mode="json"),
+            self.base,
+            gathered_position(self.loader, self.state.samples, self.mesh),
+            self.fingerprints,
         )
+        return draft_checkpoint(folder, self.replica, self.optimizer.state, record)
 
     def resume(self, checkpoint: Path) -> None:
         """Go on from a checkpoint: weights, optimizer state, and the position in data and schedule.

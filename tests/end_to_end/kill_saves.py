@@ -41,7 +41,7 @@ from megalite.checkpoint.background import BackgroundWriter
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.publish import remove_older
-from megalite.checkpoint.save import draft_checkpoint, write_draft
+from megalite.checkpoint.save import RunRecord, draft_checkpoint, write_draft
 from megalite.launcher.process import die_with_parent
 from megalite.parallel.mesh import ParallelMesh, connect
 from megalite.topology.axes import Layout
@@ -154,7 +154,7 @@ def save_for_ever(rank: int, folder: Path, mode: str, store: str, sender: int) -
         update(step)
         tell(BEGUN, step)
         counters = {"step": step, "samples": step, "tokens": step}
-        draft = draft_checkpoint(folder, replica, state, trainer_state=counters, config={})
+        draft = draft_checkpoint(folder, replica, state, RunRecord(counters, {}))
         if mode == "waiting":
             write_draft(draft, mesh, partial(tidy, step))
             continue
