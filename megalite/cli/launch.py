@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from megalite.cli.arguments import Parser, whole_number
@@ -17,6 +18,7 @@ from megalite.cli.run_progress import attempt_end, published_step, records_mark
 from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.output.memory import least_memory
+from megalite.config.smaller_layout import smaller_layout
 from megalite.errors import LaunchError, RankFailure
 from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.messages import counted_ranks
@@ -283,13 +285,11 @@ def _plan_again(plan: _Plan, options: argparse.Namespace, overrides: Sequence[st
     found, ranks = plan.found, config.layout.world_size
     if options.preflight:
         restart = remaining_hosts(
-            options.run_file,
-            overrides,
-            ranks,
             found,
+            ranks,
             lambda asked: _shown(_ask(plan, options, {host.name: len(host.slots) for host in asked.hosts})),
-            allow_fewer=options.allow_fewer,
-            say=_say,
+            partial(smaller_layout, options.run_file, overrides, ranks) if options.allow_fewer else None,
+            _say,
         )
         found, ranks, flags = restart.hosts, restart.ranks, [*flags, *restart.flags]
     hosts, idle = place_ranks(found, ranks)

@@ -1,10 +1,12 @@
 """A restart after a host was lost: a spare host takes over, or the layout shrinks if that is allowed."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
 from megalite.cli.remaining_hosts import Restart, remaining_hosts
+from megalite.config.smaller_layout import smaller_layout
 from megalite.errors import LaunchError
 from megalite.launcher.hosts.host_report import HostFinding, HostReport
 from megalite.launcher.hosts.hostfile import Host
@@ -44,15 +46,8 @@ class Cluster:
 
     def restart(self, folder, ranks: int = 4, allow_fewer: bool = False) -> Restart:
         (folder / "run.toml").write_text(RUN)
-        return remaining_hosts(
-            folder / "run.toml",
-            [],
-            ranks,
-            self.found,
-            self.ask,
-            allow_fewer=allow_fewer,
-            say=self.said.append,
-        )
+        shrink = partial(smaller_layout, folder / "run.toml", [], ranks) if allow_fewer else None
+        return remaining_hosts(self.found, ranks, self.ask, shrink, self.said.append)
 
 
 def test_hosts_that_all_pass_run_the_same_layout(tmp_path):
