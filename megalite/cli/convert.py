@@ -44,22 +44,16 @@ def _export(options: argparse.Namespace) -> int:
     check_quantise(options, tokenizer)
     # Imported here: torch takes seconds, and --help and a wrong path should be answered at once.
     from megalite.checkpoint.tensor_file import DTYPES
-    from megalite.convert.huggingface.export import Export, export
+    from megalite.convert.huggingface.export import Export, ExportedWeights, export
 
     if options.adapter:
         return _export_adapter(options, checkpoints, tokenizer, DTYPES[options.dtype])
 
     def write(folder: Path) -> Export:
-        return export(
-            checkpoints,
-            folder,
-            tokenizer,
-            dtype=DTYPES[options.dtype],
-            shard_size_bytes=options.shard_size,
-            weights=options.weights,
-            base=options.base,
-        )
+        dtype, shard_size = DTYPES[options.dtype], options.shard_size
+        return export(weights, folder, tokenizer, dtype=dtype, shard_size_bytes=shard_size)
 
+    weights = ExportedWeights(checkpoints, options.weights, options.base)
     with working(f"exporting to {options.output}"):
         result = export_quantised(options, write) if options.quantise else write(options.output)
     source = str(newest) if len(checkpoints) == 1 else f"the average of {', '.join(map(str, checkpoints))}"

@@ -52,32 +52,40 @@ class Export:
     stored: str
 
 
+@dataclass(frozen=True)
+class ExportedWeights:
+    """Which weights to export: those of a checkpoint, or the average of several.
+
+    weights: the state key, "weight", "master" (fp32) or "ema"; None: "master" where it exists, otherwise "weight".
+    base: the folder of the weights beside an adapter, where they have moved.
+    """
+
+    checkpoints: Sequence[Path]
+    weights: str | None = None
+    base: Path | None = None
+
+
 def export(
-    checkpoint: Path | Sequence[Path],
+    source: Path | ExportedWeights,
     destination: Path,
     tokenizer_folder: Path | None,
     *,
     dtype: torch.dtype = torch.float32,
     shard_size_bytes: int = SHARD_SIZE_BYTES,
-    weights: str | None = None,
-    base: Path | None = None,
 ) -> Export:
     """Write a checkpoint of any layout, or the average of several, as a folder that transformers loads; one process.
 
-    An adapter is merged into its base. base: the folder of the base's weights, where they have moved.
-    weights: the state key to write, "weight", "master" (fp32) or "ema"; None: "master" where it exists, otherwise
-    "weight".
-    In memory are some rows of a tensor while files are written (of a family that holds matrices transposed or
+    source: a checkpoint, or more on which weights to write. An adapter is merged into its base. In memory are some rows of a tensor while files are written (of a family that holds matrices transposed or
     interleaved, three of them), and while they are compared one decoder layer in float32 with one more of its matrices.
     The folder appears only after transformers' modules, loaded from its files, agreed with our forward; an earlier
     export there is then replaced. Raises CheckpointError, leaving nothing behind, if they disagree, if a checkpoint is
     damaged, a weight is out of the range of `dtype`, or `destination` has other content; DataError for the tokenizer.
     """
-    checkpoints = [checkpoint] if isinstance(checkpoint, Path) else list(checkpoint)
+    source = ExportedWeights([source]) if isinstance(source, Path) else source
     with exported_folder(
         destination, "a Hugging Face export", lambda folder: is_our_card(folder / CARD)
     ) as partial:
-        with _whole_weights(checkpoints, weights, base) as reader:
+        with _whole_weights(source) as reader:
             manifest = reader.manifest
             files = _write_weights(reader, partial, dtype, shard_size_bytes)
             token_ids, turn_ends = (
@@ -99,11 +107,9 @@ def export(
 
 
 @contextmanager
-def _whole_weights(
-    checkpoints: Sequence[Path], weights: str | None, base: Path | None
-) -> Iterator[WholeWeights]:
+def _whole_weights(source: ExportedWeights) -> Iterator[WholeWeights]:
     """Yield a reader of the average of checkpoints, with its adapter merged into the base."""
-    with AveragedWeights(checkpoints, weights) as reader:
+    with AveragedWeights(source.checkpoints, source.weights) as reader:
         if reader.manifest.model.adapter is None:
             yield reader
             return
@@ -111,7 +117,7 @@ def _whole_weights(
             raise CheckpointError(
                 f"{reader.checkpoint}: a prefix cannot be merged into weights; export it with --adapter"
             )
-        with MergedCheckpoints(reader, folder_of_base(reader.manifest.base, base)) as merged:
+        with MergedCheckpoints(reader, folder_of_base(reader.manifest.base, source.base)) as merged:
             yield merged
 
 

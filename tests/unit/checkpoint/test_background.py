@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint import unpublished
 from megalite.checkpoint import save as save_module
-from megalite.checkpoint import tensor_file
+from megalite.checkpoint import tensor_file, unpublished
 from megalite.checkpoint.background import BackgroundWriter, Written
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.save import RunRecord, draft_checkpoint
