@@ -75,8 +75,9 @@ def export(
 ) -> Export:
     """Write a checkpoint of any layout, or the average of several, as a folder that transformers loads; one process.
 
-    source: a checkpoint, or more on which weights to write. An adapter is merged into its base. In memory are some rows of a tensor while files are written (of a family that holds matrices transposed or
-    interleaved, three of them), and while they are compared one decoder layer in float32 with one more of its matrices.
+    source: a checkpoint, or more on which weights to write. An adapter is merged into its base. In memory are some rows
+    of a tensor while files are written (of a family that holds matrices transposed or interleaved, three of them), and
+    while they are compared one decoder layer in float32 with one more of its matrices.
     The folder appears only after transformers' modules, loaded from its files, agreed with our forward; an earlier
     export there is then replaced. Raises CheckpointError, leaving nothing behind, if they disagree, if a checkpoint is
     damaged, a weight is out of the range of `dtype`, or `destination` has other content; DataError for the tokenizer.
