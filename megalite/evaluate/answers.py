@@ -1,19 +1,19 @@
 """Generates the texts behind prompts, in batches, over all ranks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.evaluate.encoding import TextEncoder
-from megalite.evaluate.scoring import Advance, ignore
 from megalite.generation.detokenise import Detokeniser, StopScan
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import GREEDY, Request, Sampling, check_request
 from megalite.generation.stops import NO_STOPS, Stops
 from megalite.generation.token_engine import TokenEngine
 from megalite.model.kv_cache import Room
+from megalite.monitor.work import working
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,19 @@ def answers(
     loaded: LoadedModel,
     prompts: Sequence[TextPrompt],
     tokens: int,
-    encoder: TextEncoder | None = None,
-    *,
+    adds_start: bool | None = None,
     stops: Stops = NO_STOPS,
     batch_size: int = 16,
-    advance: Advance = ignore,
 ) -> list[str]:
-    """Return the generated texts in order, of at most `tokens` new tokens, on every rank.
+    """Return the generated texts in order, of at most `tokens` new tokens, on every rank; rank 0 shows the progress.
 
     A text is decoded alone, as lm_eval does, where many tokenizers drop the space that joins it to the prompt.
-    stops: what ends a text beside what ends every text of the model.
+    adds_start: as of TextEncoder. stops: what ends a text beside what ends every text of the model.
     Each data-parallel rank generates every n-th, `batch_size` of them at a time; a text does not depend on the others.
     Collective over the world. A prompt that leaves no room for the new tokens loses its beginning. Raises ConfigError
     if the model's positions are fewer than the new tokens.
     """
-    mesh, encoder = loaded.replica.mesh, encoder or TextEncoder(loaded.tokenizer)
+    mesh, encoder = loaded.replica.mesh, TextEncoder(loaded.tokenizer, adds_start)
     room = loaded.config.longest_sequence - tokens
     if room < 1:
         problem = Problem(
@@ -62,8 +60,9 @@ def answers(
         )
         for index in indices
     }
-    if texts:
-        _generate(loaded, texts, tokens, loaded.stops.ids | stops.ids, batch_size, advance)
+    with working("generating", unit="answers", total=len(prompts), shown=mesh.rank == 0) as work:
+        if texts:
+            _generate(loaded, texts, tokens, loaded.stops.ids | stops.ids, batch_size, work.advance)
     own = [(index, text.value) for index, text in texts.items()]
     values = dict(chain.from_iterable(mesh.gather_objects(own) or []))
     ordered: list[str] = mesh.broadcast_object([values[index] for index in sorted(values)])
@@ -96,7 +95,7 @@ def _generate(
     tokens: int,
     stop_ids: frozenset[int],
     batch_size: int,
-    advance: Advance,
+    advance: Callable[[int], None],
 ) -> None:
     """Complete the texts; every rank of a copy of the model has the same ones, and takes part."""
     longest = max(len(text.ids) for text in texts.values()) + tokens

@@ -16,9 +16,10 @@ except ImportError as missing:
 
 import numpy as np
 
-from megalite.evaluate.answers import TextPrompt
-from megalite.evaluate.calls import call_on_ranks, generate_answers, score_windows
+from megalite.evaluate.answers import TextPrompt, answers
+from megalite.evaluate.calls import call_on_ranks
 from megalite.evaluate.encoding import TextEncoder, pair_window
+from megalite.evaluate.scoring import scores
 from megalite.evaluate.windows import Window, rolling_windows
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.prompts import Chat
@@ -98,8 +99,8 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
             pair_window(*self.encoder.pair(context, continuation), self.max_length)
             for context, continuation in (request.args for request in requests)
         ]
-        scores = self._call(score_windows, windows, self.batch_size)
-        pairs = [(score.log_likelihood, score.is_greedy) for score in scores]
+        scored = self._call(scores, windows, self.batch_size)
+        pairs = [(score.log_likelihood, score.is_greedy) for score in scored]
         for request, pair in zip(requests, pairs, strict=True):
             self.cache_hook.add_partial("loglikelihood", request.args, pair)
         return pairs
@@ -116,8 +117,8 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
             before = len(windows)
             windows += cut
             counts.append(len(windows) - before)
-        scores = iter(self._call(score_windows, windows, self.batch_size))
-        return [sum(next(scores).log_likelihood for _ in range(count)) for count in counts]
+        scored = iter(self._call(scores, windows, self.batch_size))
+        return [sum(next(scored).log_likelihood for _ in range(count)) for count in counts]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return the generated text of each context, which ends before the first of its `until` strings."""
@@ -133,9 +134,7 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
         stops = self._chat.stops if "_chat" in vars(self) else NO_STOPS
         for tokens, numbers in numbers_of.items():
             group = [prompts[number] for number in numbers]
-            answered = self._call(
-                generate_answers, group, tokens, self.encoder.adds_start, stops, self.batch_size
-            )
+            answered = self._call(answers, group, tokens, self.encoder.adds_start, stops, self.batch_size)
             for number, text in zip(numbers, answered, strict=True):
                 texts[number] = text
                 self.cache_hook.add_partial("generate_until", requests[number].args, text)

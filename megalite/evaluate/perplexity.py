@@ -10,7 +10,7 @@ import numpy as np
 from megalite.data.tokenizers.tokenizer import Tokenizer, start_token_id
 from megalite.errors import DataError
 from megalite.evaluate.documents import Document, TextSource, documents
-from megalite.evaluate.scoring import Advance, ignore, total_log_likelihood
+from megalite.evaluate.scoring import Advance, total_log_likelihood
 from megalite.evaluate.windows import Window, rolling_windows
 from megalite.generation.loaded import LoadedModel
 
@@ -71,7 +71,9 @@ class TextEvaluation:
     batch_size: int = 8
 
 
-def evaluate_text(loaded: LoadedModel, request: TextEvaluation, advance: Advance = ignore) -> TextFigures:
+def evaluate_text(
+    loaded: LoadedModel, request: TextEvaluation, advance: Advance = lambda _: None
+) -> TextFigures:
     """Return the figures on every rank of the model's mesh. Collective over the world. Raises DataError."""
     counts = _Counts()
     read = documents(request.source, loaded.tokenizer, loaded.config.vocab_size)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from megalite.evaluate.windows import Window
+from megalite.generation.loaded import LoadedModel
 from megalite.model.decode import last_hidden_states
 from megalite.model.replica import Replica
+from megalite.monitor.work import working
 from megalite.parallel.log_probs import vocab_parallel_log_probs
 from megalite.parallel.mesh import ParallelMesh
 
@@ -24,10 +26,6 @@ _SORTED_BATCHES = 16
 Advance = Callable[[int], None]
 
 
-def ignore(_: int) -> None:
-    """Note no progress."""
-
-
 @dataclass(frozen=True)
 class Score:
     """The log-likelihood of a window's counted targets, and whether greedy decoding would choose all of them."""
@@ -37,7 +35,7 @@ class Score:
 
 
 def total_log_likelihood(
-    model: Replica, windows: Iterable[Window], batch_size: int, advance: Advance = ignore
+    model: Replica, windows: Iterable[Window], batch_size: int, advance: Advance
 ) -> tuple[float, int]:
     """Return the log-likelihood of all counted targets and their number, on every rank.
 
@@ -56,24 +54,24 @@ def total_log_likelihood(
     return total, int(count)
 
 
-def scores(
-    model: Replica, windows: Sequence[Window], batch_size: int, advance: Advance = ignore
-) -> list[Score]:
-    """Return the score of each window, in order, on every rank. Collective over the world, as above."""
-    own: list[tuple[int, Score]] = []
-    for batch in _own_batches(windows, model.mesh, batch_size):
-        scored = score_batch(model, [window for _, window in batch])
-        advance(len(batch) * model.mesh.batch.size)
-        if scored is None or not model.mesh.counts_loss:
-            continue
-        lengths = [len(window.targets) for _, window in batch]
-        parts = zip(*(each.cpu().split(lengths) for each in scored), strict=True)
-        for (index, window), (log_probs, greedy) in zip(batch, parts, strict=True):
-            counted = torch.from_numpy(_counted(window))
-            own.append((index, Score(log_probs.double()[counted].sum().item(), bool(greedy[counted].all()))))
+def scores(loaded: LoadedModel, windows: Sequence[Window], batch_size: int) -> list[Score]:
+    """Return the score of each window, in order, on every rank; rank 0 shows the progress. Collective, as above."""
+    model, own = loaded.replica, list[tuple[int, Score]]()
+    with working("scoring", unit="windows", total=len(windows), shown=model.mesh.rank == 0) as work:
+        for batch in _own_batches(windows, model.mesh, batch_size):
+            scored = score_batch(model, [window for _, window in batch])
+            work.advance(len(batch) * model.mesh.batch.size)
+            if scored is None or not model.mesh.counts_loss:
+                continue
+            lengths = [len(window.targets) for _, window in batch]
+            parts = zip(*(values.cpu().split(lengths) for values in scored), strict=True)
+            for (index, window), (log_probs, greedy) in zip(batch, parts, strict=True):
+                counted = torch.from_numpy(_counted(window))
+                score = Score(log_probs.double()[counted].sum().item(), bool(greedy[counted].all()))
+                own.append((index, score))
     gathered = model.mesh.gather_objects(own)
-    found = dict(each for part in gathered or [] for each in part)
-    return cast(list[Score], model.mesh.broadcast_object([found[index] for index in sorted(found)]))
+    by_index = dict(numbered for part in gathered or [] for numbered in part)
+    return cast(list[Score], model.mesh.broadcast_object([by_index[index] for index in sorted(by_index)]))
 
 
 @torch.inference_mode()

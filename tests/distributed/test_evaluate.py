@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from megalite.evaluate import perplexity
-from megalite.evaluate.answers import TextPrompt
-from megalite.evaluate.calls import call_on_ranks, follow, generate_answers, release, score_windows
+from megalite.evaluate.answers import TextPrompt, answers
+from megalite.evaluate.calls import call_on_ranks, follow, release
 from megalite.evaluate.documents import TextSource
 from megalite.evaluate.encoding import TextEncoder, pair_window
 from megalite.evaluate.perplexity import TextEvaluation, TextFigures, evaluate_text
+from megalite.evaluate.scoring import scores
 from megalite.evaluate.windows import Window, rolling_windows
 from megalite.generation.loaded import load_source
 from megalite.generation.source import find_source
@@ -133,11 +134,11 @@ def likelihoods_and_answers(model: Path, layout: Layout) -> tuple[list[float], l
         return follow(loaded)
     encoder, longest = TextEncoder(loaded.tokenizer), loaded.config.longest_sequence
     pairs = [encoder.pair(context, f" {choice}") for context, choices in QUESTIONS for choice in choices]
-    scores = call_on_ranks(loaded, score_windows, [pair_window(*pair, longest) for pair in pairs], 3)
+    scored = call_on_ranks(loaded, scores, [pair_window(*pair, longest) for pair in pairs], 3)
     prompts = [TextPrompt(context, ("\n",)) for context, _ in QUESTIONS]
-    texts = call_on_ranks(loaded, generate_answers, prompts, 9, None, NO_STOPS, 3)
+    texts = call_on_ranks(loaded, answers, prompts, 9, None, NO_STOPS, 3)
     release(loaded)
-    return [score.log_likelihood for score in scores], texts
+    return [score.log_likelihood for score in scored], texts
 
 
 @pytest.mark.parametrize(
