@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -25,50 +26,57 @@ _STREAM_HEADERS = [
 _LAST_WORD_SECONDS = 1.0
 
 
+@dataclass(frozen=True)
+class Backend:
+    """What every response generates with. request_seconds: the time limit of a request."""
+
+    engine: EngineThread
+    admission: Admission
+    metrics: ServerMetrics
+    request_seconds: float
+
+
 class GenerationResponse(Response):
     """Runs the sequences of one request when it is called.
 
-    answer: collects them. stream: whether to send chunks; include_usage: with a last one of the usage. seconds: the
-    time limit. A client that goes away takes its sequences out of the engine.
+    answer: collects them. stream: whether to send chunks; include_usage: with a last one of the usage. A client that
+    goes away takes its sequences out of the engine.
     """
 
     def __init__(
         self,
-        engine: EngineThread,
-        admission: Admission,
-        metrics: ServerMetrics,
+        backend: Backend,
         requests: Sequence[Request],
         answer: Answer,
         *,
-        stream: bool = False,
-        include_usage: bool = False,
-        seconds: float,
+        stream: bool,
+        include_usage: bool,
     ):
         # Not Response's own, which would render a body.
-        self._engine, self._admission, self._metrics = engine, admission, metrics
-        self._requests, self._answer = requests, answer
-        self._stream, self._include_usage, self._seconds = stream, include_usage, seconds
-        self._begun = False
+        self._backend, self._requests, self._answer = backend, requests, answer
+        self._stream, self._include_usage, self._begun = stream, include_usage, False
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._admission.enter(len(self._requests)):
+        with self._backend.admission.enter(len(self._requests)):
             job = await self._submit()
-            self._metrics.prompt_tokens.inc(self._answer.usage["prompt_tokens"])
+            self._backend.metrics.prompt_tokens.inc(self._answer.usage["prompt_tokens"])
             answering = asyncio.create_task(self._respond(job, scope, receive, send))
             leaving = asyncio.create_task(_left(receive))
             try:
                 await asyncio.wait(
-                    {answering, leaving}, timeout=self._seconds, return_when=asyncio.FIRST_COMPLETED
+                    {answering, leaving},
+                    timeout=self._backend.request_seconds,
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
                 if answering.done():
                     answering.result()
                 elif leaving.done():
-                    self._metrics.disconnects.inc()
+                    self._backend.metrics.disconnects.inc()
                     scope["state"]["left"] = True
                 else:
                     await self._stop(answering)
-                    await self._refuse(_too_slow(self._seconds), scope, send)
+                    await self._refuse(_too_slow(self._backend.request_seconds), scope, send)
             except EngineError as error:
                 await self._refuse(_failed(error), scope, send)
             finally:
@@ -79,14 +87,14 @@ class GenerationResponse(Response):
 
     async def _submit(self) -> EngineJob:
         try:
-            return await self._engine.submit(self._requests)
+            return await self._backend.engine.submit(self._requests)
         except ConfigError as error:
             raise ApiError(400, "; ".join(map(str, error.problems)), code="invalid_value") from error
         except EngineError as error:
             raise _failed(error) from error
 
     async def _respond(self, job: EngineJob, scope: Scope, receive: Receive, send: Send) -> None:
-        clock = TokenClock(self._metrics, len(self._requests))
+        clock = TokenClock(self._backend.metrics, len(self._requests))
         async for events in job:
             chunks: list[Mapping[str, Any]] = []
             for index, event in events:
