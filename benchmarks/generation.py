@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks import report
 from benchmarks.workload import SHAPE
-from megalite.generation.engine import build_model
+from megalite.generation.loaded import build_model
 from megalite.generation.request import GREEDY, Request
 from megalite.generation.token_engine import TokenEngine
 from megalite.model.kv_cache import Room

@@ -17,7 +17,7 @@ from megalite.errors import ConfigError, MegaliteError
 from megalite.evaluate.documents import TextSource
 from megalite.evaluate.report import table, write_json
 from megalite.evaluate.task_list import load_tasks
-from megalite.generation.memory import cache_problems
+from megalite.generation.layout_and_memory import cache_problems
 from megalite.generation.prompts import Chat, chat_template
 from megalite.generation.source import ModelSource, find_source
 from megalite.monitor.work import working

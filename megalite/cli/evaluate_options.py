@@ -8,7 +8,7 @@ from pathlib import Path
 from megalite.cli.arguments import Parser, add_chat_template, whole_number
 from megalite.errors import Problem
 from megalite.evaluate.task_list import is_local
-from megalite.generation.layout import layout_problems
+from megalite.generation.layout_and_memory import layout_problems
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
 

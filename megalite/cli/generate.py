@@ -12,8 +12,7 @@ from megalite.cli.generate_chat import CLEAR, chat
 from megalite.cli.generate_run import GenerationJob, continue_prompt, run_file
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.errors import ConfigError, DataError, Problem
-from megalite.generation.layout import layout_problems
-from megalite.generation.memory import DEFAULT_TOKENS, cache_problems
+from megalite.generation.layout_and_memory import DEFAULT_TOKENS, cache_problems, layout_problems
 from megalite.generation.request import Request, Sampling, check_request, sampling_problems
 from megalite.generation.source import ModelSource, find_source
 from megalite.topology.axes import Layout

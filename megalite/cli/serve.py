@@ -14,8 +14,7 @@ from megalite.cli.arguments import Parser, add_adapters, add_chat_template, whol
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.config.sections.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
-from megalite.generation.layout import layout_problems
-from megalite.generation.memory import DEFAULT_TOKENS, cache_problems
+from megalite.generation.layout_and_memory import DEFAULT_TOKENS, cache_problems, layout_problems
 from megalite.generation.source import ModelSource, find_source
 from megalite.launcher.rank.environment import api_key
 from megalite.topology.axes import Layout

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 from megalite.generation.detokenise import Detokeniser, StopScan
 from megalite.generation.json_schema import JsonGrammars
+from megalite.generation.layout_and_memory import DEFAULT_TOKENS
 from megalite.generation.loaded import LoadedModel
-from megalite.generation.memory import DEFAULT_TOKENS
 from megalite.generation.request import Request, check_request
 from megalite.generation.token_engine import PREFILL_CHUNK, Finish, Sampled, TokenEngine
 from megalite.model.kv_cache import Room

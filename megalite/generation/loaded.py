@@ -1,9 +1,9 @@
 """A model with its tokenizer, read from any source: `megalite.load`."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -11,15 +11,18 @@ from torch import Tensor
 from megalite.checkpoint.weights import fill
 from megalite.convert.weights import load_adapters, open_weights
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megalite.generation.engine import build_model
-from megalite.generation.source import ModelSource, find_source
+from megalite.generation.source import ModelSource, SourceOptions, find_source
 from megalite.generation.stops import Stops, stops_of
 from megalite.model.adapters import Adapters
+from megalite.model.options import ModelOptions
 from megalite.model.replica import Replica
+from megalite.model.stages import build_replica
 from megalite.model.transformer import Stage
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.selftest.decide import choose_kernels
 from megalite.topology.shape import ModelShape
+from megalite.topology.stages import pipeline_split
 
 
 @dataclass(frozen=True)
@@ -61,19 +64,16 @@ class LoadedModel:
 def load(
     path: Path | str,
     *,
-    step: int | None = None,
     device: torch.device | str | None = None,
     dtype: torch.dtype = torch.float32,
-    tokenizer: Path | str | None = None,
-    base: Path | str | None = None,
-    adapters: Mapping[str, Path | str] | None = None,
+    **source: Unpack[SourceOptions],
 ) -> LoadedModel:
     """Load a model to generate from, whole, into this process.
 
     path: a run folder, a checkpoint, a Hugging Face folder, an adapter in PEFT's format, or org/name of the Hugging
         Face Hub. An adapter is merged into its base.
-    step: the checkpoint of this step instead of the latest one of a run folder.
     device: None: the accelerator if there is one, else the CPU. dtype: of the weights and the computation.
+    step: the checkpoint of this step instead of the latest one of a run folder.
     tokenizer: a Hugging Face folder or a tokenizer.json, instead of the model's own.
     base: the folder of the weights beside an adapter, where they have moved.
     adapters: name -> folder of a LoRA adapter that requests may name: PEFT's, a checkpoint or a run folder. `path` is
@@ -81,14 +81,22 @@ def load(
     Raises CheckpointError if there is no model, it is damaged, it has no tokenizer, or an adapter is not its own;
     ConfigError for a config.json whose model is not built; DataError for the tokenizer.
     """
-    source = find_source(
-        path,
-        step=step,
-        tokenizer=None if tokenizer is None else Path(tokenizer),
-        base=None if base is None else Path(base),
-        adapters={name: Path(each) for name, each in (adapters or {}).items()},
-    )
-    return load_source(source, ParallelMesh.single(device or local_device(0, 1)), dtype)
+    mesh = ParallelMesh.single(device or local_device(0, 1))
+    return load_source(find_source(path, **source), mesh, dtype)
+
+
+def build_model(
+    shape: ModelShape, mesh: ParallelMesh, dtype: torch.dtype = torch.float32, *, int8: bool = False
+) -> Replica:
+    """Return this rank's part of a model without weights, ready to be loaded and to generate.
+
+    int8: with linears of int8 weights.
+    """
+    split = pipeline_split(shape.num_hidden_layers, mesh.pp.size)
+    # Without the self-test of a card: there torch computes.
+    operators = choose_kernels("auto", mesh.device.type).operators
+    options = ModelOptions(dtype=dtype, operators=operators)
+    return build_replica(shape, mesh, split, options, seed=None, int8=int8)
 
 
 def load_source(source: ModelSource, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> LoadedModel:

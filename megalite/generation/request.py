@@ -1,5 +1,6 @@
 """A generation request, its sampling settings and the rules over them. No torch."""
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -77,6 +78,30 @@ class Request:
     scores_prompt: bool = False
 
 
+# Setting -> whether a value is right, what a wrong one is not, and the remedy; also of `tokens` and `logprobs`.
+_RULES: Mapping[str, tuple[Callable[[float], bool], str, str]] = {
+    "tokens": (lambda value: value >= 1, "is no number of new tokens", "use 1 or more"),
+    "temperature": (lambda value: 0 <= value < math.inf, "is not a temperature", "use 0 or more"),
+    "top_k": (lambda value: value >= 1, "is no number of tokens", "use 1 or more, or leave it out"),
+    "top_p": (lambda value: 0 < value <= 1, "is not a probability", "use more than 0 and at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "is not a probability", "use 0 or more and at most 1"),
+    "repetition_penalty": (
+        lambda value: 0 < value < math.inf,
+        "is not a factor",
+        "use more than 0; 1 is none",
+    ),
+    **dict.fromkeys(
+        ("presence_penalty", "frequency_penalty"),
+        (lambda value: -2 <= value <= 2, "is not a penalty", "use -2 to 2; 0 is none"),
+    ),
+    "logprobs": (
+        lambda value: 0 <= value <= MOST_LOGPROBS,
+        "is no number of alternatives",
+        f"use 0 to {MOST_LOGPROBS}",
+    ),
+}
+
+
 def sampling_problems(
     tokens: int,
     values: Mapping[str, Any],
@@ -89,44 +114,21 @@ def sampling_problems(
 
     values: as of `Sampling.of`. name: how the caller writes a setting, such as `--top-k` for top_k.
     """
-    sampling = Sampling.of(values)
-    temperature = sampling.temperature
-    top_k, top_p, min_p = (values.get(setting) for setting in ("top_k", "top_p", "min_p"))
-    if tokens < 1:
-        yield Problem(name("tokens"), f"{tokens} is no number of new tokens", "use 1 or more")
-    if not 0 <= temperature < float("inf"):
-        yield Problem(name("temperature"), f"{temperature:g} is not a temperature", "use 0 or more")
-    if top_k is not None and top_k < 1:
-        yield Problem(name("top_k"), f"{top_k} is no number of tokens", "use 1 or more, or leave it out")
-    if top_p is not None and not 0 < top_p <= 1:
-        yield Problem(name("top_p"), f"{top_p:g} is not a probability", "use more than 0 and at most 1")
-    if min_p is not None and not 0 <= min_p <= 1:
-        yield Problem(name("min_p"), f"{min_p:g} is not a probability", "use 0 or more and at most 1")
-    for setting, value in (("top_k", top_k), ("top_p", top_p), ("min_p", min_p)):
-        if temperature == 0 and value is not None:
+    settings = {**values, "tokens": tokens, "logprobs": logprobs}
+    for setting, (is_right, fault, remedy) in _RULES.items():
+        if (value := settings.get(setting)) is not None and not is_right(value):
+            yield Problem(
+                name(setting), f"{value if isinstance(value, int) else f'{value:g}'} {fault}", remedy
+            )
+    for setting in ("top_k", "top_p", "min_p"):
+        if Sampling.of(values).temperature == 0 and values.get(setting) is not None:
             yield Problem(
                 name(setting),
                 f"has no effect with {name('temperature')} 0, which takes the most likely token",
                 f"set {name('temperature')} above 0, for example 1",
             )
-    if not 0 < sampling.repetition_penalty < float("inf"):
-        yield Problem(
-            name("repetition_penalty"),
-            f"{sampling.repetition_penalty:g} is not a factor",
-            "use more than 0; 1 is none",
-        )
-    for setting, penalty in (
-        ("presence_penalty", sampling.presence_penalty),
-        ("frequency_penalty", sampling.frequency_penalty),
-    ):
-        if not -2 <= penalty <= 2:
-            yield Problem(name(setting), f"{penalty:g} is not a penalty", "use -2 to 2; 0 is none")
     if not all(stop):
         yield Problem(name("stop"), "has an empty string, which every text contains", "leave it out")
-    if logprobs is not None and not 0 <= logprobs <= MOST_LOGPROBS:
-        yield Problem(
-            name("logprobs"), f"{logprobs} is no number of alternatives", f"use 0 to {MOST_LOGPROBS}"
-        )
 
 
 def check_request(request: Request, shape: ModelShape, most: int, adapters: Collection[str] = ()) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypedDict
 
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import (
@@ -44,13 +45,22 @@ class ModelSource(WeightSource):
     of_conversations: bool = False
 
 
+class SourceOptions(TypedDict, total=False):
+    """The options of `find_source`."""
+
+    step: int | None
+    tokenizer: Path | str | None
+    base: Path | str | None
+    adapters: Mapping[str, Path | str] | None
+
+
 def find_source(
     path: Path | str,
     *,
     step: int | None = None,
-    tokenizer: Path | None = None,
-    base: Path | None = None,
-    adapters: Mapping[str, Path] | None = None,
+    tokenizer: Path | str | None = None,
+    base: Path | str | None = None,
+    adapters: Mapping[str, Path | str] | None = None,
 ) -> ModelSource:
     """Return the model that `path` names: a run folder, a checkpoint, a Hugging Face or PEFT folder, or org/name.
 
@@ -59,7 +69,8 @@ def find_source(
     Raises CheckpointError if there is none, if it is damaged, if it has no tokenizer, or if an adapter cannot stand
     beside it; ConfigError if a config.json has a model that is not built.
     """
-    source = _found(path, step, tokenizer, base)
+    beside = [None if place is None else Path(place) for place in (tokenizer, base)]
+    source = _source_of(path, step, *beside)
     if not adapters:
         return source
     if source.base is not None:
@@ -69,12 +80,11 @@ def find_source(
             f"{path} is a checkpoint, and adapters belong to a Hugging Face folder; name that folder as MODEL"
         )
     model = AdaptedModel(source.folder, source.shape, source.int8)
-    return replace(
-        source, adapters={name: find_adapter(name, each, model) for name, each in adapters.items()}
-    )
+    found = {name: find_adapter(name, Path(folder), model) for name, folder in adapters.items()}
+    return replace(source, adapters=found)
 
 
-def _found(path: Path | str, step: int | None, tokenizer: Path | None, base: Path | None) -> ModelSource:
+def _source_of(path: Path | str, step: int | None, tokenizer: Path | None, base: Path | None) -> ModelSource:
     name, here = HubName.of(str(path)), Path(path).expanduser()
     if name is None and (here / ADAPTER_CONFIG).is_file():
         beside = base_of_adapter(here, base)

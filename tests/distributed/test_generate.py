@@ -7,14 +7,13 @@ import pytest
 
 from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.generation.batch_engine import BatchEngine
-from megalite.generation.engine import generate_ids
 from megalite.generation.json_schema import JSON_OBJECT
 from megalite.generation.loaded import load_source
 from megalite.generation.request import GREEDY, Sampling
 from megalite.generation.source import ModelSource
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
-from tests.support.generation import load_model, mixed_requests
+from tests.support.generation import generate_ids, load_model, mixed_requests
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage

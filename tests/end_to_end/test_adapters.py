@@ -22,10 +22,10 @@ from megalite.data.batches.conversation_rows import samples_of
 from megalite.data.batches.loader import StepLoader
 from megalite.data.files.token_file import TokenFile
 from megalite.errors import CheckpointError, ConfigError
-from megalite.generation.engine import generate_ids
 from megalite.generation.source import find_source
 from megalite.topology.parameters import parameter_count, trained_tensors
 from tests.support.fine_tuning import Sections, fine_tuning_run
+from tests.support.generation import generate_ids
 from tests.support.jobs import ROOT, training_here
 from tests.support.parity import FLOAT32_RTOL, assert_close, assert_same_tensors
 from tests.support.selection import cases

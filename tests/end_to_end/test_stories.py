@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megalite import Trainer, load_config
 from megalite.cli import convert, generate
-from megalite.generation.engine import generate_ids as generated
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.train.run import TrainingResult
+from tests.support.generation import generate_ids as generated
 from tests.support.generation import load_model
 from tests.support.jobs import training_here
 from tests.support.selection import cases

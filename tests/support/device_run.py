@@ -12,12 +12,11 @@ import torch
 
 from megalite.checkpoint.folder import find_latest
 from megalite.data.files.token_file import TokenFile
-from megalite.generation.engine import generate_ids
 from megalite.generation.request import Sampling
 from megalite.parallel import layers
 from megalite.train.saving import RunSaver
 from megalite.train.validation import held_out_set, validate
-from tests.support.generation import load_model
+from tests.support.generation import generate_ids, load_model
 from tests.support.standin import count_syncs
 from tests.support.tiny_run import tiny_trainer
 

@@ -1,7 +1,7 @@
 """Requests and engines for tests of generation."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,9 +10,9 @@ from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.weights import fill
 from megalite.convert.weight_source import WeightSource
 from megalite.convert.weights import open_weights
-from megalite.generation.engine import build_model
-from megalite.generation.request import GREEDY, Request, Sampling
-from megalite.generation.token_engine import TokenEngine
+from megalite.generation.loaded import build_model
+from megalite.generation.request import GREEDY, Request, Sampling, check_request
+from megalite.generation.token_engine import PREFILL_CHUNK, TokenEngine
 from megalite.model.kv_cache import KeyValueCache, Room
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
@@ -39,6 +39,36 @@ def load_model(
     replica = build_model(source.shape, mesh or ParallelMesh.single(), dtype)
     fill(replica, open_weights(source), checkpoint)
     return replica
+
+
+def generate_ids(
+    model: Replica,
+    prompt_ids: Sequence[int],
+    *,
+    new_tokens: int,
+    sampling: Sampling = GREEDY,
+    stop_ids: Collection[int] = (),
+    prefill_chunk: int = PREFILL_CHUNK,
+) -> Iterator[int]:
+    """The next id, `new_tokens` times, each as soon as it is known; one of `stop_ids` is the last.
+
+    Every rank of the model's mesh must iterate, and gets the same ids. prefill_chunk: the most tokens of the prompt in
+    one forward. Raises ConfigError when the prompt is empty, has an id outside of the vocabulary, or does not fit the
+    model's positions.
+    """
+    request = Request(tuple(prompt_ids), new_tokens, sampling, frozenset(stop_ids))
+    check_request(request, model.shape, model.shape.longest_sequence)
+    return _generate(model, request, prefill_chunk)
+
+
+def _generate(model: Replica, request: Request, prefill_chunk: int) -> Iterator[int]:
+    engine = TokenEngine(
+        model, Room(1, len(request.prompt_ids) + request.max_tokens), prefill_chunk=prefill_chunk
+    )
+    engine.submit(0, request)
+    while engine.has_work:
+        for sampled in engine.step():
+            yield sampled.token
 
 
 def mixed_requests(

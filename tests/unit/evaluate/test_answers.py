@@ -7,12 +7,12 @@ import torch
 
 from megalite.evaluate.answers import TextPrompt, answers
 from megalite.evaluate.encoding import TextEncoder
-from megalite.generation.engine import generate_ids
 from megalite.generation.loaded import LoadedModel, load_source
 from megalite.generation.request import GREEDY, Sampling
 from megalite.generation.source import find_source
 from megalite.parallel.mesh import ParallelMesh
 from tests.support.evaluated import write_evaluated
+from tests.support.generation import generate_ids
 from tests.support.tiny import tiny_corpus
 
 TOKENS = 14

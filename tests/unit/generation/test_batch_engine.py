@@ -10,12 +10,11 @@ from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.errors import ConfigError
 from megalite.generation.batch_engine import BatchEngine, Event
 from megalite.generation.detokenise import Detokeniser, StopScan
-from megalite.generation.engine import generate_ids
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import GREEDY, Request, Sampling, sampling_problems
 from megalite.generation.source import ModelSource
 from megalite.model.replica import Replica
-from tests.support.generation import mixed_requests
+from tests.support.generation import generate_ids, mixed_requests
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, our_logits

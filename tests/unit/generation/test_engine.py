@@ -9,12 +9,11 @@ from transformers import AutoModelForCausalLM
 
 from megalite.convert.huggingface.export import export
 from megalite.errors import ConfigError
-from megalite.generation.engine import generate_ids
 from megalite.model.context import StepContext
 from megalite.model.kv_cache import CachedStep
 from megalite.model.replica import Replica
 from megalite.topology.shape import ModelShape, RopeScaling
-from tests.support.generation import load_model, one_slot
+from tests.support.generation import generate_ids, load_model, one_slot
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import tiny_shape
 from tests.unit.convert.exporting import lively_stage, our_logits, save_stage

@@ -13,13 +13,13 @@ from megalite.convert.huggingface.origin import FOLDER
 from megalite.data.tokenizers.tokenizer import END_OF_DOCUMENT, Tokenizer, add_special_tokens, load_tokenizer
 from megalite.evaluate.answers import TextPrompt, answers
 from megalite.generation import text
-from megalite.generation.engine import generate_ids
 from megalite.generation.loaded import LoadedModel, load
 from megalite.generation.prompts import prompt_ids
 from megalite.generation.request import GREEDY, Request
 from megalite.generation.request_file import read_requests
 from megalite.generation.source import find_source
 from megalite.generation.stops import stops_of
+from tests.support.generation import generate_ids
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage

@@ -1,4 +1,4 @@
-"""Whether weights and key-value cache can fit this machine, before anything is loaded. No torch."""
+"""Whether a model suits a layout without training, and fits this machine, before anything is loaded. No torch."""
 
 from collections.abc import Iterator
 
@@ -6,12 +6,32 @@ from megalite.config.output.summary import memory_text
 from megalite.errors import Problem
 from megalite.generation.source import ModelSource
 from megalite.launcher.process import has_accelerator, total_memory_bytes
+from megalite.topology.axes import Layout
 from megalite.topology.dtypes import FLOATS
 from megalite.topology.parameters import parameter_count
 from megalite.topology.shape import ModelShape
+from megalite.topology.sharding import tensor_sizes
 
 DEFAULT_TOKENS = 4096
 """The longest context of a request, prompt included, where none is asked for."""
+
+
+def layout_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
+    """Yield the problems of tensor- and pipeline-parallel sizes that the model does not fit, by their flags."""
+    query, shared = shape.num_attention_heads, shape.num_key_value_heads
+    sizes = tensor_sizes(query, shared)
+    if layout.tensor not in sizes:
+        yield Problem(
+            "--tensor",
+            f"{layout.tensor} tensor-parallel ranks cannot share {query} query and {shared} key-value heads",
+            f"use one of {sizes}",
+        )
+    if layout.pipeline > shape.num_hidden_layers:
+        yield Problem(
+            "--pipeline",
+            f"{layout.pipeline} stages are more than the model's {shape.num_hidden_layers} layers",
+            f"use at most {shape.num_hidden_layers}",
+        )
 
 
 def cache_problems(
