@@ -160,11 +160,11 @@ class BackgroundWriter:
 
     def _publish(self, draft: Draft) -> None:
         """Once every rank has written."""
-        found = self._mesh.gather_objects((self._table, self._cost))
+        written = self._mesh.gather_objects((self._table, self._cost))
         self._publishing, self._thread = True, None
-        if found is None:
+        if written is None:
             return
-        tables, costs = [table for table, _ in found], [cost for _, cost in found]
+        tables, costs = [table for table, _ in written], [cost for _, cost in written]
         self._cost = replace(
             self._cost,
             write_seconds=max(cost.write_seconds for cost in costs),

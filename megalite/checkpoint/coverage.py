@@ -27,9 +27,9 @@ def check_coverage(manifest: Manifest, source: Path) -> None:
         raise CheckpointError(
             f"{source}: its model has {layers} layers, but there are only {len(weights)} weights"
         )
-    held = {WEIGHT: {}, **manifest.tensors}
-    for key, expected in state_tensors(manifest.model, held.keys()).items():
-        entries = held[key]
+    states = {WEIGHT: {}, **manifest.tensors}
+    for key, expected in state_tensors(manifest.model, states.keys()).items():
+        entries = states[key]
         missing, extra = expected.keys() - entries.keys(), entries.keys() - expected.keys()
         if missing or extra:
             raise CheckpointError(

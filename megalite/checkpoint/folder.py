@@ -103,12 +103,12 @@ def find_latest(folder: Path) -> Path | None:
 
 def progress_of_saves(folder: Path) -> frozenset[tuple[str, int]]:
     """Return (file, bytes) of all unfinished saves in a `checkpoints` folder: it changes while any rank writes."""
-    found = set[tuple[str, int]]()
+    sizes = set[tuple[str, int]]()
     for path in folder.glob(".step-*.partial-*/*"):
         # Published or removed meanwhile.
         with suppress(OSError):
-            found.add((str(path), path.stat().st_size))
-    return frozenset(found)
+            sizes.add((str(path), path.stat().st_size))
+    return frozenset(sizes)
 
 
 def find_checkpoint(path: Path) -> Path:
@@ -124,9 +124,9 @@ def find_checkpoint(path: Path) -> Path:
     if (path / MANIFEST).is_file():
         return path
     for folder in (path / "checkpoints", path):
-        found = find_latest(folder)
-        if found is not None:
-            return found
+        latest = find_latest(folder)
+        if latest is not None:
+            return latest
     if not path.exists():
         raise CheckpointError(f"{path} does not exist; name a checkpoint folder or a run folder")
     hint = ""
@@ -162,15 +162,15 @@ def last_checkpoints(path: Path, count: int) -> list[Path]:
     Raises CheckpointError if there are fewer or one is broken.
     """
     newest = find_checkpoint(path)
-    found = [newest, *older_checkpoints(newest)][:count]
-    if len(found) < count:
+    newest_first = [newest, *older_checkpoints(newest)][:count]
+    if len(newest_first) < count:
         raise CheckpointError(
-            f"{newest.parent} has {len(found)} checkpoints up to {newest.name}, not {count}; average at most"
-            f" {len(found)}, or keep more with checkpoint.keep_last = {count}"
+            f"{newest.parent} has {len(newest_first)} checkpoints up to {newest.name}, not {count}; average at most"
+            f" {len(newest_first)}, or keep more with checkpoint.keep_last = {count}"
         )
-    for each in found:
-        require_whole(each)
-    return found
+    for checkpoint in newest_first:
+        require_whole(checkpoint)
+    return newest_first
 
 
 def checkpoints_of(path: Path, steps: Sequence[int]) -> list[Path]:

@@ -130,19 +130,19 @@ def _keys_of_all_ranks(optimizer: OptimizerState, mesh: ParallelMesh, checkpoint
     return keys
 
 
-def _check_optimizer(manifest: Manifest, wanted: frozenset[str], checkpoint: Path) -> None:
+def _check_optimizer(manifest: Manifest, expected: frozenset[str], checkpoint: Path) -> None:
     """Raise CheckpointError unless the checkpoint's optimizer is the one that goes on: no state is made up or lost."""
-    held = manifest.optimizer_state_keys
+    stored = manifest.optimizer_state_keys
     if "step" not in manifest.optimizer:
         raise CheckpointError(
             f"{checkpoint} holds weights but no optimizer state to resume; start a new run from them with"
             " model.weights = a Hugging Face folder (megalite convert export writes one)"
         )
-    if wanted - _COPIES != held - _COPIES:
+    if expected - _COPIES != stored - _COPIES:
         written = manifest.config.get("optimizer") or {}
         settings = (f"optimizer.{name} = {written[name]}" for name in ("name", "momentum") if name in written)
         raise CheckpointError(
-            f"the checkpoint's optimizer state is {sorted(held) or 'empty'}, this optimizer's is"
-            f" {sorted(wanted) or 'empty'}; set optimizer.name and its settings to those of the checkpoint"
+            f"the checkpoint's optimizer state is {sorted(stored) or 'empty'}, this optimizer's is"
+            f" {sorted(expected) or 'empty'}; set optimizer.name and its settings to those of the checkpoint"
             f" ({', '.join(settings)}), or start a run from its weights with model.weights = its export"
         )

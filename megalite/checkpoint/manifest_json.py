@@ -121,10 +121,10 @@ _RENAMED = {"norm_offset": "zero_centered_gamma"}
 
 
 def _model(content: Mapping[str, Any]) -> ModelShape:
-    given = content.get("rope_scaling")
+    scaling_fields = content.get("rope_scaling")
     scaling = None
-    if given is not None:
-        scaling = _checked(RopeScaling(**{name: _as_tuple(value) for name, value in given.items()}))
+    if scaling_fields is not None:
+        scaling = _checked(RopeScaling(**{name: _as_tuple(value) for name, value in scaling_fields.items()}))
     fields = {_RENAMED.get(name, name): value for name, value in content.items()}
     if fields.get("qk_norm") in (True, False):
         fields["qk_norm"] = "head" if fields["qk_norm"] else None
@@ -145,10 +145,10 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
     return model
 
 
-def _adapter(given: Mapping[str, Any] | None) -> Adapter | None:
-    if given is None:
+def _adapter(content: Mapping[str, Any] | None) -> Adapter | None:
+    if content is None:
         return None
-    fields = {name: _as_tuple(value) for name, value in given.items()}
+    fields = {name: _as_tuple(value) for name, value in content.items()}
     if "rank" in fields:
         lora = _checked(Lora(**fields))
         _require(0 < lora.rank < _MOST_POSITIONS, "model.adapter", "rank", lora.rank)

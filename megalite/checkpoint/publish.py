@@ -81,9 +81,11 @@ def remove_older(
     kept |= {
         named.resolve() for pointer in (LATEST, BEST) if (named := named_by(folder / pointer)) is not None
     }
-    found = sorted((number, path) for number, path in published_checkpoints(folder).items() if number <= step)
-    kept |= {path.resolve() for number, path in found if every is not None and number % every == 0}
-    whole = [path for _, path in found if _is_whole(path)]
+    until_step = sorted(
+        (number, path) for number, path in published_checkpoints(folder).items() if number <= step
+    )
+    kept |= {path.resolve() for number, path in until_step if every is not None and number % every == 0}
+    whole = [path for _, path in until_step if _is_whole(path)]
     for path in whole[: max(0, len(whole) - keep)]:
         if path.resolve() not in kept:
             removed = folder / f".{path.name}.partial-removed"
@@ -103,9 +105,9 @@ def _is_whole(checkpoint: Path) -> bool:
     return True
 
 
-def _same_numbers(one: Path, other: Path) -> bool:
+def _same_numbers(new: Path, old: Path) -> bool:
     try:
-        first, second = require_whole(one), require_whole(other)
+        first, second = require_whole(new), require_whole(old)
     except CheckpointError:
         return False
     names = ("trainer_state", "model", "optimizer", "tensors", "files")

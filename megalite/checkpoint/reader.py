@@ -99,10 +99,10 @@ class CheckpointReader(WeightReader):
                 if overlap := intersection(source, block):
                     # Rows of the source region are contiguous in its shards, so these are read sequentially.
                     start = (overlap.offsets[0] - source.offsets[0]) * prod(source.shape[1:])
-                    held = torch.empty(overlap.shape, dtype=values.dtype)
-                    for shard, low, target in _overlapping(shards, start, held.view(-1)):
+                    overlap_values = torch.empty(overlap.shape, dtype=values.dtype)
+                    for shard, low, target in _overlapping(shards, start, overlap_values.view(-1)):
                         self._fill(name, entry, shard, low, target, digests[shard])
-                    values[index_in(overlap, block)] = held
+                    values[index_in(overlap, block)] = overlap_values
             yield values
 
     def read_all(self) -> None:

@@ -47,10 +47,10 @@ def full_slice(shape: tuple[int, ...]) -> TensorSlice:
     return TensorSlice((0,) * len(shape), shape)
 
 
-def intersection(one: TensorSlice, other: TensorSlice) -> TensorSlice | None:
+def intersection(first: TensorSlice, second: TensorSlice) -> TensorSlice | None:
     """Return the region of the elements in both regions; None if there are none."""
     offsets, shape = [], []
-    for a, a_size, b, b_size in zip(one.offsets, one.shape, other.offsets, other.shape, strict=True):
+    for a, a_size, b, b_size in zip(first.offsets, first.shape, second.offsets, second.shape, strict=True):
         low, high = max(a, b), min(a + a_size, b + b_size)
         if low >= high:
             return None

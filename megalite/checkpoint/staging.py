@@ -43,8 +43,8 @@ class Staging:
         self._buffer.reserve(self.needed_bytes(tensors), self._device)
         targets, offset = {}, 0
         for key, tensor in tensors.items():
-            held = self._buffer.bytes.narrow(0, offset, tensor.nbytes)
-            targets[key] = held.view(tensor.dtype).view(tensor.shape)
+            copy = self._buffer.bytes.narrow(0, offset, tensor.nbytes)
+            targets[key] = copy.view(tensor.dtype).view(tensor.shape)
             offset += _aligned(tensor.nbytes)
         self._on_host = [(targets[key], tensor) for key, tensor in tensors.items() if key not in on_device]
         self._arrived = None

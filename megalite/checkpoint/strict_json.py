@@ -35,11 +35,11 @@ def is_int(value: object) -> bool:
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         key = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise ValueError(f"it has {key[:100]!r} twice")
-    return found
+    return table
 
 
 def _refuse(word: str) -> NoReturn:

@@ -65,8 +65,8 @@ def write_tensor_file(
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for key in ordered:
-            given, digest, numel = read(key), hashlib.sha256(), 0
-            for block in (given,) if isinstance(given, Tensor) else given:
+            values, digest, numel = read(key), hashlib.sha256(), 0
+            for block in (values,) if isinstance(values, Tensor) else values:
                 if block.dtype != infos[key].dtype or block.shape[1:] != infos[key].shape[1:]:
                     raise AssertionError(
                         f"{key} was announced as {infos[key]}, not {block.dtype}, {block.shape}"

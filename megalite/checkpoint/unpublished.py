@@ -109,16 +109,17 @@ def pieces_of(replica: Replica, optimizer: OptimizerState) -> Iterator[StoredPie
     for shard in chain(weights, optimizer.shards()):
         if shard.owned:
             ranges = split_flat_range(mesh.slices(shard.parameter), shard.start, shard.values.numel())
-            for each in _written(mesh, shard.parameter, ranges):
-                yield StoredPiece(shard.key, each, shard.values[each.offset : each.offset + each.numel])
+            for part_range in _written(mesh, shard.parameter, ranges):
+                values = shard.values[part_range.offset : part_range.offset + part_range.numel]
+                yield StoredPiece(shard.key, part_range, values)
 
 
 def by_key(pieces: Iterable[StoredPiece]) -> dict[str, StoredPiece]:
-    found: dict[str, StoredPiece] = {}
+    pieces_by_key: dict[str, StoredPiece] = {}
     for piece in pieces:
-        if found.setdefault(piece.key, piece) is not piece:
+        if pieces_by_key.setdefault(piece.key, piece) is not piece:
             raise AssertionError("a rank holds the same flat range of the same tensor twice")
-    return found
+    return pieces_by_key
 
 
 def _whole_weights(replica: Replica) -> Iterator[StateShard]:
@@ -132,7 +133,7 @@ def _whole_weights(replica: Replica) -> Iterator[StateShard]:
 def _written(mesh: ParallelMesh, parameter: Parameter, ranges: Iterable[PartRange]) -> Iterator[PartRange]:
     """The flat ranges that this rank of those over which the parameter is cut writes: replicas and tied copies once."""
     if mesh.is_first_stage(parameter):
-        yield from (each for each in ranges if mesh.is_first_holder(parameter, each.part))
+        yield from (part_range for part_range in ranges if mesh.is_first_holder(parameter, part_range.part))
 
 
 def _write(path: Path, by_key: Mapping[str, StoredPiece], read: Callable[[str], Tensor]) -> str:

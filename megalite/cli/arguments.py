@@ -35,11 +35,11 @@ class Parser(argparse.ArgumentParser):
     def common_help(self) -> str:
         """Return the help with the common options alone."""
         shown = [
-            each
-            for each in self._actions
-            if each.dest in self.common or any(name in self.common for name in each.option_strings)
+            action
+            for action in self._actions
+            if action.dest in self.common or any(name in self.common for name in action.option_strings)
         ]
-        positional = " ".join(str(each.metavar) for each in shown if not each.option_strings)
+        positional = " ".join(str(action.metavar) for action in shown if not action.option_strings)
         formatter = self.formatter_class(prog=self.prog)
         formatter.add_usage(f"{self.prog} {positional} [OPTION ...]", [], [])
         formatter.add_text(self.description)
@@ -93,14 +93,14 @@ class _NamedFolders(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         name, _, folder = str(values).partition("=")
-        found = dict(getattr(namespace, self.dest))
+        folders = dict(getattr(namespace, self.dest))
         if not name or not folder:
             parser.error(f"{option_string} {values} is not of the form NAME=FOLDER")
-        if name in found:
+        if name in folders:
             parser.error(
-                f"{option_string} {values}: another adapter has this name, {found[name]}; rename one"
+                f"{option_string} {values}: another adapter has this name, {folders[name]}; rename one"
             )
-        setattr(namespace, self.dest, {**found, name: Path(folder).expanduser()})
+        setattr(namespace, self.dest, {**folders, name: Path(folder).expanduser()})
 
 
 def add_adapters(parser: argparse.ArgumentParser) -> None:

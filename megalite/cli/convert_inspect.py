@@ -65,11 +65,11 @@ def _inspect_adapter(folder: Path) -> int:
 
 def _inspect_huggingface(folder: Path) -> int:
     """Print the tensors of a folder; int8 weights as the values that their packed words hold."""
-    found = headers(folder)
-    tensors = {name: (entry, file) for file, held in found.items() for name, entry in weights_of(held)}
+    files = headers(folder)
+    tensors = {name: (entry, file) for file, entries in files.items() for name, entry in weights_of(entries)}
     int8 = {name: prod(entry.shape) for name, (entry, _) in tensors.items() if entry.dtype == INT8}
     scales = sum(prod(tensors[f"{name}{SCALE}"][0].shape) for name in int8 if f"{name}{SCALE}" in tensors)
-    size_bytes = sum((folder / name).stat().st_size for name in found)
+    size_bytes = sum((folder / name).stat().st_size for name in files)
     elements = sum(prod(entry.shape) for entry, _ in tensors.values()) - scales
     print(f"{folder}: a Hugging Face folder, {len(tensors):,} tensors")
     if (config := folder / "config.json").is_file():
@@ -81,7 +81,7 @@ def _inspect_huggingface(folder: Path) -> int:
                 f"{config} is not a model configuration ({error}); name another folder"
             ) from error
         print("  config.json:", ", ".join(f"{key} {value}" for key, value in facts.items()))
-    print(f"  {size_bytes:,} bytes in {len(found)} files")
+    print(f"  {size_bytes:,} bytes in {len(files)} files")
     quantised = f", {sum(int8.values()):,} of them int8 in {len(int8)} tensors with scales" if int8 else ""
     print(f"{WEIGHT}: {elements:,} elements{quantised}")
     width = max(map(len, tensors), default=0)

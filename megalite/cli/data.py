@@ -129,8 +129,8 @@ def _tokenizer_folder(options: argparse.Namespace) -> Path:
         return _with_added_tokens(options)
     foreign = foreign_tokenizer(options.tokenizer)
     if foreign is None:
-        given: Path = options.tokenizer
-        return given
+        own: Path = options.tokenizer
+        return own
     folder: Path = options.output.with_name(f"{options.output.name}-tokenizer")
     foreign.write_into(folder, options.end_of_document or foreign.end_of_document)
     return folder

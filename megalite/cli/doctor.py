@@ -81,23 +81,23 @@ def _parser() -> Parser:
 def _check_hosts(options: argparse.Namespace) -> int:
     """Print the preflight of all hosts; return 0 if all passed, 2 otherwise."""
     chosen = HostOptions(hostfile=options.hostfile, include=options.include, exclude=options.exclude)
-    found, run_folder, interface = find_hosts(chosen, variables()), None, "auto"
-    slots = {host.name: len(host.slots) for host in found.hosts}
+    available, run_folder, interface = find_hosts(chosen, variables()), None, "auto"
+    slots = {host.name: len(host.slots) for host in available.hosts}
     if options.run_file:
         # Imported here: the report on this machine needs no settings.
         from megalite.config.load import load_run
 
         config = load_run(options.run_file).config
         run_folder, interface = Path(config.run.folder), config.launch.interface
-        if not found.counted:
-            placed, _ = place_ranks(found, config.layout.world_size)
+        if not available.counted:
+            placed, _ = place_ranks(available, config.layout.world_size)
             slots = {host.name: len(host.slots) for host in placed}
     environment = without_secrets(travelling(variables(), {}))
-    wanted = HostRequirements(
+    required = HostRequirements(
         Path.cwd(), sys.executable, options.run_file, run_folder, environment, launch_interface=interface
     )
-    print(f"asking {len(slots)} host{'s' * (len(slots) != 1)} of {found.named}")
-    result = preflight(slots, wanted, transport_to(found), options.preflight_seconds)
+    print(f"asking {len(slots)} host{'s' * (len(slots) != 1)} of {available.named}")
+    result = preflight(slots, required, transport_to(available), options.preflight_seconds)
     for line in result.lines():
         print(line)
     failed = len(slots) - len(result.passed)
@@ -182,17 +182,17 @@ def _proved() -> dict[str, dict[str, str]]:
     proved: dict[str, dict[str, str]] = {}
     for device in devices:
         facts = trust.machine(device)
-        found = trust.read(facts)
-        if not found and not trust.needs_proof(device.type):
+        findings = trust.read(facts)
+        if not findings and not trust.needs_proof(device.type):
             continue  # CPU operators are used without a self-test
         shown = {
             f"{operator}: {case}, {name}": _verdict(finding)
-            for operator, cases in found.items()
+            for operator, cases in findings.items()
             for case, implementations in cases.items()
             for name, finding in implementations.items()
         }
         missing = {
-            operator: "not tested yet: torch computes it" for operator in SLOTS if operator not in found
+            operator: "not tested yet: torch computes it" for operator in SLOTS if operator not in findings
         }
         proved[facts["card"]] = shown | missing
     return proved
@@ -205,9 +205,8 @@ def _verdict(finding: "CaseResult") -> str:
         return f"absent: {finding.why}"
     if not finding.right:
         return f"refused: {finding.why}"
-    if not finding.seconds or not finding.torch_seconds:
+    if (ratio := finding.ratio) is None:
         return "right"
-    ratio = finding.seconds / finding.torch_seconds
     return f"right, {ratio:.2f} of torch's time" + (": slower, torch computes it" if ratio > SLOWER else "")
 
 

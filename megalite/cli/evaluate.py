@@ -46,8 +46,8 @@ def run(arguments: Sequence[str]) -> int:
     layout = Layout(pipeline=options.pipeline, data=options.data_parallel, tensor=options.tensor)
     # Scored sequences have no cache, and the number of generated answers is not known yet.
     cache = (("--batch-size", options.batch_size), ("--batch-size", 0))
-    if found := [*problems(options, layout, source.shape), *cache_problems(source, options.dtype, *cache)]:
-        raise ConfigError(found, "the request")
+    if wrong := [*problems(options, layout, source.shape), *cache_problems(source, options.dtype, *cache)]:
+        raise ConfigError(wrong, "the request")
     if options.tasks:
         _require_lm_eval()
         _require_chat(options, source)
@@ -127,6 +127,6 @@ def _text_evaluation(options: argparse.Namespace, shape: ModelShape) -> "TextEva
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options that were given, for the record."""
-    given = {name: value for name, value in vars(options).items() if value not in (None, False)}
-    kept = {name: value for name, value in given.items() if name not in ("model", "output")}
+    chosen = {name: value for name, value in vars(options).items() if value not in (None, False)}
+    kept = {name: value for name, value in chosen.items() if name not in ("model", "output")}
     return {name: str(value) if hasattr(value, "parts") else value for name, value in kept.items()}

@@ -43,10 +43,10 @@ def run(arguments: Sequence[str]) -> int:
 def _source() -> Path:
     """Return the folder with FOLDERS: in an installed wheel the package's _share, else the checkout."""
     share = _PACKAGE / "_share"
-    found = share if share.exists() else _PACKAGE.parent
-    if missing := [name for name in FOLDERS if not (found / name).is_dir()]:
+    folder = share if share.exists() else _PACKAGE.parent
+    if missing := [name for name in FOLDERS if not (folder / name).is_dir()]:
         problem = Problem(
-            "megalite", f"{found} has no {missing[0]}/", "pip install --force-reinstall megalite"
+            "megalite", f"{folder} has no {missing[0]}/", "pip install --force-reinstall megalite"
         )
         raise ConfigError([problem], "the installation")
-    return found
+    return folder

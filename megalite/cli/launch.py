@@ -190,15 +190,15 @@ def _plan(
         slots=options.slots,
         local=options.local or options.backend == "local",
     )
-    found = find_hosts(chosen, environ)
+    available = find_hosts(chosen, environ)
     # Another host's folders cannot be seen from here; its ranks check them.
-    here = found.source != "hostfile" or found.hosts[0].name in ("localhost", socket.gethostname())
-    loaded = load_run(options.run_file, overrides, slots=found.slots, places=here)
-    hosts, idle = place_ranks(found, loaded.config.layout.world_size)
-    backend = choose_backend(found) if options.backend == "auto" else options.backend
+    here = available.source != "hostfile" or available.hosts[0].name in ("localhost", socket.gethostname())
+    loaded = load_run(options.run_file, overrides, slots=available.slots, places=here)
+    hosts, idle = place_ranks(available, loaded.config.layout.world_size)
+    backend = choose_backend(available) if options.backend == "auto" else options.backend
     programs = find_programs(backend, environ)
     job = Job(
-        source=found.source,
+        source=available.source,
         hosts=hosts,
         arguments=("train", str(options.run_file), *overrides),
         folder=Path.cwd(),
@@ -211,7 +211,7 @@ def _plan(
         extra=extra,
         devices=environ.get("CUDA_VISIBLE_DEVICES", ""),
     )
-    plan = _Plan(loaded, found, hosts, idle, backend, programs, job)
+    plan = _Plan(loaded, available, hosts, idle, backend, programs, job)
     BACKENDS[backend](job, programs)  # raises LaunchError where the backend cannot start this job
     return plan
 
@@ -253,15 +253,15 @@ def _dry_lines(plan: _Plan) -> Iterator[str]:
 
 def _check_hosts(plan: _Plan, options: argparse.Namespace) -> None:
     """Print the preflight. Raises LaunchError if a host cannot run its ranks."""
-    found = _ask(plan, options, {host.name: len(host.slots) for host in plan.hosts})
-    for line in found.lines():
+    result = _ask(plan, options, {host.name: len(host.slots) for host in plan.hosts})
+    for line in result.lines():
         print(line, flush=True)
-    found.require()
+    result.require()
 
 
 def _ask(plan: _Plan, options: argparse.Namespace, slots: Mapping[str, int]) -> Preflight:
     config = plan.loaded.config
-    wanted = HostRequirements(
+    required = HostRequirements(
         plan.job.folder,
         plan.job.python,
         options.run_file,
@@ -271,7 +271,7 @@ def _ask(plan: _Plan, options: argparse.Namespace, slots: Mapping[str, int]) -> 
         rank_bytes=least_memory(config).rank,
     )
     transport = transport_to(plan.found, ssh_options(plan.backend, variables(), plan.job.extra))
-    return preflight(slots, wanted, transport, options.preflight_seconds)
+    return preflight(slots, required, transport, options.preflight_seconds)
 
 
 def _plan_again(plan: _Plan, options: argparse.Namespace, overrides: Sequence[str]) -> _Plan:
@@ -282,17 +282,17 @@ def _plan_again(plan: _Plan, options: argparse.Namespace, overrides: Sequence[st
     config, flags = plan.loaded.config, []
     if config.checkpoint.resume != "auto" and published_step(plan.job.folder / config.run.folder) is not None:
         flags = ["--checkpoint.resume", "auto"]
-    found, ranks = plan.found, config.layout.world_size
+    available, ranks = plan.found, config.layout.world_size
     if options.preflight:
         restart = remaining_hosts(
-            found,
+            available,
             ranks,
             lambda asked: _shown(_ask(plan, options, {host.name: len(host.slots) for host in asked.hosts})),
             partial(smaller_layout, options.run_file, overrides, ranks) if options.allow_fewer else None,
             _say,
         )
-        found, ranks, flags = restart.hosts, restart.ranks, [*flags, *restart.flags]
-    hosts, idle = place_ranks(found, ranks)
+        available, ranks, flags = restart.hosts, restart.ranks, [*flags, *restart.flags]
+    hosts, idle = place_ranks(available, ranks)
     job = replace(plan.job, hosts=hosts, arguments=(*plan.job.arguments, *flags))
     return replace(
         plan, loaded=load_run(options.run_file, [*overrides, *flags], ranks), hosts=hosts, idle=idle, job=job

@@ -18,8 +18,8 @@ def attempt_end(exit_code: int, cause: str, step: int | None, run_folder: Path, 
 
     The run folder is read as this machine sees it; where it is not shared, steps are those that ranks told.
     """
-    told = [each for each in (step, _recorded_step(run_folder, before)) if each is not None]
-    return Ended(exit_code, cause, max(told, default=None), published_step(run_folder))
+    steps = [each for each in (step, _recorded_step(run_folder, before)) if each is not None]
+    return Ended(exit_code, cause, max(steps, default=None), published_step(run_folder))
 
 
 def published_step(run_folder: Path) -> int | None:

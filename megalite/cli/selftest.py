@@ -64,10 +64,10 @@ def run(arguments: Sequence[str]) -> int:
             rows.append(_Row(case, name, finding))
             work.advance()
 
-        found = prove_all(cases, device, entries=options.entries, case_seconds=options.timeout, tell=tell)
+        findings = prove_all(cases, device, entries=options.entries, case_seconds=options.timeout, tell=tell)
     facts = trust.machine(device)
-    kept = _keep(facts, found)
-    choices = choices_of(cases, found)
+    kept = _keep(facts, findings)
+    choices = choices_of(cases, findings)
     if options.json:
         print(json.dumps(_json(facts, rows, choices, kept), indent=2))
     else:
@@ -146,12 +146,12 @@ def _asked(case: "Case", operators: Sequence[str]) -> bool:
     return not operators or case.entry.operator in operators
 
 
-def _keep(facts: Mapping[str, str], found: "Findings") -> str:
+def _keep(facts: Mapping[str, str], findings: "Findings") -> str:
     """Store the findings; return their path, or why they could not be stored."""
     from megalite.selftest import trust
 
     try:
-        return str(trust.write(facts, found))
+        return str(trust.write(facts, findings))
     except OSError as error:
         return f"nowhere: {error}; set MEGALITE_TRUST_FOLDER to a writable folder"
 
@@ -192,10 +192,10 @@ def _show(
     table = Table("case", "by", "error / allowed", "time / torch's", "verdict", box=None)
     shown = [row for row in rows if row.finding.verdict != "absent"]
     for row in shown:
-        found = row.finding
-        error = "" if found.error is None else f"{found.error:.1e} / {found.allowed:.1e}"
-        ratio = f"{found.seconds / found.torch_seconds:.2f}" if found.seconds and found.torch_seconds else ""
-        verdict = found.verdict if found.right else found.why
+        finding = row.finding
+        error = "" if finding.error is None else f"{finding.error:.1e} / {finding.allowed:.1e}"
+        ratio = "" if finding.ratio is None else f"{finding.ratio:.2f}"
+        verdict = finding.verdict if finding.right else finding.why
         table.add_row(*map(escape, (row.case.key, row.implementation, error, ratio, verdict)))
     console.print(table)
     here = {row.implementation for row in shown}

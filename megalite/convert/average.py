@@ -33,12 +33,13 @@ class AveragedWeights(WeightReader):
         Raises CheckpointError if that state is missing or incomplete, if models differ, or if a checkpoint is named
         twice.
         """
-        twice = [path for path, count in Counter(each.resolve() for each in checkpoints).items() if count > 1]
+        twice = [path for path, count in Counter(map(Path.resolve, checkpoints)).items() if count > 1]
         if twice:
             raise CheckpointError(f"{twice[0]} is named twice; an average takes each checkpoint once")
         with ExitStack() as stack:
             self._readers = [
-                stack.enter_context(CheckpointReader(each, weights=weights)) for each in checkpoints
+                stack.enter_context(CheckpointReader(checkpoint, weights=weights))
+                for checkpoint in checkpoints
             ]
             self._readers.sort(key=lambda reader: reader.manifest.step)
             self._require_one_model()
@@ -65,9 +66,9 @@ class AveragedWeights(WeightReader):
         """Return the type of an export's weights, and what they were: "float32, widened from bfloat16"."""
         keys = dict.fromkeys(reader.weights for reader in self._readers)
         entries = (
-            each for reader in self._readers for each in reader.manifest.tensors[reader.weights].values()
+            entry for reader in self._readers for entry in reader.manifest.tensors[reader.weights].values()
         )
-        narrower = {each.dtype for each in entries if FLOATS[each.dtype].size_bytes < dtype.itemsize}
+        narrower = {entry.dtype for entry in entries if FLOATS[entry.dtype].size_bytes < dtype.itemsize}
         words = [dtype_name(dtype)]
         if [*keys] != [WEIGHT]:
             words.append(f"from the checkpoint's {' and '.join(keys)}")
@@ -84,15 +85,15 @@ class AveragedWeights(WeightReader):
         for blocks in zip(*(reader.blocks(state_key, name) for reader in self._readers), strict=True):
             yield self._mean(iter(blocks))
 
-    def _mean(self, found: Iterator[Tensor]) -> Tensor:
-        first = next(found)
+    def _mean(self, values: Iterator[Tensor]) -> Tensor:
+        first = next(values)
         if len(self._readers) == 1:
             return first
         dtype = torch.promote_types(first.dtype, torch.float32)
         total = first.double()
-        for each in found:
-            dtype = torch.promote_types(dtype, each.dtype)
-            total += each
+        for more in values:
+            dtype = torch.promote_types(dtype, more.dtype)
+            total += more
         return total.div_(len(self._readers)).to(dtype)
 
     def _require_one_model(self) -> None:

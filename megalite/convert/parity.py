@@ -150,7 +150,7 @@ class _Parity:
             floor = 0.01 * hidden_states.abs().max().item()
             added = ((ours - hidden_states, theirs - hidden_states),)
             comparison = _accepted(_compare(f"decoder layers (worst: {layer})", added, floor=floor))
-            worst = max(worst, comparison, key=lambda found: found.relative)
+            worst = max(worst, comparison, key=lambda difference: difference.relative)
             hidden_states = ours
         return hidden_states, worst
 

@@ -51,12 +51,12 @@ def documents(source: TextSource, tokenizer: Tokenizer, vocab_size: int) -> Iter
     another tokenizer.
     """
     prefix = prepared_prefix(source.sources, "--data")
-    found = False
+    has_documents = False
     read = _of_text(source, tokenizer) if prefix is None else _of_token_file(prefix, tokenizer, vocab_size)
     for document in read:
-        found = True
+        has_documents = True
         yield document
-    if not found:
+    if not has_documents:
         raise DataError(
             f"--data: {', '.join(source.sources)} has no tokens to score; name a source with text"
         )

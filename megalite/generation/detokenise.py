@@ -58,19 +58,19 @@ class StopScan:
 
     def push(self, text: str) -> tuple[str, bool]:
         """Return the text that may be shown, and whether a stop string has ended it."""
-        held = self._held + text
-        found = [place for place in (held.find(each) for each in self._stop) if place >= 0]
-        if found:
+        whole = self._held + text
+        places = [place for place in (whole.find(each) for each in self._stop) if place >= 0]
+        if places:
             self._held = ""
-            return held[: min(found)], True
-        kept = max((_overlap(held, each) for each in self._stop), default=0)
-        self._held = held[len(held) - kept :]
-        return held[: len(held) - kept], False
+            return whole[: min(places)], True
+        kept = max((_overlap(whole, each) for each in self._stop), default=0)
+        self._held = whole[len(whole) - kept :]
+        return whole[: len(whole) - kept], False
 
     def finish(self) -> str:
         """Return the text that was held back, as no stop string follows."""
-        held, self._held = self._held, ""
-        return held
+        rest, self._held = self._held, ""
+        return rest
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -19,9 +19,9 @@ def with_embeddings(values: Tensor, hidden_states: Tensor, rows: Sequence[Runnin
 
     hidden_states: [R, H] after the final norm.
     """
-    found = pad(values, (0, max(0, hidden_states.shape[1] - values.shape[1])))
+    padded = pad(values, (0, max(0, hidden_states.shape[1] - values.shape[1])))
     places = torch.tensor([row.request.embeds for row in rows], device=values.device)
     # Not in bfloat16, whose sum of squares is off by a hundredth.
-    vectors = normalize(hidden_states.float(), dim=-1).to(found.dtype)
+    vectors = normalize(hidden_states.float(), dim=-1).to(padded.dtype)
     # No masked copy: it would wait for the device.
-    return torch.where(places[:, None], pad(vectors, (0, found.shape[1] - vectors.shape[1])), found)
+    return torch.where(places[:, None], pad(vectors, (0, padded.shape[1] - vectors.shape[1])), padded)

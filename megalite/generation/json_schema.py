@@ -125,13 +125,13 @@ class _Text(Constraint):
         self._ended = False
 
     def allowed(self) -> bytearray:
-        found = _mask(self._matcher)
+        mask = _mask(self._matcher)
         # Without a next token a stop token ends the text, which is cut: its own text is not shown.
-        may_end = self._matcher.is_accepting() or not found
-        found.extend(bytes(max(0, max(self._stop_ids) + 1 - len(found))))
+        may_end = self._matcher.is_accepting() or not mask
+        mask.extend(bytes(max(0, max(self._stop_ids) + 1 - len(mask))))
         for token in self._stop_ids:
-            found[token] = may_end
-        return found
+            mask[token] = may_end
+        return mask
 
     def push(self, token: int) -> bool:
         if token in self._stop_ids:
@@ -146,8 +146,8 @@ class _Text(Constraint):
 
 def _mask(matcher: "LLMatcher") -> bytearray:
     """Return a byte for each token, 0 if it may not be next; empty: none may, or a limit of LIMITS was reached."""
-    found = bytearray(matcher.compute_logit_bias())
-    return bytearray() if matcher.is_error() or found.count(0) == len(found) else found
+    mask = bytearray(matcher.compute_logit_bias())
+    return bytearray() if matcher.is_error() or mask.count(0) == len(mask) else mask
 
 
 def _check_sizes(value: Any, levels: int) -> None:
@@ -158,13 +158,13 @@ def _check_sizes(value: Any, levels: int) -> None:
         raise _refused(f"is nested more than {DEEPEST} levels deep", "flatten it, or use $ref")
     if isinstance(value, dict) and len(value) > MOST_KEYS:
         raise _refused(f"has {len(value)} keys in one object, more than {MOST_KEYS}", "make it smaller")
-    for each in value.values() if isinstance(value, dict) else value:
-        _check_sizes(each, levels - 1)
+    for inner in value.values() if isinstance(value, dict) else value:
+        _check_sizes(inner, levels - 1)
 
 
 def _unusable(cause: str) -> ConfigError:
-    told = " ".join(cause.split())[:_LONGEST_CAUSE]
-    return _refused(f"{PACKAGE}: {told}", "change the schema")
+    shown = " ".join(cause.split())[:_LONGEST_CAUSE]
+    return _refused(f"{PACKAGE}: {shown}", "change the schema")
 
 
 def _refused(why: str, remedy: str) -> ConfigError:

@@ -67,7 +67,7 @@ def read_requests(
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{file} cannot be read ({error}); name a file of JSON lines in UTF-8") from error
     problems: list[Problem] = []
-    found: list[FileRequest] = []
+    requests: list[FileRequest] = []
     reader = _Reader(defaults, source, tokenizer, template)
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -79,17 +79,17 @@ def read_requests(
             try:
                 wrong += reader.problems(row)
                 if not wrong:
-                    found.append(FileRequest(number, row.get("id"), reader.request(row)))
+                    requests.append(FileRequest(number, row.get("id"), reader.request(row)))
             except ConfigError as error:
                 wrong += [replace(each, key=_FIELDS.get(each.key, each.key)) for each in error.problems]
             except DataError as error:
                 wrong.append(Problem("messages", str(error)))
         problems += [replace(each, key=f"{file}:{number}: {each.key}") for each in wrong]
-    if not found and not problems:
+    if not requests and not problems:
         problems.append(Problem(str(file), "has no request", 'write lines such as {"prompt": "The"}'))
     if problems:
         raise ConfigError(problems, "the file of requests")
-    return found
+    return requests
 
 
 # Names of `check_request` and `sampling_problems` -> fields of a line.
@@ -116,8 +116,8 @@ class _Reader:
                 yield Problem(field, "is no field of a request", remedy)
             elif not _has_type(value, _TYPES[field]):
                 types_are_right = False
-                wanted = " or ".join(_NAMES[each] for each in _TYPES[field])
-                yield Problem(field, f"{json.dumps(value)[:60]} is not {wanted}", "change it")
+                types = " or ".join(_NAMES[each] for each in _TYPES[field])
+                yield Problem(field, f"{json.dumps(value)[:60]} is not {types}", "change it")
         if ("prompt" in row) == ("messages" in row):
             yield Problem("prompt", "has to be given, or messages, and not both", "leave one of them")
         if row.get("json_object") is True and "json_schema" in row:
@@ -178,8 +178,8 @@ class _Reader:
         return schema
 
     def _sampling(self, row: Mapping[str, Any]) -> Sampling:
-        given = {each.name: row[each.name] for each in fields(Sampling) if each.name in row}
-        return replace(self._defaults.sampling, **given)
+        values = {each.name: row[each.name] for each in fields(Sampling) if each.name in row}
+        return replace(self._defaults.sampling, **values)
 
 
 def _object(line: str) -> Mapping[str, Any] | str:

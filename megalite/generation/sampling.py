@@ -30,10 +30,10 @@ def sampled_rows(logits: Tensor, rows: Sequence[Running]) -> Tensor:
     Columns: the token, its log probability, then n alternatives and their log probabilities, n the most that a row
     asks for. Log probabilities are those of the model, before penalties and temperature; zeros where not asked for.
     """
-    found = torch.zeros(len(rows), sampled_width(rows), dtype=torch.float64, device=logits.device)
+    columns = torch.zeros(len(rows), sampled_width(rows), dtype=torch.float64, device=logits.device)
     plain = [not row.request.sampling.penalises for row in rows]
     if any(row.request.sampling.temperature == 0 for row in rows):
-        found[:, 0] = logits.argmax(dim=-1)
+        columns[:, 0] = logits.argmax(dim=-1)
     for place, row in enumerate(rows):
         sampling = row.request.sampling
         if sampling.temperature != 0 or not plain[place] or row.constraint is not None:
@@ -42,10 +42,10 @@ def sampled_rows(logits: Tensor, rows: Sequence[Running]) -> Tensor:
             )
             if row.constraint is not None:
                 own = _constrained(own, row.constraint.allowed())
-            found[place, 0] = next_token(own, sampling, len(row.ids))
+            columns[place, 0] = next_token(own, sampling, len(row.ids))
         if row.request.logprobs is not None:
-            _add_log_probabilities(found[place], logits[place], row.request.logprobs)
-    return found
+            _add_log_probabilities(columns[place], logits[place], row.request.logprobs)
+    return columns
 
 
 def scored_rows(logits: Tensor, tokens: Tensor, width: int) -> Tensor:
@@ -87,8 +87,8 @@ def _subtracted(new: Mapping[int, int], sampling: Sampling, logits: Tensor) -> t
 def _constrained(logits: Tensor, allowed: bytearray) -> Tensor:
     """Return logits [V], -inf where `allowed`, a byte for each token, is 0 or ends."""
     excluded = torch.ones(len(logits), dtype=torch.bool)
-    found = torch.frombuffer(allowed, dtype=torch.uint8)[: len(logits)] == 0
-    excluded[: len(found)] = found
+    forbidden = torch.frombuffer(allowed, dtype=torch.uint8)[: len(logits)] == 0
+    excluded[: len(forbidden)] = forbidden
     return logits.masked_fill(excluded.to(logits.device), -torch.inf)
 
 
@@ -139,10 +139,10 @@ def uniform(seed: int, position: int) -> float:
     return philox_words((position, 0, 0, 0), key_of(seed, "generate"))[0] * 2.0**-32
 
 
-def _add_log_probabilities(found: Tensor, logits: Tensor, alternatives: int) -> None:
+def _add_log_probabilities(row: Tensor, logits: Tensor, alternatives: int) -> None:
     """Write the log probabilities of the token found[0] and its alternatives into a row of `sampled_rows`."""
     logs = logits.double().log_softmax(0)
-    found[1] = logs.gather(0, found[:1].long())[0]
+    row[1] = logs.gather(0, row[:1].long())[0]
     if alternatives:
         values, tokens = logs.topk(min(alternatives, len(logs)))
-        found[2 : 2 + 2 * len(tokens) : 2], found[3 : 3 + 2 * len(tokens) : 2] = tokens.double(), values
+        row[2 : 2 + 2 * len(tokens) : 2], row[3 : 3 + 2 * len(tokens) : 2] = tokens.double(), values

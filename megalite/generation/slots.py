@@ -108,18 +108,18 @@ class Plan:
     @property
     def ids(self) -> list[int]:
         """The tokens to compute: the last one of each decoding request, then those of the pieces."""
-        found = [each.ids[-1] for each in self.decoding]
+        tokens = [each.ids[-1] for each in self.decoding]
         for piece in self.pieces:
-            found.extend(piece.running.ids[piece.start : piece.start + piece.count])
-        return found
+            tokens.extend(piece.running.ids[piece.start : piece.start + piece.count])
+        return tokens
 
     @property
     def adapters(self) -> list[str | None]:
         """The adapter of each of the tokens to compute."""
-        found = [each.request.adapter for each in self.decoding]
+        names = [each.request.adapter for each in self.decoding]
         for piece in self.pieces:
-            found.extend([piece.running.request.adapter] * piece.count)
-        return found
+            names.extend([piece.running.request.adapter] * piece.count)
+        return names
 
     @property
     def completes(self) -> list[bool]:
@@ -153,7 +153,7 @@ class SlotTable:
 
         most: the number of requests that may run in this table.
         """
-        decoding = tuple(each for each in self.running if not each.fills)
+        decoding = tuple(running for running in self.running if not running.fills)
         pieces: list[Piece] = []
         left = self._chunk
         while left > 0:
@@ -170,9 +170,9 @@ class SlotTable:
 
     def launched(self, plan: Plan) -> None:
         """Note that the tokens of a plan are in the cache."""
-        for slot, each in enumerate(plan.decoding):
-            self._held[slot].append(each.ids[-1])
-            each.cached += 1
+        for slot, running in enumerate(plan.decoding):
+            self._held[slot].append(running.ids[-1])
+            running.cached += 1
         for piece in plan.pieces:
             piece.running.cached += piece.count
             self._held[piece.slot] = piece.running.ids[: piece.running.cached]
@@ -201,21 +201,21 @@ class SlotTable:
     def _longest_beginning(self, request: Request) -> tuple[int, int]:
         """Return the slot that holds the longest beginning of the prompt, and its length, without the last token."""
         prompt_ids = request.prompt_ids
-        first, found = list(prompt_ids[:_SHORTEST_REUSE]), (0, 0)
+        first, longest = list(prompt_ids[:_SHORTEST_REUSE]), (0, 0)
         if len(prompt_ids) <= _SHORTEST_REUSE:
-            return found
-        for slot, held in enumerate(self._held):
-            if held[:_SHORTEST_REUSE] == first and self._adapters[slot] == request.adapter:
-                most = min(len(held), len(prompt_ids) - 1)
-                differing = (place for place in range(most) if held[place] != prompt_ids[place])
-                found = max(found, (slot, next(differing, most)), key=lambda each: each[1])
-        return found
+            return longest
+        for slot, tokens in enumerate(self._held):
+            if tokens[:_SHORTEST_REUSE] == first and self._adapters[slot] == request.adapter:
+                most = min(len(tokens), len(prompt_ids) - 1)
+                differing = (place for place in range(most) if tokens[place] != prompt_ids[place])
+                longest = max(longest, (slot, next(differing, most)), key=lambda each: each[1])
+        return longest
 
-    def _swap(self, one: int, other: int) -> None:
-        if one == other:
+    def _swap(self, first: int, second: int) -> None:
+        if first == second:
             return
-        held, adapters, running = self._held, self._adapters, self.running
-        self._buffers.swap(one, other, max(len(held[one]), len(held[other])))
-        held[one], held[other] = held[other], held[one]
-        adapters[one], adapters[other] = adapters[other], adapters[one]
-        running[one], running[other] = running[other], running[one]
+        tokens, adapters, running = self._held, self._adapters, self.running
+        self._buffers.swap(first, second, max(len(tokens[first]), len(tokens[second])))
+        tokens[first], tokens[second] = tokens[second], tokens[first]
+        adapters[first], adapters[second] = adapters[second], adapters[first]
+        running[first], running[second] = running[second], running[first]

@@ -80,8 +80,8 @@ def find_source(
             f"{path} is a checkpoint, and adapters belong to a Hugging Face folder; name that folder as MODEL"
         )
     model = AdaptedModel(source.folder, source.shape, source.int8)
-    found = {name: find_adapter(name, Path(folder), model) for name, folder in adapters.items()}
-    return replace(source, adapters=found)
+    named = {name: find_adapter(name, Path(folder), model) for name, folder in adapters.items()}
+    return replace(source, adapters=named)
 
 
 def _source_of(path: Path | str, step: int | None, tokenizer: Path | None, base: Path | None) -> ModelSource:
@@ -103,9 +103,9 @@ def _source_of(path: Path | str, step: int | None, tokenizer: Path | None, base:
         _require_description(folder)
         own = folder if (folder / "tokenizer.json").is_file() else None
         shape = shape_of_folder(str(folder), int8=True)
-        found, ends = _required(tokenizer or own, folder), end_ids(folder / CONFIG)
+        words, ends = _required(tokenizer or own, folder), end_ids(folder / CONFIG)
         int8 = holds_int8(folder)
-        return ModelSource(folder, "huggingface", shape, int8=int8, tokenizer=found, end_ids=ends)
+        return ModelSource(folder, "huggingface", shape, int8=int8, tokenizer=words, end_ids=ends)
     if step is None and _is_unknown(here):
         raise CheckpointError(
             f"{path} is no model: a checkpoint or run folder has {MANIFEST}, a Hugging Face folder config.json and"
@@ -114,7 +114,7 @@ def _source_of(path: Path | str, step: int | None, tokenizer: Path | None, base:
     checkpoint = find_checkpoint(here) if step is None else checkpoints_of(here, [step])[0]
     manifest = require_whole(checkpoint)
     check_coverage(manifest, checkpoint)
-    found = _required(tokenizer or find_tokenizer(checkpoint, manifest), checkpoint)
+    words = _required(tokenizer or find_tokenizer(checkpoint, manifest), checkpoint)
     settings = manifest.config.get("tokenizer") or {}
     frozen = None if manifest.model.adapter is None else folder_of_base(manifest.base, base)
     end, template = settings.get("end_of_document"), settings.get("chat_template")
@@ -124,7 +124,7 @@ def _source_of(path: Path | str, step: int | None, tokenizer: Path | None, base:
         "checkpoint",
         manifest.model,
         frozen,
-        tokenizer=found,
+        tokenizer=words,
         end_of_document=end,
         chat_template=template,
         end_ids=ends,

@@ -100,10 +100,10 @@ class TokenEngine:
 
     def cancel(self, number: int) -> None:
         """End a request, if it waits or runs, without another token."""
-        self._waiting = [each for each in self._waiting if each.number != number]
+        self._waiting = [running for running in self._waiting if running.number != number]
         for table in self._tables:
-            for each in [each for each in table.running if each.number == number]:
-                table.leave(each)
+            for running in [running for running in table.running if running.number == number]:
+                table.leave(running)
 
     @torch.inference_mode()
     def step(self) -> list[Sampled]:
@@ -140,11 +140,11 @@ class TokenEngine:
         """Run the stages; return what waits for the values of `with_embeddings`."""
         model, mesh = self._model, self._model.mesh
         segments = tuple(
-            PromptSegment(each.slot, each.start, each.count, len(each.running.request.prompt_ids))
-            for each in plan.pieces
+            PromptSegment(item.slot, item.start, item.count, len(item.running.request.prompt_ids))
+            for item in plan.pieces
         )
         adapters = self._adapters.chosen(plan.adapters, mesh.device)
-        step = CachedStep(cache, tuple(each.cached - 1 for each in plan.decoding), segments, adapters)
+        step = CachedStep(cache, tuple(item.cached - 1 for item in plan.decoding), segments, adapters)
         input_ids = torch.tensor([plan.ids], device=mesh.device)
         position_ids = torch.tensor([step.position_ids], device=mesh.device)
         hidden = last_hidden_states(model, input_ids, position_ids, cache=step, sends=self._sends)

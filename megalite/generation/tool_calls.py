@@ -96,12 +96,12 @@ class ToolForm:
         while (start := text.find(marker, place) if marker or not calls else -1) >= 0:
             end = _skip_space(text, start + len(marker))
             end += len(opening) if text.startswith(opening, end) else 0
-            found = list(self._objects(text, end, names))
-            if not found or (not marker and text[:start].strip()):
+            following = list(self._objects(text, end, names))
+            if not following or (not marker and text[:start].strip()):
                 break
             contents.append(text[place:start])
-            calls += [call for call, _ in found]
-            place = found[-1][1]
+            calls += [call for call, _ in following]
+            place = following[-1][1]
         if not calls:
             return text, calls
         before, behind = "".join(contents).rstrip(), text[place:].rstrip()

@@ -40,9 +40,9 @@ def device_memory(device: "torch.device") -> MemoryUse | None:
     import torch
 
     try:
-        found = torch.accelerator.memory.memory_stats(device)
+        statistics = torch.accelerator.memory.memory_stats(device)
     except RuntimeError:  # the backend does not use a torch device allocator
         return None
     torch.accelerator.memory.reset_peak_memory_stats(device)
     names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
-    return MemoryUse(*(found.get(name, 0) for name in names))
+    return MemoryUse(*(statistics.get(name, 0) for name in names))

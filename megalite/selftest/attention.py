@@ -130,11 +130,11 @@ def _dropped(attend: Callable[..., Tensor]) -> Form:
     return form
 
 
-def _own(wanted: Callable[[Workload], bool]) -> Callable[[Workload], Shape | None]:
+def _own(applies: Callable[[Workload], bool]) -> Callable[[Workload], Shape | None]:
     """Return the function workload -> shape, None for runs that do not use attention of this form."""
 
     def own(run: Workload) -> Shape | None:
-        if not wanted(run):
+        if not applies(run):
             return None
         group = run.heads // run.key_value_heads
         return run.rows, run.sequence, run.key_value_heads, run.head_dim, group, run.window or run.sequence
@@ -148,7 +148,7 @@ def _entry(
     make: Callable[[Shape, torch.dtype, Form], list[Tensor]],
     plain: Form,
     candidates: dict[str, Candidate],
-    wanted: Callable[[Workload], bool],
+    applies: Callable[[Workload], bool],
 ) -> Entry:
     return Entry(
         name=name,
@@ -159,7 +159,7 @@ def _entry(
         gradients=3,
         units=16.0,  # an online softmax rounds more often than torch's: up to 5 units on a CPU, over 700 keys
         shapes=SHAPES,
-        own=_own(wanted),
+        own=_own(applies),
     )
 
 

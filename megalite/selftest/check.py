@@ -50,18 +50,20 @@ def run(form: Form, inputs: Sequence[Tensor], gradients: int, dtype: torch.dtype
 
     The outputs' gradients are random numbers rounded to `dtype`, the checked operator's, in the reference too.
     """
-    leaves = [each.detach().clone().requires_grad_(index < gradients) for index, each in enumerate(inputs)]
+    leaves = [
+        tensor.detach().clone().requires_grad_(index < gradients) for index, tensor in enumerate(inputs)
+    ]
     made = form(*leaves)
     outputs = [made] if isinstance(made, Tensor) else [*made]
-    detached = [each.detach() for each in outputs]
+    detached = [tensor.detach() for tensor in outputs]
     if not gradients:
         return detached
     generator = torch.Generator().manual_seed(1)
     grads = [
-        torch.randn(each.shape, generator=generator, dtype=torch.float64)
+        torch.randn(tensor.shape, generator=generator, dtype=torch.float64)
         .to(dtype)
-        .to(each.device, each.dtype)
-        for each in outputs
+        .to(tensor.device, tensor.dtype)
+        for tensor in outputs
     ]
     return [*detached, *torch.autograd.grad(outputs, leaves[:gradients], grads)]
 
@@ -83,22 +85,22 @@ def poisoned() -> Iterator[None]:
 
 
 def compare(
-    found: Tensor, plain: Tensor, exact: Tensor, largest: float, units: float = 1.0
+    result: Tensor, plain: Tensor, exact: Tensor, largest: float, units: float = 1.0
 ) -> tuple[float, float]:
     """Return a tensor's largest error and the allowed error; the error is inf if an element is not finite.
 
     For a tensor of rounding noise around 0 (the gradient of a query that sees one key) the unit in the last place is
     taken from `largest`, the largest value of all outputs and gradients.
     """
-    if found.shape != exact.shape or found.dtype != plain.dtype:
+    if result.shape != exact.shape or result.dtype != plain.dtype:
         return math.inf, 1.0
     if not exact.numel():
         return 0.0, 1.0
-    error, plain_error = ((each.double() - exact).abs().max().item() for each in (found, plain))
+    error, plain_error = ((each.double() - exact).abs().max().item() for each in (result, plain))
     own = exact.abs().max().item()
-    unit = torch.finfo(found.dtype).eps * (own if own > NOISE * largest else largest)
-    units = units if found.element_size() >= 4 else 1.0
-    finite = bool(found.isfinite().all())
+    unit = torch.finfo(result.dtype).eps * (own if own > NOISE * largest else largest)
+    units = units if result.element_size() >= 4 else 1.0
+    finite = bool(result.isfinite().all())
     return error if finite else math.inf, MOST * plain_error + units * unit
 
 
@@ -116,11 +118,11 @@ def check(
     exact = run(entry.plain, in_float64, entry.gradients, dtype)
     plain = run(entry.plain, inputs, entry.gradients, dtype)
     with poisoned():
-        found, again = (run(candidate.form, inputs, entry.gradients, dtype) for _ in range(2))
-    if len(found) != len(exact):
+        results, repeated = (run(candidate.form, inputs, entry.gradients, dtype) for _ in range(2))
+    if len(results) != len(exact):
         return Comparison(math.inf, 1.0, True)
     largest = max((each.abs().max().item() for each in exact if each.numel()), default=0.0)
-    compared = [compare(*each, largest, entry.units) for each in zip(found, plain, exact, strict=True)]
+    compared = [compare(*each, largest, entry.units) for each in zip(results, plain, exact, strict=True)]
     error, allowed = max(compared, key=lambda each: each[0] / each[1] if each[0] else 0.0)
-    equal = all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    equal = all(torch.equal(first, second) for first, second in zip(results, repeated, strict=True))
     return Comparison(error, allowed, equal or not candidate.repeats)

@@ -24,15 +24,15 @@ def medians(
     for work in works.values():
         for _ in range(WARM_UP):
             work()
-    found: dict[str, list[float]] = {name: [] for name in works}
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     started = time.monotonic()
     for done in range(ROUNDS):
         if done >= LEAST_ROUNDS and time.monotonic() - started > SECONDS:
             break
         for name, work in works.items():
-            found[name].append(_seconds(work, device))
+            seconds[name].append(_seconds(work, device))
     gc.collect()
-    return {name: statistics.median(each) for name, each in found.items()}
+    return {name: statistics.median(each) for name, each in seconds.items()}
 
 
 def _work(form: Form, inputs: Sequence[Tensor], gradients: int) -> Callable[[], Any]:

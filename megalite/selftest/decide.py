@@ -151,8 +151,8 @@ def known_kernels(
     """Return the operators of model.kernels on this device, by earlier self-tests. Raises ConfigError."""
     choices = None
     if needs_choices(config, device):
-        cases, found = _run_cases(workload_of(config, shape, dtype)), trust.read(trust.machine(device))
-        choices = choices_of(cases, found)
+        cases, findings = _run_cases(workload_of(config, shape, dtype)), trust.read(trust.machine(device))
+        choices = choices_of(cases, findings)
     return choose_kernels(config.model.kernels, device.type, choices)
 
 
@@ -179,22 +179,22 @@ def needs_choices(config: RunConfig, device: torch.device) -> bool:
     return config.model.kernels != "reference" and trust.needs_proof(device.type)
 
 
-def untested(cases: Sequence[Case], found: Findings) -> list[Case]:
+def untested(cases: Sequence[Case], findings: Findings) -> list[Case]:
     """Return the cases with an implementation that was not tested."""
     return [
         case
         for case in cases
-        if case.entry.candidates.keys() - found.get(case.entry.operator, {}).get(case.key, {}).keys()
+        if case.entry.candidates.keys() - findings.get(case.entry.operator, {}).get(case.key, {}).keys()
     ]
 
 
-def choices_of(cases: Sequence[Case], found: Findings) -> dict[str, OperatorChoice]:
+def choices_of(cases: Sequence[Case], findings: Findings) -> dict[str, OperatorChoice]:
     """Return the chosen implementation of each operator that has cases."""
     choices = {}
     for operator in SLOTS:
         if own := [case for case in cases if case.entry.operator == operator]:
             names = [*dict.fromkeys(name for case in own for name in case.entry.candidates)]
-            choices[operator] = trust.choose([case.key for case in own], names, found.get(operator, {}))
+            choices[operator] = trust.choose([case.key for case in own], names, findings.get(operator, {}))
     return choices
 
 
@@ -212,9 +212,9 @@ def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, 
     from megalite.selftest.run import prove_all
 
     facts, cases = trust.machine(device), _run_cases(workload)
-    found = trust.read(facts)
-    if not (left := untested(cases, found)):
-        return choices_of(cases, found), ""
+    findings = trust.read(facts)
+    if not (left := untested(cases, findings)):
+        return choices_of(cases, findings), ""
     ran: list[Case] = []
     try:
         new = prove_all(
@@ -224,19 +224,19 @@ def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, 
             tell=lambda case, _, finding: ran.append(case) if finding.verdict != "absent" else None,
         )
     except KernelError as error:
-        return choices_of(cases, found), f"{error}; torch computes what is not tested"
-    found = trust.joined(found, new)
-    if not ran and not untested(cases, found):
-        return choices_of(cases, found), ""  # every candidate is absent: no finding worth keeping
+        return choices_of(cases, findings), f"{error}; torch computes what is not tested"
+    findings = trust.joined(findings, new)
+    if not ran and not untested(cases, findings):
+        return choices_of(cases, findings), ""  # every candidate is absent: no finding worth keeping
     note = f"tested {len(set(map(id, ran)))} cases of operators on {facts['card']}"
-    if rest := untested(cases, found):
+    if rest := untested(cases, findings):
         note += f"; {len(rest)} were not reached in {FIRST_RUN_SECONDS:.0f} s: run megalite selftest"
-    return choices_of(cases, found), note + _kept(facts, found)
+    return choices_of(cases, findings), note + _kept(facts, findings)
 
 
-def _kept(facts: Mapping[str, str], found: Findings) -> str:
+def _kept(facts: Mapping[str, str], findings: Findings) -> str:
     try:
-        return f"; kept in {trust.write(facts, found)}"
+        return f"; kept in {trust.write(facts, findings)}"
     except OSError as error:
         return f"; not kept ({error.strerror}): set MEGALITE_TRUST_FOLDER to a folder that can be written"
 

@@ -27,28 +27,28 @@ def prove(case: Case, implementation: str, device: torch.device) -> CaseResult:
             if case.own:
                 return CaseResult("absent", complaint)
             continue  # the implementation may support other odd sizes
-        found = check(entry, candidate, checked, case.dtype, device, SEED)
-        if found.share >= worst.share:
-            worst = found
-        if complaint := _complaint(found, checked):
-            return CaseResult("wrong", complaint, found.error, found.allowed)
+        comparison = check(entry, candidate, checked, case.dtype, device, SEED)
+        if comparison.share >= worst.share:
+            worst = comparison
+        if complaint := _complaint(comparison, checked):
+            return CaseResult("wrong", complaint, comparison.error, comparison.allowed)
     if not case.own:
         return CaseResult("right", "", worst.error, worst.allowed)
     shape = timed_shape(case, case.shapes[0])
     inputs = inputs_of(entry, shape, case.dtype, device, SEED)
     forms = {"": candidate.form, "plain": entry.plain, **entry.torch}
     seconds = medians(forms, inputs, entry.gradients, device)
-    best = min(found for name, found in seconds.items() if name)
+    best = min(comparison for name, comparison in seconds.items() if name)
     return CaseResult("right", "", worst.error, worst.allowed, seconds[""], best)
 
 
-def _complaint(found: Comparison, shape: Shape) -> str:
+def _complaint(comparison: Comparison, shape: Shape) -> str:
     sizes = "x".join(map(str, shape))
-    if math.isinf(found.error):
+    if math.isinf(comparison.error):
         return f"wrong: values that are not finite, not written or of another shape, at {sizes}"
-    if not found.share <= 1:
-        return f"wrong: error {found.error:.1e} over {found.allowed:.1e}, at {sizes}"
-    return "" if found.equal_repeats else f"wrong: a second call gives other numbers, at {sizes}"
+    if not comparison.share <= 1:
+        return f"wrong: error {comparison.error:.1e} over {comparison.allowed:.1e}, at {sizes}"
+    return "" if comparison.equal_repeats else f"wrong: a second call gives other numbers, at {sizes}"
 
 
 # Limits on the elements of the largest tensor, when compared with float64 and when timed.

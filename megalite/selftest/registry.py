@@ -137,10 +137,10 @@ class Case:
 
 def cases_of(entries: Sequence[Entry], workload: Workload) -> list[Case]:
     """Return the cases that a run needs proved: the entries that it uses, on its own shapes and on odd sizes."""
-    found: list[Case] = []
+    cases: list[Case] = []
     for entry in entries:
         own = entry.own(workload)
         if own is not None and workload.dtype in entry.dtypes:
-            found.append(Case(entry, workload.dtype, entry.shapes, own=False))
-            found.append(Case(entry, workload.dtype, (own,), own=True))
-    return found
+            cases.append(Case(entry, workload.dtype, entry.shapes, own=False))
+            cases.append(Case(entry, workload.dtype, (own,), own=True))
+    return cases

@@ -43,17 +43,18 @@ def prove_all(
     Raises KernelError if no worker can initialise the device.
     """
     deadline = time.monotonic() + total_seconds
-    found: _Found = {}
+    findings: _Found = {}
     failed: dict[tuple[str, str], CaseResult] = {}
     worker: _Worker | None = None
+    pairs = [(case, name) for case in cases for name in case.entry.candidates]
     try:
-        for case, name in [(each, name) for each in cases for name in each.entry.candidates]:
+        for case, name in pairs:
             if complaint := case.entry.candidates[name].why_not_on(device.type):
-                _add(found, case, name, CaseResult("absent", complaint))
+                _add(findings, case, name, CaseResult("absent", complaint))
                 tell(case, name, CaseResult("absent", complaint))
                 continue
             if fault := failed.get((case.entry.name, name)):
-                _add(found, case, name, fault)  # it would crash or time out again
+                _add(findings, case, name, fault)  # it would crash or time out again
                 tell(case, name, fault)
                 continue
             if worker is None:
@@ -71,18 +72,18 @@ def prove_all(
                 worker.end()
                 worker = None
                 failed[case.entry.name, name] = finding
-            _add(found, case, name, finding)
+            _add(findings, case, name, finding)
             tell(case, name, finding)
     except TimeoutError:
         pass  # total_seconds ended while a worker was starting
     finally:
         if worker is not None:
             worker.end()
-    return found
+    return findings
 
 
-def _add(found: _Found, case: Case, implementation: str, finding: CaseResult) -> None:
-    found.setdefault(case.entry.operator, {}).setdefault(case.key, {})[implementation] = finding
+def _add(findings: _Found, case: Case, implementation: str, finding: CaseResult) -> None:
+    findings.setdefault(case.entry.operator, {}).setdefault(case.key, {})[implementation] = finding
 
 
 class _Worker:

@@ -60,6 +60,11 @@ class CaseResult:
     def right(self) -> bool:
         return self.verdict == "right"
 
+    @property
+    def ratio(self) -> float | None:
+        """The time over torch's best; None if not measured."""
+        return self.seconds / self.torch_seconds if self.seconds and self.torch_seconds else None
+
 
 # Found: case -> implementation -> finding. Findings: operator -> Found.
 Found = Mapping[str, Mapping[str, CaseResult]]
@@ -85,11 +90,11 @@ def needs_proof(device_type: str) -> bool:
     return device_type != "cpu"
 
 
-def choose(cases: Sequence[str], implementations: Sequence[str], found: Found) -> OperatorChoice:
+def choose(cases: Sequence[str], implementations: Sequence[str], by_case: Found) -> OperatorChoice:
     """Choose the implementation that is right in all of these cases and the fastest, torch's included."""
     faults, absent, slower, ratios = {}, {}, {}, {}
     for name in implementations:
-        findings = {case: found.get(case, {}).get(name) for case in cases}
+        findings = {case: by_case.get(case, {}).get(name) for case in cases}
         if fault := _fault(findings):
             faults[name] = fault
             continue

@@ -178,13 +178,13 @@ class ChatAnswer(Answer):
         if calls:
             delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
         logprobs = {"content": [self._tokens.chat(event)], "refusal": None} if self._logprobs else None
-        found = []
+        choices = []
         if delta or self._logprobs:
-            found.append({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None})
+            choices.append({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None})
         if event.finish is not None:
             finish = self._finish(event.finish, calls)
-            found.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish})
-        return [self._chunk(choice) for choice in found]
+            choices.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": finish})
+        return [self._chunk(choice) for choice in choices]
 
     def _finish(self, finish: str, calls: Sequence[Any]) -> str:
         return self._tools.finish if self._tools is not None and calls and finish == "stop" else finish

@@ -61,11 +61,11 @@ class EngineJob:
             while not self._events.empty():
                 arrived.append(self._events.get_nowait())
             events = []
-            for each in arrived:
-                if isinstance(each, EngineError):
-                    raise each
-                events.append(each)
-                self._left -= each[1].finish is not None
+            for item in arrived:
+                if isinstance(item, EngineError):
+                    raise item
+                events.append(item)
+                self._left -= item[1].finish is not None
             yield events
 
     def put(self, item: "tuple[int, Event] | EngineError") -> None:

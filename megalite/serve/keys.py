@@ -18,9 +18,9 @@ def read_keys(file: Path | None, variable: str, host: str) -> tuple[str, ...]:
     problems: list[Problem] = []
     keys: dict[str, str] = {}
     if file is not None:
-        found = _lines(file, problems)
-        keys = {key: f"--api-key-file {file}, line {number}" for number, key in found}
-        if not found and not problems:
+        numbered = _lines(file, problems)
+        keys = {key: f"--api-key-file {file}, line {number}" for number, key in numbered}
+        if not numbered and not problems:
             problems.append(Problem(f"--api-key-file {file}", "has no key", "write one, a line each"))
     if variable:
         keys[variable] = "MEGALITE_API_KEY"

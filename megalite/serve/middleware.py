@@ -71,11 +71,11 @@ class Gate:
             return
         if scope["path"] in OPEN_PATHS:
             return
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        digest = _digest(given.strip()) if scheme.lower() == "bearer" else b""
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = _digest(key.strip()) if scheme.lower() == "bearer" else b""
         # All keys are compared, so that the time does not show which one is near.
         if not sum(hmac.compare_digest(digest, known) for known in self._digests):
-            problem = "wrong" if given else "missing"
+            problem = "wrong" if key else "missing"
             raise ApiError(
                 401,
                 f"the API key is {problem}; send it as Authorization: Bearer KEY",
@@ -114,8 +114,8 @@ class _Exchange:
     status: int | None = None
 
     def __post_init__(self) -> None:
-        given = Headers(scope=self.scope).get("x-request-id", "")
-        self.id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        asked = Headers(scope=self.scope).get("x-request-id", "")
+        self.id = asked if _REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
         self.begin = time.perf_counter()
 
     async def send(self, message: Message) -> None:

@@ -67,15 +67,15 @@ class Prompts:
             message = "echo: the prompt would stand before the JSON of response_format; leave one of them out"
             raise ApiError(400, message, param="echo", code="invalid_value")
         self._check_count(len(body.prompt) * body.n, "n" if body.n > 1 else "prompt")
-        found: list[Request] = []
+        sequences: list[Request] = []
         for index, prompt in enumerate(body.prompt):
             name = f"prompt[{index}]" if len(body.prompt) > 1 else "prompt"
             ids = self._ids(prompt, name)
             limit_here = self._limit(ids, limit, name, "max_tokens")
-            found += self._choices(ids, limit_here, body, body.n, body.logprobs)
+            sequences += self._choices(ids, limit_here, body, body.n, body.logprobs)
         if body.echo and (limit == 0 or body.logprobs is not None):
-            return [replace(request, scores_prompt=True) for request in found]
-        return self._formed(found, body.response_format, body.stop)
+            return [replace(request, scores_prompt=True) for request in sequences]
+        return self._formed(sequences, body.response_format, body.stop)
 
     def chat(self, body: ChatRequest) -> tuple[list[Request], ToolUse | None]:
         """Return the `n` sequences of /v1/chat/completions, and how calls of tools are read from their answers."""
@@ -99,39 +99,41 @@ class Prompts:
             # Behind the semicolon stands a remedy for those who train.
             message = str(error).partition(";")[0]
             raise ApiError(400, message, param="messages", code="invalid_value", quotes=True) from error
-        wanted = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+        max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         setting = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
-        limit = self._limit(ids, wanted, "messages", setting)
+        limit = self._limit(ids, max_tokens, "messages", setting)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        found = list(self._choices(ids, limit, body, body.n, logprobs, chat.stops))
+        sequences = list(self._choices(ids, limit, body, body.n, logprobs, chat.stops))
         if tools is None:
-            return self._formed(found, body.response_format, body.stop), None
+            return self._formed(sequences, body.response_format, body.stop), None
         if tools.forced:
-            return self._constrained(found, call_schema(body, tools.form), "tools", body.stop), tools
-        return [replace(each, shown_ids=chat.tool_form_ids) for each in found], tools
+            return self._constrained(sequences, call_schema(body, tools.form), "tools", body.stop), tools
+        return [replace(each, shown_ids=chat.tool_form_ids) for each in sequences], tools
 
     def embeddings(self, body: EmbeddingRequest) -> list[Request]:
         """Return the requests of /v1/embeddings, one for each input."""
         self._check_count(len(body.input), "input")
-        found: list[Request] = []
+        sequences: list[Request] = []
         for index, text in enumerate(body.input):
             name = f"input[{index}]" if len(body.input) > 1 else "input"
             ids, most = self._ids(text, name), self._model.longest_sequence
             if len(ids) > most:
                 message = f"{name}: {len(ids)} tokens exceed the model's context of {most}; shorten the text"
                 raise ApiError(400, message, param=name, code="context_length_exceeded")
-            found.append(Request(ids, 0, GREEDY, frozenset(), embeds=True))
-        return found
+            sequences.append(Request(ids, 0, GREEDY, frozenset(), embeds=True))
+        return sequences
 
     def batch(self, body: BatchRequest) -> list[Request]:
         """Return the sequences of /batch_generate, one for each prompt."""
         self._check_count(len(body.prompts), "prompts")
-        found: list[Request] = []
+        sequences: list[Request] = []
         for index, prompt in enumerate(body.prompts):
             name = f"prompts[{index}]"
             ids = self._ids(prompt, name)
-            found += self._choices(ids, self._limit(ids, body.max_tokens, name, "max_tokens"), body, 1, None)
-        return found
+            sequences += self._choices(
+                ids, self._limit(ids, body.max_tokens, name, "max_tokens"), body, 1, None
+            )
+        return sequences
 
     def _ids(self, prompt: str | Sequence[int], name: str) -> tuple[int, ...]:
         """Return the tokens of a text, or the given tokens."""
@@ -144,14 +146,14 @@ class Prompts:
             raise ApiError(400, message, param=name, code="invalid_value")
         return tuple(ids)
 
-    def _limit(self, ids: Sequence[int], wanted: int | None, name: str, setting: str) -> int:
+    def _limit(self, ids: Sequence[int], asked: int | None, name: str, setting: str) -> int:
         """Return the new tokens of a sequence; None: as many as the model and the server allow."""
         room = self._model.longest_sequence - len(ids)
         most = self._settings.max_tokens
-        if wanted is not None and wanted > most:
-            message = f"{setting}: {wanted} tokens are more than the server's {most}; lower it"
+        if asked is not None and asked > most:
+            message = f"{setting}: {asked} tokens are more than the server's {most}; lower it"
             raise ApiError(400, message, param=setting, code="invalid_value")
-        least = 1 if wanted is None else wanted
+        least = 1 if asked is None else asked
         if room < least:
             raise ApiError(
                 400,
@@ -160,7 +162,7 @@ class Prompts:
                 param=name,
                 code="context_length_exceeded",
             )
-        return min(room, most) if wanted is None else wanted
+        return min(room, most) if asked is None else asked
 
     def _check_count(self, count: int, name: str) -> None:
         if count > self._settings.capacity:
@@ -198,13 +200,11 @@ class Prompts:
             )
             yield Request(tuple(ids), max_tokens, sampling, stop_ids, stop, logprobs)
 
-    def _formed(
-        self, requests: list[Request], wanted: ResponseFormat, stop: tuple[str, ...]
-    ) -> list[Request]:
+    def _formed(self, requests: list[Request], form: ResponseFormat, stop: tuple[str, ...]) -> list[Request]:
         """Return the requests in the form of `response_format`. stop: of the body."""
-        if wanted.type == "text":
+        if form.type == "text":
             return requests
-        schema = None if wanted.json_schema is None else wanted.json_schema.definition
+        schema = None if form.json_schema is None else form.json_schema.definition
         return self._constrained(requests, schema, "response_format", stop)
 
     def _constrained(

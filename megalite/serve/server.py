@@ -30,7 +30,7 @@ _UNAVAILABLE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 def listen(settings: ServeSettings) -> list[socket.socket]:
     """Return sockets at the server's address, one for each address of the host. Raises LaunchError."""
-    found: list[socket.socket] = []
+    sockets: list[socket.socket] = []
     port = settings.port
     try:
         places = socket.getaddrinfo(settings.host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -43,20 +43,20 @@ def listen(settings: ServeSettings) -> list[socket.socket]:
         except OSError as error:
             if error.errno in _UNAVAILABLE and family == socket.AF_INET6:
                 continue
-            for each in found:
-                each.close()
+            for other in sockets:
+                other.close()
             raise LaunchError(
                 f"--host {settings.host} --port {port} cannot be used ({error.strerror}); "
                 "end the program that listens there, or choose another --port"
             ) from error
         # Connections inherit it; asyncio sets it for sockets of a named protocol alone.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        found.append(opened)
+        sockets.append(opened)
         # Port 0 is any free one: the next address of the host has the same.
         port = opened.getsockname()[1]
-    if not found:
+    if not sockets:
         raise LaunchError(f"--host {settings.host} has no address on this machine; name another one")
-    return found
+    return sockets
 
 
 async def run_server(

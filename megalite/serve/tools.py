@@ -85,7 +85,7 @@ def call_schema(body: ChatRequest, form: ToolForm) -> Mapping[str, Any]:
 
 def template_messages(messages: Sequence[ChatMessage], form: ToolForm | None) -> list[dict[str, Any]]:
     """Return messages as chat templates read them. ApiError for calls and results of tools that no template takes."""
-    found = []
+    read = []
     for index, message in enumerate(messages):
         fields: dict[str, Any] = {"role": message.role, "content": message.text}
         if message.name is not None:
@@ -102,8 +102,8 @@ def template_messages(messages: Sequence[ChatMessage], form: ToolForm | None) ->
                     _template_call(call, f"{place}[{number}]")
                     for number, call in enumerate(message.tool_calls)
                 ]
-        found.append(fields)
-    return found
+        read.append(fields)
+    return read
 
 
 def _template_call(call: ToolCall, place: str) -> dict[str, Any]:

@@ -185,8 +185,8 @@ def as_family_tensor(tensor: FamilyTensor, parts: Sequence[Tensor]) -> Tensor:
 
 def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """Round to another dtype (nearest, ties to even). Raises CheckpointError for a value out of its range."""
-    found = values.to(dtype)
-    beyond = found.isinf() & values.isfinite()
+    narrow = values.to(dtype)
+    beyond = narrow.isinf() & values.isfinite()
     if beyond.any():
         value, most = values[beyond][0].item(), torch.finfo(dtype).max
         wider = "float32" if dtype == torch.bfloat16 else "bfloat16 or float32"
@@ -194,7 +194,7 @@ def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
             f"{name} has the weight {value:g}, but the largest {dtype_name(dtype)} is {most:g}; export with --dtype"
             f" {wider}"
         )
-    return found
+    return narrow
 
 
 def _family_blocks(

@@ -73,11 +73,11 @@ def header_of(path: Path) -> Mapping[str, HeaderEntry]:
 
 def headers(folder: Path) -> dict[str, Mapping[str, HeaderEntry]]:
     """Return file -> tensor -> entry. Raises CheckpointError if a file is damaged or two files have the same tensor."""
-    found = {name: header_of(folder / name) for name in weight_files(folder)}
+    by_file = {name: header_of(folder / name) for name in weight_files(folder)}
     seen: dict[str, str] = {}
-    for file, entries in found.items():
+    for file, entries in by_file.items():
         for name in entries:
             if name in seen:
                 raise CheckpointError(f"{folder}: {name} is in {seen[name]} and in {file}; fetch it again")
             seen[name] = file
-    return found
+    return by_file

@@ -50,10 +50,10 @@ class HuggingFaceReader(WeightReader):
         self._new_rows = new_rows
         self._folder, self._shapes = folder, canonical_tensors(shape)
         self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
-        found = headers(folder).items()
+        by_file = headers(folder).items()
         self._files = [
             RegionReader(folder / name, dict(weights_of(header)) if int8 else header)
-            for name, header in found
+            for name, header in by_file
         ]
         self._where = {name: opened for opened in self._files for name in opened.header}
         names = FAMILIES[shape.family].names
@@ -181,8 +181,8 @@ class HuggingFaceReader(WeightReader):
         theirs = self._stored(self._tensors[EMBEDDING])
         if theirs not in self._where:
             return False
-        one, other = self._where[name].header[name], self._where[theirs].header[theirs]
-        return (one.shape, one.dtype) == (other.shape, other.dtype)
+        entry, embedding = self._where[name].header[name], self._where[theirs].header[theirs]
+        return (entry.shape, entry.dtype) == (embedding.shape, embedding.dtype)
 
 
 def import_checkpoint(folder: Path, shape: ModelShape, run_folder: Path) -> Path:

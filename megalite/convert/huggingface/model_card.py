@@ -131,7 +131,7 @@ def is_our_card(path: Path) -> bool:
 
 def _training_facts(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the training settings to list, as far as the run's configuration has them."""
-    found = {}
+    facts = {}
     for section, name in (
         ("training", "sequence_length"),
         ("training", "global_batch_size"),
@@ -143,5 +143,5 @@ def _training_facts(config: Mapping[str, Any]) -> dict[str, str]:
     ):
         value = (config.get(section) or {}).get(name)
         if value is not None:
-            found[f"`{section}.{name}`"] = str(value)
-    return found
+            facts[f"`{section}.{name}`"] = str(value)
+    return facts

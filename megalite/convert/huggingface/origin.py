@@ -36,8 +36,8 @@ def find_origin(checkpoint: Path) -> Path | None:
 def end_ids(config: Path | None) -> frozenset[int]:
     """Return the ids that end a text: eos_token_id of generation_config.json beside a config.json, else of that one."""
     files = [] if config is None else [config.parent / GENERATION, config]
-    found = (frozenset(_ends(_object(file, "fetch it again"))) for file in files if file.is_file())
-    return frozenset(end for end in next(filter(None, found), ()) if type(end) is int and end >= 0)
+    ids_of_files = (frozenset(_ends(_object(file, "fetch it again"))) for file in files if file.is_file())
+    return frozenset(end for end in next(filter(None, ids_of_files), ()) if type(end) is int and end >= 0)
 
 
 class Origin:

@@ -61,9 +61,9 @@ def export_int8(
         whole = partial / "plain"
         plain = export(whole)
         sizes = quantise_folder(whole, partial)
-        found = None if perplexity is None else (perplexity(whole), perplexity(partial))
+        perplexities = None if perplexity is None else (perplexity(whole), perplexity(partial))
         shutil.rmtree(whole)
-    return Int8Export(plain, destination, sizes, found)
+    return Int8Export(plain, destination, sizes, perplexities)
 
 
 def quantise_folder(source: Path, destination: Path) -> tuple[int, int]:
@@ -73,15 +73,15 @@ def quantise_folder(source: Path, destination: Path) -> tuple[int, int]:
     """
     shape = shape_of_folder(str(source))
     chosen = _chosen(shape)
-    found = headers(source)
+    by_file = headers(source)
     weights: dict[str, str] = {}
-    for name, header in found.items():
+    for name, header in by_file.items():
         infos = dict(_infos(header, chosen))
         with closing(RegionReader(source / name, header)) as opened:
             write_tensor_file(destination / name, infos, _Rows(opened, chosen))
         weights |= dict.fromkeys(infos, name)
     if (source / INDEX).is_file():
-        size = sum((destination / name).stat().st_size for name in found)
+        size = sum((destination / name).stat().st_size for name in by_file)
         index = {"metadata": {"total_size": size}, "weight_map": weights}
         write_durably(destination / INDEX, json.dumps(index, indent=2) + "\n")
     config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
@@ -90,10 +90,10 @@ def quantise_folder(source: Path, destination: Path) -> tuple[int, int]:
     write_durably(destination / CONFIG, json.dumps(content, indent=2) + "\n")
     card = (source / CARD).read_text(encoding="utf-8")
     write_durably(destination / CARD, quantised_card(card))
-    for each in source.iterdir():
-        if each.name not in {*found, INDEX, CONFIG, CARD}:
-            shutil.copyfile(each, destination / each.name)
-    before, after = (sum((at / name).stat().st_size for name in found) for at in (source, destination))
+    for path in source.iterdir():
+        if path.name not in {*by_file, INDEX, CONFIG, CARD}:
+            shutil.copyfile(path, destination / path.name)
+    before, after = (sum((at / name).stat().st_size for name in by_file) for at in (source, destination))
     return before, after
 
 

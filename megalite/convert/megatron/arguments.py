@@ -128,8 +128,8 @@ def not_built(arguments: Arguments) -> Iterator[str]:
 
 def megatron_shape(arguments: Arguments, vocab_size: int) -> ModelShape:
     """The shape, of the first family whose files can say it; raises CheckpointError where it is not built."""
-    if found := list(not_built(arguments)):
-        raise CheckpointError(f"{arguments.source}: megalite does not support {', '.join(found)}")
+    if unsupported := list(not_built(arguments)):
+        raise CheckpointError(f"{arguments.source}: megalite does not support {', '.join(unsupported)}")
     hidden, heads = arguments.whole("hidden_size"), arguments.whole("num_attention_heads")
     grouped, rotary = arguments.is_on("group_query_attention"), _is_rotary(arguments)
     groups = arguments.whole("num_query_groups", heads) if grouped else heads
@@ -165,9 +165,9 @@ def megatron_shape(arguments: Arguments, vocab_size: int) -> ModelShape:
     return next((each for each in as_families if not any(inexpressible(each))), shape)
 
 
-def true_vocab_size(arguments: Arguments, rows: int, given: int | None) -> int:
+def true_vocab_size(arguments: Arguments, rows: int, asked: int | None) -> int:
     """How many of the table's rows are tokens; `given` by the user. Raises CheckpointError where nothing says it."""
-    known = given if given is not None else _said_vocab_size(arguments, rows)
+    known = asked if asked is not None else _said_vocab_size(arguments, rows)
     if known is None:
         raise CheckpointError(
             f"{arguments.source}: the vocabulary was padded to {rows} rows, and its args lack the size before;"

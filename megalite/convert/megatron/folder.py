@@ -74,12 +74,12 @@ def find_megatron_folder(folder: Path) -> MegatronFolder:
             f"{path} has rank folders with and without a pipeline rank; keep those of one run"
         )
     files = {(int(pp or 0), int(tp)): _file_in(path) for tp, pp, path in ranks}
-    found = MegatronFolder(path, files)
-    for pp, tp in product(range(found.pipeline), range(found.tensor)):
+    complete = MegatronFolder(path, files)
+    for pp, tp in product(range(complete.pipeline), range(complete.tensor)):
         if (pp, tp) not in files:
             name = f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if ranks[0][1] is not None else "")
             raise CheckpointError(f"{path / name / _FILES[0]} is missing; fetch every rank's file")
-    return found
+    return complete
 
 
 def _of_iteration(folder: Path) -> Path:

@@ -44,14 +44,14 @@ def import_megatron(folder: Path, run_folder: Path, vocab_size: int | None = Non
 
 def described(folder: Path) -> Iterator[str]:
     """Lines on a checkpoint, be it one that can be built here or not; no tensor is read."""
-    found = find_megatron_folder(folder)
-    stages = [open_rank(found.files[stage, 0]) for stage in range(found.pipeline)]
+    ranks = find_megatron_folder(folder)
+    stages = [open_rank(ranks.files[stage, 0]) for stage in range(ranks.pipeline)]
     first, chunks = stages[0], len(stages[0].chunks)
-    size_bytes = sum(path.stat().st_size for path in found.files.values())
+    size_bytes = sum(path.stat().st_size for path in ranks.files.values())
     virtual = f" x {chunks} chunks" if chunks > 1 else ""
-    yield f"{found.path}: a Megatron-LM checkpoint of tensor {found.tensor} x pipeline {found.pipeline}{virtual}"
+    yield f"{ranks.path}: a Megatron-LM checkpoint of tensor {ranks.tensor} x pipeline {ranks.pipeline}{virtual}"
     yield f"  iteration {first.iteration}, checkpoint_version {first.version:g}"
-    yield f"  {size_bytes:,} bytes in {len(found.files)} files"
+    yield f"  {size_bytes:,} bytes in {len(ranks.files)} files"
     table = first.arguments.table
     yield f"  args: {', '.join(f'{name} {table[name]}' for name in OF_INTEREST if name in table)}"
     if foreign := list(not_built(first.arguments)):

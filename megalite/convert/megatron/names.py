@@ -58,12 +58,12 @@ def flat_names(state: Mapping[str, Any], prefix: str = "", depth: int = 8) -> di
 
     A table nested deeper than `depth` stays a table, since a table may hold itself.
     """
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in state.items():
         name = f"{prefix}{key}"
         nested = isinstance(value, Mapping) and depth > 0
-        found |= flat_names(value, f"{name}.", depth - 1) if nested else {name: value}
-    return found
+        flat |= flat_names(value, f"{name}.", depth - 1) if nested else {name: value}
+    return flat
 
 
 def layer_of(name: str) -> int | None:
@@ -99,8 +99,8 @@ def missing_name(parameter: str, names: Mapping[str, str]) -> str:
     """
     module, _, kind = parameter.rpartition(".")
     twin = "bias" if kind == "weight" else "weight"
-    if (found := names.get(f"{module}.{twin}")) is not None:
-        return found.removesuffix(twin) + kind
+    if (sibling := names.get(f"{module}.{twin}")) is not None:
+        return sibling.removesuffix(twin) + kind
     layers = {ours: match for ours, name in names.items() if (match := _STEM.match(name))}
     layer, _, rest = parameter.removeprefix(_LAYERS).partition(".")
     if not parameter.startswith(_LAYERS):

@@ -68,8 +68,8 @@ def open_rank(path: Path) -> RankFile:
         raise CheckpointError(
             f"{path} has checkpoint_version {version!r}; supported are {', '.join(map(str, _VERSIONS))}"
         )
-    given = content.get("args")
-    if not isinstance(given, Foreign) or given.type_name not in _NAMESPACES:
+    arguments = content.get("args")
+    if not isinstance(arguments, Foreign) or arguments.type_name not in _NAMESPACES:
         raise CheckpointError(
             f"{path} has no args, which give the model's shape; load and save it with a newer Megatron-LM"
         )
@@ -88,7 +88,7 @@ def open_rank(path: Path) -> RankFile:
         )
     whole = iteration if isinstance(iteration, int) else None
     # Tensors are dropped: comparing one with a plain value does not give a bool.
-    plain = {name: value for name, value in given.fields.items() if not isinstance(value, Tensor)}
+    plain = {name: value for name, value in arguments.fields.items() if not isinstance(value, Tensor)}
     return RankFile(path, whole, float(version), Arguments(plain, path), tuple(chunks))
 
 
@@ -175,45 +175,45 @@ class MegatronReader(WeightReader):
         self.notes.append(f"{what} differs from the first copy, which was used, by up to {off:.1e}")
 
 
-def open_megatron(folder: Path, vocab_size: int | None = None) -> MegatronReader:
+def open_megatron(path: Path, vocab_size: int | None = None) -> MegatronReader:
     """Open a checkpoint and check everything but the elements of its tensors.
 
     vocab_size: the size before padding, if the checkpoint's arguments do not record it. Raises CheckpointError with the
     file, argument or tensor.
     """
-    found = find_megatron_folder(folder)
-    first = open_rank(found.files[0, 0])
+    folder = find_megatron_folder(path)
+    first = open_rank(folder.files[0, 0])
     shape = megatron_shape(first.arguments, vocab_size=1)  # an unsupported model is refused first
-    _check_layout(found, first)
+    _check_layout(folder, first)
     places: dict[str, _Place] = {}
     shapes: dict[str, Entry] = {}
-    stages = [_entries_of_stage(found, stage, first) for stage in range(found.pipeline)]
+    stages = [_entries_of_stage(folder, stage, first) for stage in range(folder.pipeline)]
     first_layer = 0
     for chunk in range(len(first.chunks)):  # layers run through a chunk of each stage, then the next chunk
         for stage, chunks in enumerate(stages):
             for name, entry in chunks[chunk].items():
                 ours = parameter_name(name, first_layer, gated=shape.gated_mlp)
                 if ours is None or ours in places:
-                    where = found.files[stage, 0]
+                    where = folder.files[stage, 0]
                     what = (
                         "which the model lacks" if ours is None else f"a second copy of {places[ours].name}"
                     )
                     raise CheckpointError(f"{where} has {name}, {what}; correct its args")
                 places[ours], shapes[ours] = _Place(stage, chunk, name), entry
-            first_layer += _layer_count(chunks[chunk], found.files[stage, 0])
+            first_layer += _layer_count(chunks[chunk], folder.files[stage, 0])
     if first_layer != shape.num_hidden_layers:
         raise first.arguments.problem(
             f"num_layers = {shape.num_hidden_layers}, but its files hold {first_layer} layers"
         )
     if EMBEDDING not in shapes or len(shapes[EMBEDDING][0]) != 2:
-        raise CheckpointError(f"{found.files[0, 0]} has no word_embeddings of 2 dims; fetch it again")
-    rows = shapes[EMBEDDING][0][0] * found.tensor
+        raise CheckpointError(f"{folder.files[0, 0]} has no word_embeddings of 2 dims; fetch it again")
+    rows = shapes[EMBEDDING][0][0] * folder.tensor
     shape = megatron_shape(first.arguments, true_vocab_size(first.arguments, rows, vocab_size))
-    _check_tensors(found, shape, first.version, places, shapes)
+    _check_tensors(folder, shape, first.version, places, shapes)
     dtype = shapes[EMBEDDING][1]
     for _, kind in shapes.values():
         dtype = torch.promote_types(dtype, kind)
-    return MegatronReader(found, shape, first.version, first.iteration, dtype, places)
+    return MegatronReader(folder, shape, first.version, first.iteration, dtype, places)
 
 
 def _open_stage(folder: MegatronFolder, stage: int) -> list[RankFile]:
@@ -221,15 +221,15 @@ def _open_stage(folder: MegatronFolder, stage: int) -> list[RankFile]:
 
 
 def _check_layout(folder: MegatronFolder, first: RankFile) -> None:
-    given = first.arguments.table
+    table = first.arguments.table
     sizes = {
-        "tensor_model_parallel_size": (folder.tensor, given.get("model_parallel_size")),
+        "tensor_model_parallel_size": (folder.tensor, table.get("model_parallel_size")),
         "pipeline_model_parallel_size": (folder.pipeline, None),
     }
-    for name, (found, older) in sizes.items():
-        said = given.get(name, older)
-        if said is not None and said != found:
-            raise first.arguments.problem(f"{name} = {said!r}, but there are files of {found} rank(s)")
+    for name, (size, older) in sizes.items():
+        said = table.get(name, older)
+        if said is not None and said != size:
+            raise first.arguments.problem(f"{name} = {said!r}, but there are files of {size} rank(s)")
 
 
 def _entries_of_stage(folder: MegatronFolder, stage: int, first: RankFile) -> list[dict[str, Entry]]:
@@ -280,13 +280,13 @@ def _check_tensors(
     shape: ModelShape,
     version: float,
     places: Mapping[str, _Place],
-    found: Mapping[str, Entry],
+    entries: Mapping[str, Entry],
 ) -> None:
     """Raise CheckpointError unless the files hold exactly the model's tensors, with the expected shapes per rank."""
     expected = {parameter.name: parameter for parameter in model_parameters(shape)}
     if missing := [name for name in expected if name not in places]:
         raise _lacking(folder, missing, places)
-    for name, (size, kind) in found.items():
+    for name, (size, kind) in entries.items():
         place = places[name]
         path = folder.files[place.stage, 0]
         copy = name == HEAD and shape.tie_word_embeddings
@@ -295,11 +295,13 @@ def _check_tensors(
                 f"{path} has {place.name}, which the model of its args lacks; correct its args"
             )
         if name in (EMBEDDING, HEAD):
-            wanted: tuple[int, ...] | None = (found[EMBEDDING][0][0], shape.hidden_size)
+            expected_size: tuple[int, ...] | None = (entries[EMBEDDING][0][0], shape.hidden_size)
         else:
-            wanted = rank_shape(expected[name], folder.tensor)
-        if size != wanted:
-            raise CheckpointError(f"{path}: {place.name} is {size} on each rank, but its args give {wanted}")
+            expected_size = rank_shape(expected[name], folder.tensor)
+        if size != expected_size:
+            raise CheckpointError(
+                f"{path}: {place.name} is {size} on each rank, but its args give {expected_size}"
+            )
         if kind not in TYPES.values():
             raise CheckpointError(
                 f"{path}: {place.name} is {kind}; save the weights as bf16, fp16, fp32 or fp64"

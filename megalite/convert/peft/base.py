@@ -27,7 +27,7 @@ def base_of(weights: str) -> Base:
     return Base(named, _fingerprint(local_folder(weights)))
 
 
-def folder_of_base(base: Base | None, given: Path | None = None) -> Path:
+def folder_of_base(base: Base | None, moved_to: Path | None = None) -> Path:
     """Return the folder of the base's weights; given: where the user says that they are now.
 
     Raises CheckpointError if there is none, or if it holds other weights.
@@ -37,13 +37,13 @@ def folder_of_base(base: Base | None, given: Path | None = None) -> Path:
             "the adapter does not say which weights it belongs to; name them with --base FOLDER"
         )
     try:
-        folder = local_folder(base.weights) if given is None else given
-        found = _fingerprint(folder)
+        folder = local_folder(base.weights) if moved_to is None else moved_to
+        fingerprint = _fingerprint(folder)
     except CheckpointError as error:
         raise CheckpointError(
             f"the weights that the adapter belongs to: {error}; name their folder with --base FOLDER"
         ) from error
-    if found != base.fingerprint:
+    if fingerprint != base.fingerprint:
         raise CheckpointError(
             f"{folder} does not hold the weights that the adapter was trained with ({base.weights} then); name their"
             " folder with --base FOLDER"
@@ -67,22 +67,22 @@ def stated_base(folder: Path) -> Base | None:
         raise CheckpointError(f"{folder / _FILE} is damaged ({error}); delete it") from error
 
 
-def base_of_adapter(folder: Path, given: Path | None = None) -> Path:
+def base_of_adapter(folder: Path, moved_to: Path | None = None) -> Path:
     """Return the folder of the weights that an adapter in PEFT's format belongs to, as `folder_of_base` does."""
     if (base := stated_base(folder)) is not None:
-        return folder_of_base(base, given)
-    if given is not None:
-        return given
+        return folder_of_base(base, moved_to)
+    if moved_to is not None:
+        return moved_to
     try:
         named = parse((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-        found = local_folder(named)
-        weight_files(found)
+        folder_of_weights = local_folder(named)
+        weight_files(folder_of_weights)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, CheckpointError) as error:
         raise CheckpointError(
             f"{folder / ADAPTER_CONFIG} names no weights that can be read ({error}); name their folder"
             " with --base FOLDER"
         ) from error
-    return found
+    return folder_of_weights
 
 
 def require_base(base: Base | None, weights: Base, checkpoint: Path) -> None:

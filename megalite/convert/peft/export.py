@@ -95,15 +95,15 @@ def _write_lora(reader: AveragedWeights, shape: ModelShape, path: Path, dtype: t
 def _write_prefix(reader: AveragedWeights, shape: ModelShape, path: Path, dtype: torch.dtype) -> None:
     """Write the keys and values of all layers; those of a projected prefix as its MLP computes them in float64."""
     sizes = trained_tensors(shape)
-    held = {name: reader.read(WEIGHT, name, full_slice(size)) for name, size in sizes.items()}
+    trained = {name: reader.read(WEIGHT, name, full_slice(size)) for name, size in sizes.items()}
     parts = [
         name.removesuffix(".weight")
         for name in sizes
         if ".self_attn.prefix_" in name and name.endswith("weight")
     ]
-    values = [held[f"{part}.weight"].t() for part in parts]
+    values = [trained[f"{part}.weight"].t() for part in parts]
     if isinstance(shape.adapter, Prefix) and shape.adapter.projection is not None:
-        exact = {name: tensor.double() for name, tensor in held.items()}
+        exact = {name: tensor.double() for name, tensor in trained.items()}
         trunk = f"{PREFIX}.hidden"
         hidden = exact[f"{PREFIX}.embedding"] @ exact[f"{trunk}.weight"].t() + exact[f"{trunk}.bias"]
         values = [hidden.tanh() @ exact[f"{part}.weight"].t() + exact[f"{part}.bias"] for part in parts]

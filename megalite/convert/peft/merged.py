@@ -66,8 +66,8 @@ class AdaptedWeights(WeightReader):
 
     def _part(self, state_key: str, name: str, first: int = 0, rows: int | None = None) -> Tensor:
         shape = self._trained[name]
-        held = (shape[0] if rows is None else rows, *shape[1:])
-        return self._adapter.read(state_key, name, TensorSlice((first, *[0] * (len(shape) - 1)), held))
+        size = (shape[0] if rows is None else rows, *shape[1:])
+        return self._adapter.read(state_key, name, TensorSlice((first, *[0] * (len(shape) - 1)), size))
 
 
 class MergedCheckpoints(AdaptedWeights):

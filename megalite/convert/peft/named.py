@@ -46,8 +46,8 @@ def find_adapter(name: str, path: Path, model: AdaptedModel) -> WeightSource:
     except CheckpointError as error:
         raise CheckpointError(f"the adapter {name}: {error}") from error
     except ConfigError as error:
-        told = "; ".join(f"{each.message}; {each.remedy}" for each in error.problems)
-        raise CheckpointError(f"the adapter {name}: {told}") from error
+        problems = "; ".join(f"{each.message}; {each.remedy}" for each in error.problems)
+        raise CheckpointError(f"the adapter {name}: {problems}") from error
 
 
 def _of_peft(folder: Path, model: AdaptedModel) -> WeightSource:
@@ -57,15 +57,15 @@ def _of_peft(folder: Path, model: AdaptedModel) -> WeightSource:
         raise CheckpointError(f"{folder} adapts {fused}, which holds several linears; merge it with PEFT")
     _require_base(stated_base(folder), model, folder)
     names = peft_names(shape)
-    expected = {names[each]: size for each, size in trained_tensors(shape).items()}
-    held = {each: entry.shape for each, entry in header_of(folder / ADAPTER_FILE).items()}
-    if differing := sorted(expected.keys() ^ held.keys()):
+    expected = {names[theirs]: size for theirs, size in trained_tensors(shape).items()}
+    stored = {theirs: entry.shape for theirs, entry in header_of(folder / ADAPTER_FILE).items()}
+    if differing := sorted(expected.keys() ^ stored.keys()):
         other = "lacks" if differing[0] in expected else "has, beyond the model's linears,"
         raise CheckpointError(f"{folder} {other} {listed(differing)}; {_NAME_ITS_MODEL}")
-    for each, size in expected.items():
-        if held[each] != size:
-            sizes = f"{list(held[each])}, and the model has {list(size)}"
-            raise CheckpointError(f"{folder}: {each} is {sizes}; {_NAME_ITS_MODEL}")
+    for theirs, size in expected.items():
+        if stored[theirs] != size:
+            sizes = f"{list(stored[theirs])}, and the model has {list(size)}"
+            raise CheckpointError(f"{folder}: {theirs} is {sizes}; {_NAME_ITS_MODEL}")
     return WeightSource(folder, "peft", shape)
 
 
@@ -76,9 +76,9 @@ def _of_checkpoint(checkpoint: Path, model: AdaptedModel) -> WeightSource:
     _require_low_ranks(manifest.model, checkpoint, merge)
     _require_base(manifest.base, model, checkpoint)
     here, there = asdict(model.shape), asdict(manifest.model)
-    for each, value in here.items():
-        if there[each] != value and each not in _FREE_FIELDS:
-            sizes = f"has {each} {there[each]}, and the model {value}"
+    for field, value in here.items():
+        if there[field] != value and field not in _FREE_FIELDS:
+            sizes = f"has {field} {there[field]}, and the model {value}"
             raise CheckpointError(f"the model of {checkpoint} {sizes}; {_NAME_ITS_MODEL}")
     return WeightSource(checkpoint, "checkpoint", replace(model.shape, adapter=manifest.model.adapter))
 
@@ -96,8 +96,10 @@ def _require_low_ranks(shape: ModelShape, folder: Path, merge: str) -> None:
         f"whole modules ({', '.join(adapter.modules_to_save)})": bool(adapter.modules_to_save),
         f"trained biases (bias = {adapter.bias!r})": adapter.bias != "none",
     }
-    if found := [each for each, present in beyond.items() if present]:
-        raise CheckpointError(f"{folder} has {' and '.join(found)}, which no request can have alone; {merge}")
+    if present := [each for each, is_there in beyond.items() if is_there]:
+        raise CheckpointError(
+            f"{folder} has {' and '.join(present)}, which no request can have alone; {merge}"
+        )
 
 
 def _require_base(base: Base | None, model: AdaptedModel, folder: Path) -> None:

@@ -45,10 +45,10 @@ class _PeftFile(WeightReader):
         return values
 
     def _require_shape(self, name: str, size: tuple[int, ...]) -> None:
-        held = self.header[name]
-        if held.shape != size or held.dtype not in TYPES:
+        stored = self.header[name]
+        if stored.shape != size or stored.dtype not in TYPES:
             raise CheckpointError(
-                f"{self.path}: {name} is {held.dtype} {list(held.shape)}, but the model and [adapter] have"
+                f"{self.path}: {name} is {stored.dtype} {list(stored.shape)}, but the model and [adapter] have"
                 f" {list(size)}; use the model that the adapter was trained on"
             )
 

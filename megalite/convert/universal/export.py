@@ -79,12 +79,12 @@ def _fp32_weights_key(checkpoint: Path) -> str:
                 " model, and with --adapter the adapter"
             )
         tensors, scalars = reader.manifest.tensors, reader.manifest.optimizer
-        held = reader.manifest.optimizer_state_keys
+        stored = reader.manifest.optimizer_state_keys
     # Muon's checkpoints have the moments of some tensors.
     complete = all(tensors.get(key, {}).keys() == tensors[WEIGHT].keys() for key in MOMENTS)
     if not complete or "step" not in scalars:
         raise CheckpointError(
-            f"{checkpoint} has {', '.join(sorted(held)) or 'no optimizer state'}, but a universal checkpoint needs"
+            f"{checkpoint} has {', '.join(sorted(stored)) or 'no optimizer state'}, but a universal checkpoint needs"
             f" AdamW's {' and '.join(MOMENTS)}; for the weights alone use megalite convert export"
         )
     return reader.manifest.exact_weights

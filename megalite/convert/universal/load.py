@@ -112,8 +112,8 @@ class UniversalFolder:
         """The hyperparameters of the first group, in our words."""
         groups = self.optimizer.get("param_groups")
         first = groups[0] if isinstance(groups, list) and groups else {}
-        given = {ours: _plain(first.get(theirs)) for theirs, ours in _SETTINGS.items()}
-        return {name: value for name, value in given.items() if value is not None}
+        values = {ours: _plain(first.get(theirs)) for theirs, ours in _SETTINGS.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
     @cached_property
     def counters(self) -> dict[str, int]:
@@ -157,17 +157,17 @@ def _number(value: object, path: Path) -> float:
 
 def describe_universal(folder: Path) -> Iterator[str]:
     """What `convert inspect` shows of one, a line each."""
-    found = UniversalFolder(folder)
-    entries = {name: (values.shape, values.dtype) for name, values in found.tensors(WEIGHTS)}
+    content = UniversalFolder(folder)
+    entries = {name: (values.shape, values.dtype) for name, values in content.tensors(WEIGHTS)}
     yield f"{folder}: a DeepSpeed universal checkpoint, {len(entries):,} parameters"
-    yield f"  step {found.counters['step']:,}, {found.step:g} updates; {found.size_bytes:,} bytes"
-    for name, value in found.settings.items():
+    yield f"  step {content.counters['step']:,}, {content.step:g} updates; {content.size_bytes:,} bytes"
+    for name, value in content.settings.items():
         yield f"  optimizer.{name} = {value}"
     yield f"{WEIGHTS}: {sum(shape.numel() for shape, _ in entries.values()):,} elements"
     width = max(map(len, entries), default=0)
     for name, (shape, dtype) in entries.items():
         by, shown = " x ".join(map(str, shape)), str(dtype).removeprefix("torch.")
-        yield f"  {name:<{width}}  {by:>16}  {shown}  {', '.join(found.files(name))}"
+        yield f"  {name:<{width}}  {by:>16}  {shown}  {', '.join(content.files(name))}"
 
 
 class UniversalReader(WeightReader):
@@ -209,11 +209,11 @@ class UniversalReader(WeightReader):
 
     def _check(self) -> None:
         expected = {tensor.name: tensor.shape for tensor in self._tensors.values()}
-        found = {name.removeprefix(self._prefix) for name in self.folder.names}
-        extra = {name for name in found - expected.keys() if not self._is_spare(name)}
+        stored = {name.removeprefix(self._prefix) for name in self.folder.names}
+        extra = {name for name in stored - expected.keys() if not self._is_spare(name)}
         advice = "use the config.json of this checkpoint (checkpoints of several tensor-parallel ranks or with adapters"
         place, advice = self.folder.path / ZERO, f"{advice} are not supported)"
-        require_no_others(place, expected.keys() - found, extra, advice)
+        require_no_others(place, expected.keys() - stored, extra, advice)
         for name, shape in expected.items():
             for state in STATE_FILES:
                 size = tuple(self._theirs(name, state).shape)
