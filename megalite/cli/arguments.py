@@ -5,7 +5,9 @@ import re
 from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_origin
+
+from megalite.config.sections.describe import setting, type_names
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)'")
 
@@ -39,6 +41,7 @@ class Parser(argparse.ArgumentParser):
             for action in self._actions
             if action.dest in self.common or any(name in self.common for name in action.option_strings)
         ]
+        shown.sort(key=lambda action: bool(action.option_strings))
         positional = " ".join(str(action.metavar) for action in shown if not action.option_strings)
         formatter = self.formatter_class(prog=self.prog)
         formatter.add_usage(f"{self.prog} {positional} [OPTION ...]", [], [])
@@ -103,6 +106,47 @@ class _NamedFolders(argparse.Action):
         setattr(namespace, self.dest, {**folders, name: Path(folder).expanduser()})
 
 
+def add_value(
+    parser: argparse._ActionsContainer,
+    name: str,
+    parse: Callable[[str], Any],
+    metavar: str,
+    about: str,
+    default: Any = None,
+) -> None:
+    """Add an option with a value. Its help ends in the default, if there is one."""
+    if default is not None:
+        about += f" ({default:g})" if isinstance(default, float) else f" ({default})"
+    parser.add_argument(name, type=parse, metavar=metavar, help=about, default=default)
+
+
+def add_setting(parser: argparse.ArgumentParser, key: str, **changes: Any) -> None:
+    """Add the option of a setting `section.name` of run files, with its choices, default and description.
+
+    changes: arguments of `add_argument` in place of these.
+    """
+    field = setting(key)
+    if get_origin(field.annotation) is Literal:
+        changes = {"choices": type_names(field.annotation), **changes}
+    parser.add_argument(
+        flag(key.partition(".")[2]), **{"default": field.default, "help": field.description, **changes}
+    )
+
+
+def add_model(parser: argparse.ArgumentParser, dtypes: Sequence[str] = ("float32", "bfloat16")) -> None:
+    """Add MODEL and the options of how it is opened: its type, its layout, its tokenizer and its base."""
+    about = (
+        "run folder (its latest checkpoint), checkpoint, Hugging Face or PEFT folder, or org/name on the Hub"
+    )
+    parser.add_argument("model", metavar="MODEL", help=about)
+    about = "type of weights and computation (float32)"
+    parser.add_argument("--dtype", choices=dtypes, default="float32", help=about)
+    add_value(parser, "--tensor", whole_number(1), "N", "tensor-parallel size", 1)
+    add_value(parser, "--pipeline", whole_number(1), "N", "pipeline-parallel size", 1)
+    add_value(parser, "--tokenizer", Path, "FOLDER", "tokenizer folder (default: the model's own)")
+    add_value(parser, "--base", Path, "FOLDER", "the weights beside an adapter, where they have moved")
+
+
 def add_adapters(parser: argparse.ArgumentParser) -> None:
     """Add --adapter NAME=FOLDER, which may be repeated: a dict of folders by name."""
     about = "a LoRA adapter beside MODEL that requests may name; may be repeated"
@@ -113,6 +157,11 @@ def add_chat_template(parser: argparse.ArgumentParser) -> None:
     """Add --chat-template NAME."""
     about = "chatml, alpaca, plain, one of the tokenizer's, or a Jinja file (default: that of training)"
     parser.add_argument("--chat-template", metavar="NAME", help=about)
+
+
+def flag(setting: str) -> str:
+    """Return how an option is typed: --top-k for top_k."""
+    return f"--{setting.replace('_', '-')}"
 
 
 def meant(word: str, known: Collection[str]) -> str:

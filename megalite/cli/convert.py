@@ -14,7 +14,7 @@ from megalite.checkpoint.folder import (
     require_whole,
 )
 from megalite.checkpoint.manifest import WEIGHT
-from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.arguments import Parser, add_value, whole_number
 from megalite.cli.convert_import import add_import
 from megalite.cli.convert_inspect import inspect_checkpoint
 from megalite.cli.convert_quantise import add_quantise, check_quantise, export_quantised
@@ -137,46 +137,23 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     export.add_argument(
         "output", type=Path, metavar="OUTPUT", help="folder to write; an earlier export is replaced"
     )
-    export.add_argument(
-        "--adapter",
-        action="store_true",
-        help="write a checkpoint's adapter alone, for PEFT (default: merged)",
-    )
-    export.add_argument(
-        "--base", type=Path, metavar="FOLDER", help="the weights beside the adapter, where they have moved"
-    )
+    about = "write a checkpoint's adapter alone, for PEFT (default: merged)"
+    export.add_argument("--adapter", action="store_true", help=about)
+    add_value(export, "--base", Path, "FOLDER", "the weights beside the adapter, where they have moved")
     averaged = export.add_mutually_exclusive_group()
-    averaged.add_argument(
-        "--average",
-        type=whole_number(1),
-        metavar="N",
-        help="average a run's last N checkpoints, up to CHECKPOINT",
-    )
-    averaged.add_argument(
-        "--steps", type=_steps, metavar="A,B", help="average a run's checkpoints of these steps"
-    )
+    about = "average a run's last N checkpoints, up to CHECKPOINT"
+    add_value(averaged, "--average", whole_number(1), "N", about)
+    add_value(averaged, "--steps", _steps, "A,B", "average a run's checkpoints of these steps")
     export.add_argument(
         "--weights",
         choices=(WEIGHT, MASTER, EMA),
         help="state to write: the weights, the fp32 master weights of a bf16 or fp16 run, or the moving average"
         " (default: master where it exists, otherwise weight)",
     )
-    export.add_argument(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        default="float32",
-        help="number type of the weight files (float32)",
-    )
-    export.add_argument(
-        "--shard-size",
-        type=_size_bytes,
-        default="5GB",
-        metavar="SIZE",
-        help="maximum size of a weight file (5GB)",
-    )
-    export.add_argument(
-        "--tokenizer", type=Path, metavar="FOLDER", help="tokenizer to include (default: the run's)"
-    )
+    kinds, about = ("float32", "bfloat16", "float16"), "number type of the weight files (float32)"
+    export.add_argument("--dtype", choices=kinds, default="float32", help=about)
+    add_value(export, "--shard-size", _size_bytes, "SIZE", "maximum size of a weight file", "5GB")
+    add_value(export, "--tokenizer", Path, "FOLDER", "tokenizer to include (default: the run's)")
     add_quantise(export)
     export.set_defaults(command=_export)
 

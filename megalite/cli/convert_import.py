@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megalite.checkpoint.folder import find_latest, require_whole
 from megalite.checkpoint.manifest import MANIFEST
+from megalite.cli.arguments import add_value
 from megalite.config.sources.hub import HubName
 from megalite.config.sources.huggingface import notes_of, shape_of_folder
 from megalite.convert.huggingface.files import local_folder
@@ -30,18 +31,10 @@ def add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         " with mp_rank_* folders (Megatron-LM, --ckpt-format torch); DeepSpeed universal folder",
     )
     importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write")
-    importing.add_argument(
-        "--hf-config",
-        type=Path,
-        metavar="PATH",
-        help="config.json of the model, or its folder; needed if a universal folder has none",
-    )
-    importing.add_argument(
-        "--vocab-size",
-        type=int,
-        metavar="TOKENS",
-        help="vocabulary size, if a Megatron-LM checkpoint does not record the size before padding",
-    )
+    about = "config.json of the model, or its folder; needed if a universal folder has none"
+    add_value(importing, "--hf-config", Path, "PATH", about)
+    about = "vocabulary size, if a Megatron-LM checkpoint does not record the size before padding"
+    add_value(importing, "--vocab-size", int, "TOKENS", about)
     importing.set_defaults(command=run_import)
 
 

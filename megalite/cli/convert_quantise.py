@@ -13,15 +13,10 @@ if TYPE_CHECKING:
 
 def add_quantise(export: argparse.ArgumentParser) -> None:
     """Add the flags to the parser of `megalite convert export`."""
-    export.add_argument(
-        "--quantise", choices=("int8",), help="round attention and MLP weights to int8 per output channel"
-    )
-    export.add_argument(
-        "--data",
-        nargs="+",
-        metavar="TEXT",
-        help="with --quantise: text to compare the perplexity before and after on",
-    )
+    about = "round attention and MLP weights to int8 per output channel"
+    export.add_argument("--quantise", choices=("int8",), help=about)
+    about = "with --quantise: text to compare the perplexity before and after on"
+    export.add_argument("--data", nargs="+", metavar="TEXT", help=about)
 
 
 def check_quantise(options: argparse.Namespace, tokenizer: Path | None) -> None:

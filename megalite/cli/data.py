@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.arguments import Parser, add_setting, add_value, whole_number
 from megalite.cli.tokenizer import add_source_options
 from megalite.config.sections.describe import setting, type_names
 
@@ -209,57 +209,18 @@ class _Shares(argparse.Action):
         setattr(options, self.dest, values)
 
 
-def _add_conversation_options(prepare: argparse.ArgumentParser) -> None:
-    """Add --kind and the settings of conversations, which have no effect on text."""
-    kind, train_on, too_long = (setting(f"data.{name}") for name in ("kind", "train_on", "too_long"))
-    prepare.add_argument(
-        "--kind", choices=type_names(kind.annotation), default=kind.default, help=kind.description
-    )
-    prepare.add_argument(
-        "--chat-template", metavar="NAME", help=setting("tokenizer.chat_template").description
-    )
-    prepare.add_argument("--train-on", choices=type_names(train_on.annotation), help=train_on.description)
-    prepare.add_argument(
-        "--sequence-length",
-        type=whole_number(1),
-        metavar="N",
-        help="instruct: training.sequence_length of the runs that will train on the files",
-    )
-    prepare.add_argument(
-        "--too-long",
-        choices=[*type_names(too_long.annotation), "keep"],
-        help=f'{too_long.description}; keep: for data.packing = "concatenate"',
-    )
-
-
 def _parser() -> Parser:
     parser = Parser(prog="megalite data", description=__doc__)
     commands = parser.add_subparsers()
     prepare = commands.add_parser("prepare", help="tokenize text or conversations into X.bin and X.idx")
     add_source_options(prepare)
-    prepare.add_argument(
-        "--tokenizer",
-        type=Path,
-        required=True,
-        metavar="PATH",
-        help="Hugging Face folder, or a sentencepiece .model",
-    )
-    prepare.add_argument(
-        "--output", type=Path, required=True, metavar="X", help="prefix of the files to write"
-    )
-    prepare.add_argument(
-        "--workers",
-        type=whole_number(0),
-        metavar="N",
-        help="number of tokenizing processes (default: one per core; 0: tokenize in this process)",
-    )
-    prepare.add_argument(
-        "--min-length",
-        type=whole_number(0),
-        default=0,
-        metavar="N",
-        help=setting("data.min_length").description,
-    )
+    about = "Hugging Face folder, or a sentencepiece .model"
+    prepare.add_argument("--tokenizer", type=Path, required=True, metavar="PATH", help=about)
+    about = "prefix of the files to write"
+    prepare.add_argument("--output", type=Path, required=True, metavar="X", help=about)
+    about = "number of tokenizing processes (default: one per core; 0: tokenize in this process)"
+    add_value(prepare, "--workers", whole_number(0), "N", about)
+    add_setting(prepare, "data.min_length", type=whole_number(0), metavar="N")
     prepare.add_argument(
         "--split",
         type=float,
@@ -269,25 +230,23 @@ def _parser() -> Parser:
         metavar="SHARE",
         help="fractions of the documents for X-train, X-validation and X-test, for example 0.98 0.01 0.01",
     )
-    prepare.add_argument(
-        "--seed", type=int, default=setting("run.seed").default, help="random seed of the split"
-    )
-    prepare.add_argument(
-        "--add-tokens",
-        nargs="+",
-        default=[],
-        metavar="TOKEN",
-        help=setting("tokenizer.add_tokens").description,
-    )
-    _add_conversation_options(prepare)
+    add_setting(prepare, "run.seed", type=int, help="random seed of the split")
+    add_setting(prepare, "tokenizer.add_tokens", nargs="+", default=[], metavar="TOKEN")
+    # The settings of conversations have no effect on text.
+    add_setting(prepare, "data.kind")
+    add_setting(prepare, "tokenizer.chat_template", metavar="NAME")
+    add_setting(prepare, "data.train_on", default=None)
+    about = "instruct: training.sequence_length of the runs that will train on the files"
+    add_value(prepare, "--sequence-length", whole_number(1), "N", about)
+    too_long = setting("data.too_long")
+    about = f'{too_long.description}; keep: for data.packing = "concatenate"'
+    choices = [*type_names(too_long.annotation), "keep"]
+    add_setting(prepare, "data.too_long", default=None, choices=choices, help=about)
     prepare.set_defaults(command=_prepare)
     inspect = commands.add_parser("inspect", help="print counts, lengths and the first documents")
     inspect.add_argument("prefix", type=Path, metavar="X", help="prefix of the files, without .bin or .idx")
-    inspect.add_argument(
-        "--documents", type=whole_number(0), default=3, metavar="N", help="number of documents to print (3)"
-    )
-    inspect.add_argument(
-        "--duplicates", action="store_true", help="also count repeated documents; reads the whole file"
-    )
+    add_value(inspect, "--documents", whole_number(0), "N", "number of documents to print", 3)
+    about = "also count repeated documents; reads the whole file"
+    inspect.add_argument("--duplicates", action="store_true", help=about)
     inspect.set_defaults(command=_inspect)
     return parser

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.cli.arguments import Parser
+from megalite.cli.arguments import Parser, add_value
 from megalite.launcher.hosts.exported_variables import travelling, without_secrets
 from megalite.launcher.hosts.host_report import HostRequirements
 from megalite.launcher.hosts.job_hosts import HostOptions, find_hosts, place_ranks
@@ -63,18 +63,12 @@ def _parser() -> Parser:
         metavar="RUN.toml",
         help="run whose file and folder every host must have; hosts: the hostfile's, or the SLURM allocation's",
     )
-    hosts.add_argument("--hostfile", type=Path, metavar="FILE", help="lines of NAME slots=N")
-    hosts.add_argument(
-        "--include", default="", metavar="HOSTS", help="NAME[:SLOT,SLOT][@NAME...]: only these"
-    )
-    hosts.add_argument("--exclude", default="", metavar="HOSTS", help="NAME[:SLOT,SLOT][@NAME...]: not these")
-    hosts.add_argument(
-        "--preflight-seconds",
-        type=float,
-        default=SECONDS,
-        metavar="N",
-        help="how long each host may take for an answer (%(default)g)",
-    )
+    add_value(hosts, "--hostfile", Path, "FILE", "lines of NAME slots=N")
+    for flag, about in (("--include", "only these"), ("--exclude", "not these")):
+        about = f"NAME[:SLOT,SLOT][@NAME...]: {about}"
+        hosts.add_argument(flag, default="", metavar="HOSTS", help=about)
+    about = "how long each host may take for an answer"
+    add_value(hosts, "--preflight-seconds", float, "N", about, SECONDS)
     return parser
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.cli.arguments import Parser, add_chat_template, whole_number
+from megalite.cli.arguments import Parser, add_chat_template, add_model, add_value, flag, whole_number
 from megalite.errors import Problem
 from megalite.evaluate.task_list import is_local
 from megalite.generation.layout_and_memory import layout_problems
@@ -16,8 +16,7 @@ from megalite.topology.shape import ModelShape
 SUBJECTS = {
     **dict.fromkeys(("window", "stride", "join", "text_column", "pattern"), "data"),
     **dict.fromkeys(
-        ("num_fewshot", "limit", "gen_kwargs", "chat", "chat_template", "seed", "allow_code"),
-        "tasks",
+        ("num_fewshot", "limit", "gen_kwargs", "chat", "chat_template", "seed", "allow_code"), "tasks"
     ),
 }
 
@@ -34,11 +33,6 @@ def problems(options: argparse.Namespace, layout: Layout, shape: ModelShape) -> 
             yield Problem("--output", f"{options.output} is a folder", "name a file, such as results.json")
         elif not folder.is_dir() or not os.access(folder, os.W_OK):
             yield Problem("--output", f"{folder} is no folder that can be written", "name another file")
-
-
-def flag(setting: str) -> str:
-    """Return how an option is typed."""
-    return f"--{setting.replace('_', '-')}"
 
 
 def _of_subject(options: argparse.Namespace) -> Iterator[Problem]:
@@ -71,100 +65,48 @@ def _of_windows(options: argparse.Namespace, shape: ModelShape) -> Iterator[Prob
 
 
 _COMMON = (
-    *(
-        "model",
-        "--data",
-        "--tasks",
-        "--num-fewshot",
-        "--limit",
-        "--chat",
-        "--output",
-        "--dtype",
-        "--batch-size",
-    ),
-    *("--tensor", "--pipeline", "--data-parallel"),
+    *("model", "--data", "--tasks", "--num-fewshot", "--limit", "--chat", "--output", "--dtype"),
+    *("--batch-size", "--tensor", "--pipeline", "--data-parallel"),
 )
 
 
 def evaluate_parser(description: str | None) -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = Parser(prog="megalite evaluate", description=description, common=_COMMON)
-    add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="run folder (its latest checkpoint), checkpoint, Hugging Face or PEFT folder, or org/name on the Hub",
-    )
-    add("--output", type=Path, metavar="FILE", help="write the results as JSON too")
-    kinds = ("float32", "bfloat16")
-    add("--dtype", choices=kinds, default="float32", help="type of weights and computation (float32)")
-    add(
-        "--batch-size",
-        type=whole_number(1),
-        default=8,
-        metavar="N",
-        help="sequences or answers computed at a time (8)",
-    )
-    add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
-    add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")
-    add(
-        "--data-parallel",
-        type=whole_number(1),
-        default=1,
-        metavar="N",
-        help="copies of the model that share the work (1)",
-    )
-    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
-    add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
+    add_value(parser, "--output", Path, "FILE", "write the results as JSON too")
+    add_value(parser, "--batch-size", whole_number(1), "N", "sequences or answers computed at a time", 8)
+    add_model(parser)
+    add_value(parser, "--data-parallel", whole_number(1), "N", "copies of the model that share the work", 1)
     _add_text(parser)
     _add_tasks(parser)
     return parser
 
 
 def _add_text(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("perplexity").add_argument
-    add(
-        "--data",
-        nargs="+",
-        metavar="SOURCE",
-        help="text files, folders, .jsonl, .parquet, or the prefix of a prepared token file",
-    )
-    add(
-        "--window",
-        type=whole_number(1),
-        metavar="N",
-        help="tokens read at once (the model's longest sequence)",
-    )
-    add(
-        "--stride",
-        type=whole_number(1),
-        metavar="N",
-        help="tokens that each later window scores (the window)",
-    )
-    add("--join", action="store_true", help="score the documents as one stream instead of each alone")
-    add("--text-column", metavar="NAME", help="column of the text in .jsonl and .parquet (text)")
-    add("--pattern", metavar="GLOB", help="which files of a folder to read (*)")
+    group = parser.add_argument_group("perplexity")
+    about = "text files, folders, .jsonl, .parquet, or the prefix of a prepared token file"
+    group.add_argument("--data", nargs="+", metavar="SOURCE", help=about)
+    add_value(group, "--window", whole_number(1), "N", "tokens read at once (the model's longest sequence)")
+    add_value(group, "--stride", whole_number(1), "N", "tokens that each later window scores (the window)")
+    about = "score the documents as one stream instead of each alone"
+    group.add_argument("--join", action="store_true", help=about)
+    add_value(group, "--text-column", str, "NAME", "column of the text in .jsonl and .parquet (text)")
+    add_value(group, "--pattern", str, "GLOB", "which files of a folder to read (*)")
 
 
 def _add_tasks(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("tasks, by EleutherAI's lm_eval").add_argument
-    add(
-        "--tasks",
-        type=_names,
-        metavar="TASK[,TASK]",
-        help="tasks of lm_eval by name, .yaml files of yours, or folders of them",
-    )
-    add("--num-fewshot", type=whole_number(0), metavar="N", help="solved examples before each question")
-    add("--limit", type=whole_number(1), metavar="N", help="only the first N questions of each task")
-    add(
-        "--gen-kwargs",
-        metavar="KEY=VALUE[,...]",
-        help="settings of generation in place of the tasks' own, such as max_gen_toks=64",
-    )
-    add("--chat", action="store_true", help="ask in the chat template of the model")
+    group = parser.add_argument_group("tasks, by EleutherAI's lm_eval")
+    about = "tasks of lm_eval by name, .yaml files of yours, or folders of them"
+    add_value(group, "--tasks", _names, "TASK[,TASK]", about)
+    add_value(group, "--num-fewshot", whole_number(0), "N", "solved examples before each question")
+    add_value(group, "--limit", whole_number(1), "N", "only the first N questions of each task")
+    about = "settings of generation in place of the tasks' own, such as max_gen_toks=64"
+    add_value(group, "--gen-kwargs", str, "KEY=VALUE[,...]", about)
+    group.add_argument("--chat", action="store_true", help="ask in the chat template of the model")
     add_chat_template(parser)
-    add("--seed", type=whole_number(0), metavar="N", help="random seed of examples and samples")
-    add("--allow-code", action="store_true", help="permit generated programs to run on this machine")
+    add_value(group, "--seed", whole_number(0), "N", "random seed of examples and samples")
+    about = "permit generated programs to run on this machine"
+    group.add_argument("--allow-code", action="store_true", help=about)
 
 
 def _names(text: str) -> tuple[str, ...]:

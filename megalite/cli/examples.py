@@ -16,14 +16,8 @@ _PACKAGE = Path(megalite.__file__).parent
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite examples [FOLDER]` and return the exit code. Raises ConfigError where FOLDER has such files."""
     parser = Parser(prog="megalite examples", description=__doc__)
-    parser.add_argument(
-        "folder",
-        nargs="?",
-        type=Path,
-        default=_DEFAULT,
-        metavar="FOLDER",
-        help="the folder to create (default: %(default)s)",
-    )
+    about = "the folder to create (default: %(default)s)"
+    parser.add_argument("folder", nargs="?", type=Path, default=_DEFAULT, metavar="FOLDER", help=about)
     folder = parser.parse_args(arguments).folder
     source = _source()
     if standing := [name for name in FOLDERS if (folder / name).exists()]:

@@ -7,7 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.cli.arguments import Parser, add_adapters, add_chat_template, whole_number
+from megalite.cli.arguments import (
+    Parser,
+    add_adapters,
+    add_chat_template,
+    add_model,
+    add_value,
+    flag,
+    whole_number,
+)
 from megalite.cli.generate_chat import CLEAR, chat
 from megalite.cli.generate_run import GenerationJob, continue_prompt, run_file
 from megalite.cli.local_ranks import on_local_ranks
@@ -70,7 +78,7 @@ def _job(options: argparse.Namespace, source: ModelSource) -> GenerationJob:
     try:
         check_request(request, source.shape, source.shape.longest_sequence)
     except ConfigError as error:
-        problems = [replace(problem, key=_flag(problem.key)) for problem in error.problems]
+        problems = [replace(problem, key=flag(problem.key)) for problem in error.problems]
         raise ConfigError(problems, error.source) from error
     return replace(job, request=request, prompt=options.prompt)
 
@@ -95,7 +103,7 @@ def _check(options: argparse.Namespace, shape: ModelShape) -> None:
     if options.chat_template is not None and options.prompt is not None:
         problems.append(Problem("--chat-template", "is for --chat and --batch", "leave it out"))
     problems += sampling_problems(
-        options.tokens, vars(options), _flag, stop=options.stop, logprobs=options.logprobs
+        options.tokens, vars(options), flag, stop=options.stop, logprobs=options.logprobs
     )
     if options.beams is not None:
         message = "beam search is the job of transformers"
@@ -111,94 +119,39 @@ _COMMON = (
 )
 
 
-def _flag(setting: str) -> str:
-    return f"--{setting.replace('_', '-')}"
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite generate", description=__doc__, common=_COMMON)
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="run folder (its latest checkpoint), checkpoint folder, Hugging Face folder, or org/name on its Hub",
-    )
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    add_value(task, "--batch", Path, "FILE", "requests, one JSON object a line; prints results as JSON lines")
     task.add_argument(
-        "--batch",
-        type=Path,
-        metavar="FILE",
-        help="requests, one JSON object a line; prints results as JSON lines",
+        "--chat", action="store_true", help=f"talk to the model until Ctrl-D; {CLEAR} forgets all"
     )
-    task.add_argument(
-        "--chat",
-        action="store_true",
-        help=f"talk to the model until Ctrl-D; {CLEAR} forgets all",
-    )
-    add = parser.add_argument
-    add("--output", type=Path, metavar="FILE", help="the file for the results of --batch (standard output)")
-    add(
-        "--max-requests",
-        type=whole_number(1),
-        default=16,
-        metavar="N",
-        help="requests at a time in --batch (16)",
-    )
+    add_value(parser, "--output", Path, "FILE", "the file for the results of --batch (standard output)")
+    add_value(parser, "--max-requests", whole_number(1), "N", "requests at a time in --batch", 16)
     _add_sampling(parser)
     add_chat_template(parser)
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16"),
-        default="float32",
-        help="type of the computation (float32)",
-    )
-    add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
-    add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")
-    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
-    add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
+    add_model(parser)
     add_adapters(parser)
     return parser
 
 
 def _add_sampling(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--tokens", type=whole_number(1), default=64, metavar="N", help="maximum number of new tokens (64)")
-    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature; 0: greedy (0)")
-    add("--top-k", type=whole_number(1), metavar="K", help="sample only from the K most likely tokens")
-    add("--top-p", type=float, metavar="P", help="sample from the fewest tokens with total probability P")
-    add(
-        "--min-p",
-        type=float,
-        metavar="P",
-        help="sample from tokens at least P times as likely as the most likely one",
-    )
-    add(
-        "--repetition-penalty",
-        type=float,
-        default=1.0,
-        metavar="X",
-        help="divide positive logits of earlier tokens, the prompt's too, by X and multiply negative ones (1)",
-    )
-    add(
-        "--presence-penalty",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="subtract X from the logit of each new token that was used (0)",
-    )
-    add(
-        "--frequency-penalty",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="subtract X from the logit of a new token each time it was used (0)",
-    )
-    add("--beams", "--length-penalty", help=argparse.SUPPRESS)
-    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    add(
-        "--logprobs",
-        type=int,
-        metavar="N",
-        help="print each token's log probability and the N most likely tokens (0 to 20)",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="random seed (0)")
+    add_value(parser, "--tokens", whole_number(1), "N", "maximum number of new tokens", 64)
+    add_value(parser, "--temperature", float, "T", "sampling temperature; 0: greedy", 0.0)
+    add_value(parser, "--top-k", whole_number(1), "K", "sample only from the K most likely tokens")
+    add_value(parser, "--top-p", float, "P", "sample from the fewest tokens with total probability P")
+    about = "sample from tokens at least P times as likely as the most likely one"
+    add_value(parser, "--min-p", float, "P", about)
+    about = "divide positive logits of earlier tokens, the prompt's too, by X and multiply negative ones"
+    add_value(parser, "--repetition-penalty", float, "X", about, 1.0)
+    about = "subtract X from the logit of each new token that was used"
+    add_value(parser, "--presence-penalty", float, "X", about, 0.0)
+    about = "subtract X from the logit of a new token each time it was used"
+    add_value(parser, "--frequency-penalty", float, "X", about, 0.0)
+    parser.add_argument("--beams", "--length-penalty", help=argparse.SUPPRESS)
+    about = "end before this text; may be repeated"
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=about)
+    about = "print each token's log probability and the N most likely tokens (0 to 20)"
+    add_value(parser, "--logprobs", int, "N", about)
+    add_value(parser, "--seed", int, "N", "random seed", 0)

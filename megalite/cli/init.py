@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.arguments import Parser, add_value, whole_number
 from megalite.cli.first_run import starter_for
 from megalite.config.first_run import SIZES, Size
 from megalite.config.flags import apply_overrides
@@ -66,19 +66,11 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite init", description=__doc__)
-    parser.add_argument(
-        "run_file",
-        type=Path,
-        nargs="?",
-        default=Path("run.toml"),
-        metavar="RUN.toml",
-        help="file to write (run.toml)",
-    )
+    default, about = Path("run.toml"), "file to write (run.toml)"
+    parser.add_argument("run_file", type=Path, nargs="?", default=default, metavar="RUN.toml", help=about)
     parser.add_argument("--source", metavar="TEXT", help='text file, folder, .jsonl, .parquet or "stdlib"')
     parser.add_argument("--size", choices=SIZES, help="size of the model (tiny)")
-    parser.add_argument(
-        "--processes", type=whole_number(1), metavar="N", help="number of ranks, one per GPU (1)"
-    )
+    add_value(parser, "--processes", whole_number(1), "N", "number of ranks, one per GPU (1)")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     return parser
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.cli.arguments import Parser
+from megalite.cli.arguments import Parser, add_value
 from megalite.config.flags import split_overrides
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.environment import prepare_process
@@ -88,24 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", default="auto", help='"cuda", "cuda:1" or "cpu"; default: the accelerator if there is one'
     )
-    parser.add_argument(
-        "--operators",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="test only these operators: norm, rotary, ...",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=60.0,
-        metavar="SECONDS",
-        help="time limit of one operator on one shape; default: 60",
-    )
+    about = "test only these operators: norm, rotary, ..."
+    parser.add_argument("--operators", nargs="+", default=[], metavar="NAME", help=about)
+    add_value(parser, "--timeout", float, "SECONDS", "time limit of one operator on one shape", 60.0)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "--entries", type=Path, help=argparse.SUPPRESS
-    )  # for tests: a file with other operators
+    # For tests: a file with other operators.
+    parser.add_argument("--entries", type=Path, help=argparse.SUPPRESS)
     return parser
 
 

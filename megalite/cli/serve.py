@@ -6,22 +6,30 @@ import logging
 import re
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from megalite.cli.arguments import Parser, add_adapters, add_chat_template, whole_number
+from megalite.cli.arguments import (
+    Parser,
+    add_adapters,
+    add_chat_template,
+    add_model,
+    add_value,
+    flag,
+    whole_number,
+)
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.config.sections.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
 from megalite.generation.layout_and_memory import DEFAULT_TOKENS, cache_problems, layout_problems
 from megalite.generation.source import ModelSource, find_source
 from megalite.launcher.rank.environment import api_key
+from megalite.serve.settings import ServePlan, ServeSettings
 from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:
     from megalite.parallel.mesh import ParallelMesh
-    from megalite.serve.settings import ServePlan
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -37,20 +45,13 @@ def run(arguments: Sequence[str]) -> int:
     _require_packages()
     from megalite.generation.prompts import chat_template
     from megalite.serve.keys import read_keys
-    from megalite.serve.settings import ServePlan, ServeSettings
 
     settings = ServeSettings(
         host=options.host,
         port=options.port,
         keys=read_keys(options.api_key_file, api_key(), options.host),
-        max_requests=options.max_requests,
-        max_queue=options.max_queue,
-        max_tokens=options.max_tokens,
-        max_body_bytes=options.max_body_bytes,
-        max_connections=options.max_connections,
-        request_seconds=options.request_seconds,
-        drain_seconds=options.drain_seconds,
         cors_origins=tuple(options.cors_origin),
+        **{name: getattr(options, name) for name in _LIMITS},
     )
     source = find_source(
         options.model, tokenizer=options.tokenizer, base=options.base, adapters=options.adapter
@@ -118,96 +119,24 @@ _COMMON = (
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite serve", description=__doc__, common=_COMMON)
-    add = parser.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="run folder (its latest checkpoint), checkpoint folder, Hugging Face folder, or org/name on its Hub",
+    add_value(
+        parser, "--host", str, "NAME", "address to listen at; another one needs a key", ServeSettings.host
     )
-    add(
-        "--host",
-        default="localhost",
-        metavar="NAME",
-        help="address to listen at; another one needs a key (localhost)",
+    add_value(parser, "--port", _port, "N", "port; 0: any free one", ServeSettings.port)
+    add_value(
+        parser, "--api-key-file", Path, "FILE", "API keys, a line each; also the variable MEGALITE_API_KEY"
     )
-    add("--port", type=_port, default=8000, metavar="N", help="port; 0: any free one (8000)")
-    add(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="API keys, a line each; also the variable MEGALITE_API_KEY",
-    )
-    add(
-        "--cors-origin",
-        type=_origin,
-        action="append",
-        default=[],
-        metavar="URL",
-        help="site whose pages may send requests, such as https://example.org; *: all; repeatable (none)",
-    )
-    add("--model-name", metavar="NAME", help="the model's name in requests (default: of its folder)")
+    about = "site whose pages may send requests, such as https://example.org; *: all; repeatable (none)"
+    parser.add_argument("--cors-origin", type=_origin, action="append", default=[], metavar="URL", help=about)
+    add_value(parser, "--model-name", str, "NAME", "the model's name in requests (default: of its folder)")
     add_chat_template(parser)
-    add("--tensor", type=whole_number(1), default=1, metavar="N", help="tensor-parallel size (1)")
-    add("--pipeline", type=whole_number(1), default=1, metavar="N", help="pipeline-parallel size (1)")
-    add("--dtype", choices=DTYPES, default="float32", help="of weights and computation (float32)")
-    add("--tokenizer", type=Path, metavar="FOLDER", help="tokenizer folder (default: the model's own)")
-    add("--base", type=Path, metavar="FOLDER", help="the weights beside an adapter, where they have moved")
+    add_model(parser, DTYPES)
     add_adapters(parser)
-    _add_limits(parser)
+    for name, (parse, metavar, about) in _LIMITS.items():
+        add_value(parser, flag(name), parse, metavar, about, getattr(ServeSettings, name))
+    about = "most tokens of prompt and answer (the model's, at most 4096)"
+    add_value(parser, "--context-length", whole_number(2), "N", about)
     return parser
-
-
-def _add_limits(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--max-requests",
-        type=whole_number(1),
-        default=16,
-        metavar="N",
-        help="sequences generated at a time (16)",
-    )
-    add(
-        "--max-queue",
-        type=whole_number(0),
-        default=64,
-        metavar="N",
-        help="sequences that wait; then 429 (64)",
-    )
-    add(
-        "--context-length",
-        type=whole_number(2),
-        metavar="N",
-        help="most tokens of prompt and answer (the model's, at most 4096)",
-    )
-    add(
-        "--max-tokens",
-        type=whole_number(1),
-        default=4096,
-        metavar="N",
-        help="most new tokens of a sequence (4096)",
-    )
-    add(
-        "--max-body-bytes",
-        type=whole_number(1),
-        default=2**20,
-        metavar="N",
-        help="largest request body (1048576)",
-    )
-    add(
-        "--max-connections",
-        type=whole_number(1),
-        default=512,
-        metavar="N",
-        help="most open connections (512)",
-    )
-    add("--request-seconds", type=_seconds, default=600.0, metavar="S", help="time limit of a request (600)")
-    add(
-        "--drain-seconds",
-        type=_seconds,
-        default=30.0,
-        metavar="S",
-        help="time of running requests after SIGTERM (30)",
-    )
 
 
 def _port(text: str) -> int:
@@ -232,3 +161,15 @@ def _seconds(text: str) -> float:
     if not 0 < seconds < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return seconds
+
+
+# Fields of ServeSettings -> type, metavar and help of their options.
+_LIMITS: Mapping[str, tuple[Callable[[str], Any], str, str]] = {
+    "max_requests": (whole_number(1), "N", "sequences generated at a time"),
+    "max_queue": (whole_number(0), "N", "sequences that wait; then 429"),
+    "max_tokens": (whole_number(1), "N", "most new tokens of a sequence"),
+    "max_body_bytes": (whole_number(1), "N", "largest request body"),
+    "max_connections": (whole_number(1), "N", "most open connections"),
+    "request_seconds": (_seconds, "S", "time limit of a request"),
+    "drain_seconds": (_seconds, "S", "time of running requests after SIGTERM"),
+}

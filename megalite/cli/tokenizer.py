@@ -5,8 +5,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megalite.cli.arguments import Parser
-from megalite.config.sections.describe import setting, type_names
+from megalite.cli.arguments import Parser, add_setting
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -87,10 +86,9 @@ def add_source_options(parser: argparse.ArgumentParser) -> None:
         required=True,
         help="text file, folder, .jsonl, .parquet, .gz, or stdlib (the Python library's sources); may be repeated",
     )
-    for name in ("text_column", "pattern"):
-        field = setting(f"data.{name}")
-        parser.add_argument(f"--{name.replace('_', '-')}", default=field.default, help=field.description)
-    add_end_of_document(parser)
+    add_setting(parser, "data.text_column")
+    add_setting(parser, "data.pattern")
+    _add_end_of_document(parser)
 
 
 def _vocab_size(text: str) -> int | str:
@@ -106,14 +104,8 @@ def _token(text: str) -> str:
     return text
 
 
-def add_end_of_document(parser: argparse.ArgumentParser) -> None:
-    """Add --end-of-document, the same setting as tokenizer.end_of_document."""
-    parser.add_argument(
-        "--end-of-document",
-        type=_token,
-        metavar="TOKEN",
-        help=setting("tokenizer.end_of_document").description,
-    )
+def _add_end_of_document(parser: argparse.ArgumentParser) -> None:
+    add_setting(parser, "tokenizer.end_of_document", type=_token, metavar="TOKEN")
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
@@ -126,24 +118,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers()
     train = commands.add_parser("train", help="train a tokenizer on a text")
     add_source_options(train)
-    train.add_argument(
-        "--vocab-size",
-        type=_vocab_size,
-        default="auto",
-        metavar="N",
-        help="exact number of ids (default: auto, as many as fit the text)",
-    )
-    kind = setting("tokenizer.kind")
-    train.add_argument(
-        "--kind", choices=type_names(kind.annotation), default=kind.default, help=kind.description
-    )
+    about = "exact number of ids (default: auto, as many as fit the text)"
+    train.add_argument("--vocab-size", type=_vocab_size, default="auto", metavar="N", help=about)
+    add_setting(train, "tokenizer.kind")
     _add_output(train)
     train.set_defaults(command=_train)
     convert = commands.add_parser(
         "convert", help="write a sentencepiece model or GPT-2's files as a tokenizer.json"
     )
     convert.add_argument("path", type=Path, metavar="PATH", help="sentencepiece .model, or tokenizer folder")
-    add_end_of_document(convert)
+    _add_end_of_document(convert)
     _add_output(convert)
     convert.set_defaults(command=_convert)
     return parser
