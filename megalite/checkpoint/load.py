@@ -24,9 +24,7 @@ _FREE_FIELDS = ("max_position_embeddings", "initializer_range")
 _COPIES = frozenset({MASTER, EMA})
 
 
-def load_checkpoint(
-    checkpoint: Path, replica: Replica, optimizer: OptimizerState, *, verify_hashes: bool = True
-) -> Manifest:
+def load_checkpoint(checkpoint: Path, replica: Replica, optimizer: OptimizerState) -> Manifest:
     """Fill this rank's stage, and its optimizer's state, from a checkpoint of any layout. Collective over the world.
 
     Returns the manifest, whose `trainer_state` says where the run stood. Beside the model there is in memory, for each
@@ -37,7 +35,7 @@ def load_checkpoint(
     state_keys = _keys_of_all_ranks(optimizer, mesh, checkpoint)
 
     def load() -> Manifest:
-        with CheckpointReader(checkpoint, verify_hashes=verify_hashes, weights=None) as reader:
+        with CheckpointReader(checkpoint, weights=None) as reader:
             check_fits(reader.manifest, replica.shape, checkpoint)
             _check_optimizer(reader.manifest, state_keys, checkpoint)
             reader.fill_all(_targets(reader, replica, optimizer))

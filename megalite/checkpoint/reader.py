@@ -38,12 +38,12 @@ class CheckpointReader(WeightReader):
     Reading raises CheckpointError with file and tensor if a file is missing, truncated or altered.
     """
 
-    def __init__(self, checkpoint: Path, *, verify_hashes: bool = True, weights: str | None = WEIGHT):
+    def __init__(self, checkpoint: Path, *, weights: str | None = WEIGHT):
         """weights: the state key to read as the weights; None: "master" where it exists, otherwise "weight".
 
         Raises CheckpointError if the checkpoint lacks it or is incomplete.
         """
-        self.checkpoint, self.verify_hashes = checkpoint, verify_hashes
+        self.checkpoint = checkpoint
         self.manifest: Manifest = read_manifest(checkpoint)
         self.weights = weights or self.manifest.exact_weights
         if self.weights not in self.manifest.tensors:
@@ -60,16 +60,13 @@ class CheckpointReader(WeightReader):
             opened.close()
         self._files.clear()
 
-    def read(
-        self, state_key: str, name: str, region: TensorSlice, flat_range: tuple[int, int] | None = None
-    ) -> Tensor:
-        """Return `region` of a tensor, in its shape; with `flat_range`, that range of the flattened region."""
+    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
+        """Return `region` of a tensor, in its shape."""
         entry = self._entry(state_key, name)
-        start, stop = flat_range or (0, region.numel)
-        self._require_files(name, _sources(entry, region, start, stop))
-        values = torch.empty(stop - start, dtype=DTYPES[entry.dtype])
-        self.fill(TensorTarget(values, state_key, name, region, start))
-        return values if flat_range else values.view(region.shape)
+        self._require_files(name, _sources(entry, region, 0, region.numel))
+        values = torch.empty(region.numel, dtype=DTYPES[entry.dtype])
+        self.fill(TensorTarget(values, state_key, name, region))
+        return values.view(region.shape)
 
     @torch.no_grad()
     def fill(self, target: TensorTarget) -> None:
@@ -141,10 +138,7 @@ class CheckpointReader(WeightReader):
     ) -> None:
         """Fill `values` with the elements from `start` on of a flattened region, from the shards of that region."""
         for shard, low, target in _overlapping(shards, start, values):
-            if self.verify_hashes:
-                self._fill_checked(name, entry, shard, low, target)
-            else:
-                self._fill(name, entry, shard, low, target)
+            self._fill_checked(name, entry, shard, low, target)
 
     def _assemble(
         self, name: str, entry: TensorEntry, region: TensorSlice, needed: Sequence[Shard]
@@ -182,12 +176,11 @@ class CheckpointReader(WeightReader):
         self._fill(name, entry, shard, start, torch.empty(stop - start, dtype=DTYPES[entry.dtype]), digest)
 
     def _fill(
-        self, name: str, entry: TensorEntry, shard: Shard, low: int, values: Tensor, digest: Any = None
+        self, name: str, entry: TensorEntry, shard: Shard, low: int, values: Tensor, digest: Any
     ) -> None:
         """Fill `values` with a shard's elements from index `low` on.
 
-        digest: sha256 of the elements before `low`; after the shard's last element it is compared with the manifest's,
-        unless hashes are not verified.
+        digest: sha256 of the elements before `low`; after the shard's last element it is compared with the manifest's.
         """
         path, place = self.checkpoint / shard.file, self._place(name, shard)
         dtype, last = DTYPES[entry.dtype], low + values.numel() == _numel(shard)
@@ -203,13 +196,12 @@ class CheckpointReader(WeightReader):
                 target = values[first : first + _PIECE_ELEMENTS]
                 piece = target if buffer is None else buffer[: target.numel()]
                 self._files[shard.file].fill(piece, shard.key, low + first)
-                if digest is not None and self.verify_hashes:
-                    digest.update(tensor_bytes(piece))
+                digest.update(tensor_bytes(piece))
                 if buffer is not None:
                     target.copy_(piece)
         except OSError as error:
             raise CheckpointError(f"{path}: {name} cannot be read ({error}); {_REMEDY}") from error
-        if digest is not None and self.verify_hashes and last and digest.hexdigest() != shard.sha256:
+        if last and digest.hexdigest() != shard.sha256:
             raise CheckpointError(
                 f"{path}: the bytes of {name} are not those that were written ({shard.key}, bytes {place.start} to"
                 f" {place.stop} of the file: sha256 differs); {_REMEDY}"
