@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +31,7 @@ from megalite.data.tokenizers.tokenizer import (
     copy_tokenizer,
     load_tokenizer,
     save_tokenizer,
+    special_token,
 )
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
@@ -215,27 +215,23 @@ def _weight_map(files: Mapping[str, list[str]]) -> Iterator[tuple[str, str]]:
 
 def write_tokenizer(manifest: Manifest, source: Path, folder: Path) -> tuple[dict[str, int], Collection[int]]:
     """Copy the tokenizer; return the ids of its special tokens under config.json's keys, and those that end answers."""
-    config = _tokenizer_config(source)
-    trained_with = (manifest.config.get("tokenizer") or {}).get("end_of_document")
-    end = trained_with or config.get("eos_token")
-    tokenizer = load_tokenizer(source, end_of_document=end) if end else load_tokenizer(source)
+    settings = manifest.config.get("tokenizer") or {}
+    tokenizer = load_tokenizer(source, end_of_document=settings.get("end_of_document"))
     if tokenizer.vocab_size > manifest.model.vocab_size:
         raise CheckpointError(
             f"{source} has {tokenizer.vocab_size} tokens, but the model only {manifest.model.vocab_size}; name the"
             " tokenizer that the model was trained with"
         )
-    if source.is_dir() and config:
+    if (source / "tokenizer_config.json").is_file():
         copy_tokenizer(source, folder)
     else:
         # For a tokenizer.json alone transformers would assume Llama's pre-tokenizer.
         save_tokenizer(tokenizer.backend, folder, tokenizer.end_of_document)
         copy_others(source, folder)
-        config = _tokenizer_config(folder)
-    template = (manifest.config.get("tokenizer") or {}).get("chat_template")
-    if template is not None:
+    if (template := settings.get("chat_template")) is not None:
         text = load_chat_template(source, template).for_export
         (folder / "chat_template.jinja").write_text(text, encoding="utf-8")
-    return _token_ids(tokenizer, config), _turn_ends(manifest, tokenizer)
+    return _token_ids(tokenizer, folder), _turn_ends(manifest, tokenizer)
 
 
 def _turn_ends(manifest: Manifest, tokenizer: Tokenizer) -> Collection[int]:
@@ -246,27 +242,8 @@ def _turn_ends(manifest: Manifest, tokenizer: Tokenizer) -> Collection[int]:
     return turn_end(load_chat_template(tokenizer.file.parent, name, tokenizer.end_of_document), tokenizer).ids
 
 
-def _tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json with special tokens as plain text; {} if there is none."""
-    path = folder / "tokenizer_config.json"
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return {key: _plain(value) for key, value in content.items()}
-    except (ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is not a tokenizer's configuration ({error}); save it again"
-        ) from error
-
-
-def _plain(token: Any) -> Any:
-    """Return a special token's text; the file may hold a dict of the text and its flags."""
-    return token.get("content", token) if isinstance(token, dict) else token
-
-
-def _token_ids(tokenizer: Tokenizer, config: Mapping[str, Any]) -> dict[str, int]:
+def _token_ids(tokenizer: Tokenizer, folder: Path) -> dict[str, int]:
     ids = {"eos_token_id": tokenizer.end_of_document_id}
-    bos = config.get("bos_token")
-    bos_id = tokenizer.backend.token_to_id(bos) if isinstance(bos, str) else None
+    bos = special_token(folder, "bos_token")
+    bos_id = None if bos is None else tokenizer.backend.token_to_id(bos)
     return ids if bos_id is None else {"bos_token_id": bos_id, **ids}

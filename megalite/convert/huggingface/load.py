@@ -1,6 +1,5 @@
 """Weights from a Hugging Face folder: every rank reads only the slices that it holds."""
 
-import json
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from megalite.convert.huggingface.packed import is_packed, scale_of, unpacked
 from megalite.convert.huggingface.packed_header import SCALE, weights_of
 from megalite.convert.new_run import new_run
 from megalite.convert.streamed import ImportedRun, write_streamed
-from megalite.data.tokenizers.tokenizer import copy_tokenizer
+from megalite.data.tokenizers.tokenizer import copy_tokenizer, special_token
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.families.tensors import FamilyTensor
@@ -203,14 +202,4 @@ def take_tokenizer(folder: Path, run_folder: Path) -> dict[str, Any]:
     """Copy a folder's tokenizer, if it has one, to `run_folder`/tokenizer; what a run's configuration says of it."""
     if all((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         copy_tokenizer(folder, run_folder / "tokenizer")
-    return {"end_of_document": _end_of_text(folder)}
-
-
-def _end_of_text(folder: Path) -> str | None:
-    """The tokenizer's own word for it, as plain text."""
-    try:
-        content = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        token = content.get("eos_token")
-    except (OSError, ValueError, AttributeError):
-        return None
-    return token.get("content") if isinstance(token, dict) else token
+    return {"end_of_document": special_token(folder, "eos_token")}

@@ -140,7 +140,7 @@ def load_tokenizer(path: Path | str, *, end_of_document: str | None = None) -> T
     # The file may ask for truncation and padding, which would change documents.
     backend.no_truncation()
     backend.no_padding()
-    end_of_document = end_of_document or _special_token(file.parent, "eos_token") or END_OF_DOCUMENT
+    end_of_document = end_of_document or special_token(file.parent, "eos_token") or END_OF_DOCUMENT
     end_of_document_id = backend.token_to_id(end_of_document)
     if end_of_document_id is None:
         raise DataError(_unknown_end_of_document(file, backend, end_of_document))
@@ -168,12 +168,13 @@ def tokenizer_file(path: Path) -> Path:
 
 def start_token_id(tokenizer: Tokenizer) -> int:
     """Return the id in front of a text whose first token is predicted: of bos_token, else of the end of document."""
-    start = _special_token(tokenizer.file.parent, "bos_token")
+    start = special_token(tokenizer.file.parent, "bos_token")
     found = None if start is None else tokenizer.backend.token_to_id(start)
     return tokenizer.end_of_document_id if found is None else int(found)
 
 
-def _special_token(folder: Path, key: str) -> str | None:
+def special_token(folder: Path, key: str) -> str | None:
+    """Return the text of a special token, such as eos_token, of a Hugging Face folder; None without it."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if (folder / name).is_file():
             token = _config(folder / name).get(key)
