@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -99,13 +98,9 @@ class AveragedWeights(WeightReader):
     def _require_one_model(self) -> None:
         last = self._readers[-1]
         for reader in self._readers:
-            theirs, ours = asdict(reader.manifest.model), asdict(last.manifest.model)
-            differing = [
-                f"model.{name} is {theirs[name]} and {ours[name]}"
-                for name in ours
-                if theirs[name] != ours[name] and name not in _FREE_FIELDS
-            ]
-            if differing:
+            theirs, ours = vars(reader.manifest.model), vars(last.manifest.model)
+            names = [name for name in ours if theirs[name] != ours[name] and name not in _FREE_FIELDS]
+            if differing := [f"model.{name} is {theirs[name]} and {ours[name]}" for name in names]:
                 raise CheckpointError(
                     f"{reader.checkpoint} and {last.checkpoint} cannot be averaged, as their models differ:"
                     f" {', '.join(differing)}; name checkpoints of one model"
