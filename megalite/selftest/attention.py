@@ -17,7 +17,7 @@ from megalite.ops.counter import MASK_LEVELS
 from megalite.ops.documents import CuSeqlens
 from megalite.ops.dropout import CountedMask
 from megalite.ops.packed_attention import why_not_packed
-from megalite.selftest.registry import LOW_PRECISION, Candidate, Entry, Form, Shape, Workload, compiled
+from megalite.selftest.registry import Candidate, Entry, Form, Shape, Workload, compiled
 
 Seen = Callable[..., dict[str, Any]]
 _GROUP, _SOFTCAP = 4, 50.0
@@ -216,15 +216,4 @@ ENTRIES = [
         _ours(_dropped(ours_alone)),
         lambda run: run.dropout and not run.softcap,
     ),
-]
-
-__all__ = [
-    "ENTRIES",
-    "LOW_PRECISION",
-    "NEEDS",
-    "SHAPES",
-    "document_of",
-    "make_heads",
-    "ours_alone",
-    "window_of",
 ]

@@ -18,7 +18,7 @@ from megalite.ops.adamw import (
     sum_of_squares,
 )
 from megalite.ops.choice import COMPILED
-from megalite.selftest.norms import ROWS, rows
+from megalite.selftest.norms import ROWS
 from megalite.selftest.registry import LOW_PRECISION, Candidate, Entry, Form, Shape, Workload, compiled
 
 _RULE = AdamWRule(
@@ -111,5 +111,3 @@ ENTRIES = [
         own=lambda run: (run.intermediate_size, run.hidden_size),
     ),
 ]
-
-__all__ = ["ENTRIES", "LISTS", "rows"]

@@ -6,19 +6,19 @@ On a CPU the repository's tests prove the compiled operators. On an accelerator 
 
 import hashlib
 import json
-import math
 import os
 import platform
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import TypeAdapter
 
 from megalite.launcher.rank.environment import trust_folder
 from megalite.ops import apex, extension
@@ -211,41 +211,34 @@ def trust_file(facts: Mapping[str, str]) -> Path:
     return trust_folder() / f"{name}-{digest}.json"
 
 
+@dataclass(frozen=True)
+class _Kept:
+    """The content of a machine's file."""
+
+    machine: Mapping[str, str]
+    findings: Findings
+
+
+_FILE = TypeAdapter(_Kept)
+
+
 def read(facts: Mapping[str, str]) -> Findings:
     """Return this machine's findings; empty if the file is missing, damaged or from another machine."""
     try:
-        written = json.loads(trust_file(facts).read_text(encoding="utf-8"))
-        if written["machine"] != dict(facts):
-            return {}
-        return {
-            operator: {
-                case: {name: _finding(each) for name, each in shown.items()} for case, shown in cases.items()
-            }
-            for operator, cases in written["findings"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        kept = _FILE.validate_json(trust_file(facts).read_bytes(), strict=True)
+    except (OSError, ValueError):
         return {}
-
-
-def _finding(written: Mapping[str, Any]) -> CaseResult:
-    """Parse a finding. Raises TypeError or ValueError if `written` is not one."""
-    finding = CaseResult(**written)
-    numbers = (finding.error, finding.allowed, finding.seconds, finding.torch_seconds)
-    if finding.verdict not in ("right", "wrong", "failed", "absent") or not isinstance(finding.why, str):
-        raise ValueError(f"no finding: {written}")
-    if any(each is not None and not isinstance(each, int | float) for each in numbers):
-        raise ValueError(f"no numbers: {written}")
-    return finding
+    return kept.findings if kept.machine == dict(facts) else {}
 
 
 def write(facts: Mapping[str, str], findings: Findings) -> Path:
     """Merge findings into this machine's file, atomically; return its path. Raises OSError if it cannot be written."""
     path, merged = trust_file(facts), joined(read(facts), findings)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
-            content = {"machine": dict(facts), "findings": merged}
-            json.dump(content, file, indent=1, allow_nan=False, default=_written)
+            # An infinite error (from NaN results) becomes null: JSON cannot represent it.
+            file.write(_FILE.dump_json(_Kept(facts, merged), indent=1))
             file.flush()
             os.fsync(file.fileno())
             Path(file.name).replace(path)
@@ -253,12 +246,6 @@ def write(facts: Mapping[str, str], findings: Findings) -> Path:
             Path(file.name).unlink(missing_ok=True)
             raise
     return path
-
-
-def _written(finding: CaseResult) -> dict[str, Any]:
-    """Return a finding's fields without an infinite error (from NaN results), which JSON cannot represent."""
-    finite = finding.error is None or math.isfinite(finding.error)
-    return asdict(finding if finite else replace(finding, error=None))
 
 
 def joined(before: Findings, later: Findings) -> Findings:
