@@ -27,7 +27,6 @@ from megalite.version import __version__
 
 if TYPE_CHECKING:
     from megalite.evaluate.perplexity import TextEvaluation
-    from megalite.generation.loaded import LoadedModel
     from megalite.parallel.mesh import ParallelMesh
 
 
@@ -76,12 +75,14 @@ def _require_chat(options: argparse.Namespace, source: ModelSource) -> None:
 
 def _evaluate(request: _Request, mesh: "ParallelMesh") -> int:
     """Load the model, measure it, and show the figures on rank 0."""
+    from megalite.generation.loaded import load_shown
+
     options, source = request.options, request.source
     # Wrong tasks are named before the weights are read.
     tasks = (
         load_tasks(options.tasks, allow_code=options.allow_code) if options.tasks and not mesh.rank else []
     )
-    loaded = _loaded(source, mesh, options.dtype)
+    loaded = load_shown(source, mesh, options.dtype)
     started = time.perf_counter()
     if options.data:
         from megalite.evaluate.perplexity import evaluate_text
@@ -106,15 +107,6 @@ def _evaluate(request: _Request, mesh: "ParallelMesh") -> int:
         about = {"megalite": __version__, "model": str(source.folder), "settings": _settings(options)}
         write_json(options.output, {**about, **results, "seconds": round(seconds, 3)})
     return 0
-
-
-def _loaded(source: ModelSource, mesh: "ParallelMesh", dtype: str) -> "LoadedModel":
-    import torch
-
-    from megalite.generation.loaded import load_source
-
-    with working(f"loading {source.folder}", shown=mesh.rank == 0):
-        return load_source(source, mesh, getattr(torch, dtype))
 
 
 def _text_evaluation(options: argparse.Namespace, shape: ModelShape) -> "TextEvaluation":

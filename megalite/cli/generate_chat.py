@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megalite.cli.generate_run import GenerationJob, load, tell
+from megalite.cli.generate_run import GenerationJob, tell
 from megalite.errors import MegaliteError
 from megalite.generation.chat_history import ChatHistory
 
@@ -22,8 +22,9 @@ CLEAR = "/clear"
 def chat(job: GenerationJob, mesh: "ParallelMesh") -> int:
     """Answer the lines of standard input, on rank 0, until it ends."""
     from megalite.generation.batch_engine import BatchEngine
+    from megalite.generation.loaded import load_shown
 
-    loaded = load(job, mesh)
+    loaded = load_shown(job.source, mesh, job.dtype)
     engine = BatchEngine(loaded, max_requests=1)
     if mesh.rank != 0:
         engine.serve_steps()

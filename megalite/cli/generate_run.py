@@ -18,7 +18,6 @@ from megalite.topology.axes import Layout
 if TYPE_CHECKING:
     from megalite.data.chat.chat_template import ChatTemplate
     from megalite.generation.batch_engine import Event
-    from megalite.generation.loaded import LoadedModel
     from megalite.generation.request_file import FileRequest
     from megalite.parallel.mesh import ParallelMesh
 
@@ -47,9 +46,10 @@ class GenerationJob:
 
 def continue_prompt(job: GenerationJob, mesh: "ParallelMesh") -> int:
     """Print the prompt and its continuation, as it is made, on rank 0."""
+    from megalite.generation.loaded import load_shown
     from megalite.generation.text import stream
 
-    loaded = load(job, mesh)
+    loaded = load_shown(job.source, mesh, job.dtype)
     started, events = time.perf_counter(), []
     _show(mesh, job.prompt)
     for event in stream(loaded, job.request):
@@ -69,8 +69,9 @@ def continue_prompt(job: GenerationJob, mesh: "ParallelMesh") -> int:
 def run_file(job: GenerationJob, mesh: "ParallelMesh") -> int:
     """Run all requests of the file; rank 0 writes a JSON object for each, in the order of the file."""
     from megalite.generation.batch_engine import BatchEngine
+    from megalite.generation.loaded import load_shown
 
-    loaded = load(job, mesh)
+    loaded = load_shown(job.source, mesh, job.dtype)
     longest = max(len(each.request.prompt_ids) + each.request.max_tokens for each in job.file)
     engine = BatchEngine(loaded, max_requests=min(job.max_requests, len(job.file)), max_tokens=longest)
     shown = TokenText(loaded.tokenizer)
@@ -117,16 +118,6 @@ class _Result:
         if self.given.request.logprobs is not None:
             row["logprobs"] = [tokens.row(event) for event in self.events]
         return row
-
-
-def load(job: GenerationJob, mesh: "ParallelMesh") -> "LoadedModel":
-    """Return the model of the job in its type, on every rank."""
-    import torch
-
-    from megalite.generation.loaded import load_source
-
-    with working(f"loading {job.source.folder}", shown=mesh.rank == 0):
-        return load_source(job.source, mesh, getattr(torch, job.dtype))
 
 
 @contextmanager

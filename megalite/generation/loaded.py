@@ -18,6 +18,7 @@ from megalite.model.options import ModelOptions
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
 from megalite.model.transformer import Stage
+from megalite.monitor.work import working
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.selftest.decide import choose_kernels
@@ -97,6 +98,12 @@ def build_model(
     operators = choose_kernels("auto", mesh.device.type).operators
     options = ModelOptions(dtype=dtype, operators=operators)
     return build_replica(shape, mesh, split, options, seed=None, int8=int8)
+
+
+def load_shown(source: ModelSource, mesh: ParallelMesh, dtype: str) -> LoadedModel:
+    """Load this rank's part of a model, as rank 0 shows. dtype: torch's name of it. As `load_source` otherwise."""
+    with working(f"loading {source.folder}", shown=mesh.rank == 0):
+        return load_source(source, mesh, getattr(torch, dtype))
 
 
 def load_source(source: ModelSource, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> LoadedModel:

@@ -5,34 +5,14 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from megalite.errors import ConfigError
 from megalite.generation.batch_engine import IDLE_STEP_SECONDS
 from megalite.generation.request import Request
 
 if TYPE_CHECKING:
-    from megalite.generation.batch_engine import Event
-
-
-class Engine(Protocol):
-    """The interface of `BatchEngine` that the thread uses; nothing but the thread may call it."""
-
-    @property
-    def has_work(self) -> bool:
-        """Whether a request is unfinished."""
-
-    def submit(self, request: Request) -> int:
-        """Queue a request, and return its number. Raises ConfigError for a request that can never fit."""
-
-    def cancel(self, number: int) -> None:
-        """Forget a request; a finished or unknown one is ignored."""
-
-    def step(self) -> "list[Event]":
-        """Run one forward of what is due, and return the new tokens."""
-
-    def close(self) -> None:
-        """End the engine on the other ranks."""
+    from megalite.generation.batch_engine import BatchEngine, Event
 
 
 class EngineError(Exception):
@@ -92,7 +72,7 @@ class _Cancel:
 
 
 class EngineThread:
-    """Runs `engine` in a thread of its own.
+    """Runs `engine` in a thread of its own; nothing else may call it.
 
     prepare: called there before the first step, such as to set its cores. idle_seconds: without work the thread takes
     an empty step this often, so that the collective in which the other ranks wait does not time out.
@@ -100,7 +80,7 @@ class EngineThread:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: "BatchEngine",
         prepare: Callable[[], None] = lambda: None,
         *,
         idle_seconds: float = IDLE_STEP_SECONDS,

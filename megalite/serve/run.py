@@ -11,9 +11,8 @@ import torch
 from megalite.errors import ConfigError
 from megalite.generation.batch_engine import BatchEngine
 from megalite.generation.json_schema import JSON_OBJECT
-from megalite.generation.loaded import load_source
+from megalite.generation.loaded import load_shown
 from megalite.generation.prompts import Chat
-from megalite.monitor.work import working
 from megalite.parallel.mesh import ParallelMesh
 from megalite.serve.app import Service
 from megalite.serve.engine_thread import EngineThread
@@ -30,8 +29,7 @@ def serve(plan: ServePlan, mesh: ParallelMesh, on_ready: Callable[[int], None]) 
     """
     settings = plan.settings
     sockets = listen(settings) if mesh.rank == 0 else []
-    with working(f"loading {plan.source.folder}", shown=mesh.rank == 0):
-        loaded = load_source(plan.source, mesh, getattr(torch, plan.dtype))
+    loaded = load_shown(plan.source, mesh, plan.dtype)
     engine = BatchEngine(loaded, max_requests=settings.max_requests, max_tokens=plan.context_length)
     # The first grammar takes up to a second, in which the running requests would stand still.
     with suppress(ConfigError):
@@ -43,15 +41,14 @@ def serve(plan: ServePlan, mesh: ParallelMesh, on_ready: Callable[[int], None]) 
     # The template is tried here, which imports transformers: a request should not wait for that.
     template = plan.template
     chat = None if template is None else Chat(loaded.tokenizer, plan.source.tokenizer, template)
-    created, adapters = int(time.time()), tuple(plan.source.adapters)
     model = ServedModel(
         plan.name,
         loaded.tokenizer,
         chat,
         engine.max_tokens,
-        created,
+        int(time.time()),
         engine.grammars,
-        adapters,
+        tuple(plan.source.adapters),
         loaded.stops,
     )
     # The number of cores is a setting of each thread.
