@@ -5,7 +5,7 @@ tests/standin/test_device_branches.py finds these functions in the source and as
 
 # Called by a run on the stand-in accelerator (tests/standin/test_whole_life.py).
 ON_THE_STANDIN = {
-    "checkpoint/host_buffer.py:HostBuffer.reserve",
+    "checkpoint/staging.py:HostBuffer.reserve",
     "checkpoint/reader.py:CheckpointReader._fill",
     "checkpoint/staging.py:Staging.begin",
     "checkpoint/staging.py:Staging.hold_update",
@@ -72,11 +72,11 @@ TESTED = {
         "selftest/worker.py:main",
     ),
     (
-        "tests/unit/checkpoint/test_host_buffer.py",
+        "tests/unit/checkpoint/test_staging.py",
         "test_it_is_locked_as_long_as_it_lives",
     ): (
-        "checkpoint/host_buffer.py:_lock",
-        "checkpoint/host_buffer.py:_unlock",
+        "checkpoint/staging.py:_lock",
+        "checkpoint/staging.py:_unlock",
     ),
     (
         "tests/unit/ops/test_attention_backends.py",

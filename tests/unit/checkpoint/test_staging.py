@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megalite.checkpoint.host_buffer import HostBuffer
+from megalite.checkpoint.staging import HostBuffer
 
 CUDA = torch.device("cuda", 0)
 
