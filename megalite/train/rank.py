@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -49,89 +49,38 @@ from megalite.train.time_budget import TimeBudget
 from megalite.train.validation import HeldOutSet
 
 
-def train_rank(
-    info: RankInfo,
-    config: RunConfig,
-    threads: int,
-    callbacks: Sequence[Callback] = (),
-    budget: TimeBudget | None = None,
-    signals: StopSignals | None = None,
-    meeting: Meeting | None = None,
-) -> int:
-    """Run one rank of the job that `config` describes, until its last step is saved and exported.
+@dataclass(frozen=True)
+class RankJob:
+    """The job of every rank. threads: of torch. budget: the time that this start has; rank 0's counts."""
 
-    budget: the time that this start has; rank 0's counts. signals: those that this process notes already.
+    config: RunConfig
+    threads: int
+    callbacks: Sequence[Callback] = ()
+    budget: TimeBudget = field(default_factory=TimeBudget)
+
+
+def train_rank(
+    info: RankInfo, job: RankJob, signals: StopSignals | None = None, meeting: Meeting | None = None
+) -> int:
+    """Run one rank of a job, until its last step is saved and exported.
+
+    signals: those that this process notes already.
     meeting: the other ranks of a launcher; None: this process is alone, or another one started and watches all ranks.
     Returns the exit code: 0 after the last step, 75 if a signal or the want of time stopped the run before. Raises
     KeyboardInterrupt after Ctrl-C; the run has saved a checkpoint then.
     """
-    with stop_signals(config, info) if signals is None else nullcontext(signals) as noted:
-        return _rank(info, config, threads, callbacks, StopConditions(noted, budget or TimeBudget()), meeting)
-
-
-def _rank(
-    info: RankInfo,
-    config: RunConfig,
-    threads: int,
-    callbacks: Sequence[Callback],
-    stops: StopConditions,
-    meeting: Meeting | None,
-) -> int:
-    """As `train_rank`, with its signals noted."""
-    bind_rank(info, config.launch.bind_cores)  # before torch starts its threads, which inherit it
-    torch.set_num_threads(threads)
-    folder = RunFolder(Path(config.run.folder))
-    # Ranks that we started run under the claim of the process that started them.
-    claims = info.rank == 0 and info.launcher != "megalite"
-    with folder.claimed() if claims else nullcontext():
-        if meeting is None:
-            return _live(info, config, folder, callbacks, stops)
-        inputs = agreed_inputs(meeting, config, folder, leads_node=info.local_rank == 0)
-        return _live(info, config, folder, callbacks, stops, meeting, inputs)
-
-
-def _live(
-    info: RankInfo,
-    config: RunConfig,
-    folder: RunFolder,
-    callbacks: Sequence[Callback],
-    stops: StopConditions,
-    meeting: Meeting | None = None,
-    inputs: RunInputs | None = None,
-) -> int:
-    """As `train_rank`, in a folder that is this job's alone. inputs: None: rank 0 finds them."""
-    device = local_device(info.local_rank, info.local_world_size)
-    seconds = config.launch.collective_seconds
-    connect(
-        info.rank,
-        info.world_size,
-        device=device,
-        rendezvous=info.rendezvous,
-        store=None if meeting is None else agreed_store(meeting, seconds),
-        timeout_seconds=seconds,
-    )
-    try:
-        with folder.full_disk_explained():
-            done = _train(info, config, folder, device, callbacks, stops, inputs)
-    except BaseException:
-        # Others may be gone, and leaving a broken group can hang, and the failure has not been reported yet.
-        if info.world_size == 1:
-            disconnect()
-        raise
-    else:
-        disconnect()
-        # Only now: the others need not wait while one rank writes and checks the export.
-        if done.exit_code == INTERRUPTED:
-            raise KeyboardInterrupt
-        if done.exit_code:
-            return done.exit_code
-        if info.rank == 0 and done.last is not None:
-            done.reporter.summary(_finish(done, folder), has_tokenizer=done.tokenizer_folder is not None)
-    return 0
+    with stop_signals(job.config, info) if signals is None else nullcontext(signals) as noted:
+        bind_rank(info, job.config.launch.bind_cores)  # before torch starts its threads, which inherit it
+        torch.set_num_threads(job.threads)
+        rank = _Rank(info, job, noted)
+        # Ranks that we started run under the claim of the process that started them.
+        claims = info.rank == 0 and info.launcher != "megalite"
+        with rank.folder.claimed() if claims else nullcontext():
+            return rank.run(meeting)
 
 
 @dataclass(frozen=True)
-class _Done:
+class _Trained:
     """The work that remains for a rank once its last step is saved.
 
     last: the last checkpoint, if there is any. exit_code: 75 or 130 if the run was stopped before its last step.
@@ -144,65 +93,104 @@ class _Done:
     exit_code: int
 
 
-def _train(
-    info: RankInfo,
-    config: RunConfig,
-    folder: RunFolder,
-    device: torch.device,
-    callbacks: Sequence[Callback],
-    stops: StopConditions,
-    inputs: RunInputs | None,
-) -> _Done:
-    """Prepare the inputs, build the TrainStep, resume, write run.toml, and train up to the last checkpoint."""
-    mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
-    if inputs is None:
-        inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
-        assert inputs is not None
-    resumed_from = _checkpoint_to_resume(config, mesh, folder)
-    precision = _precision(config, mesh, resumed_from)
-    config = config.in_precision(precision.name)
-    _require_deepspeed_precision(config)
-    tokenizer = _tokenizer(config, inputs)
-    shape = config.shape(0 if tokenizer is None else tokenizer.vocab_size)
-    dtype = DTYPES[config.training.precision]
-    kernels, tested = agreed_kernels(config, shape, dtype, mesh, leads_node=info.local_rank == 0)
-    load = loader_maker(config, mesh, tokenizer)
-    weights = _initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None
-    with working(_building(config, resumed_from), shown=mesh.rank == 0, stream=sys.stdout):
-        trainer = TrainStep(
-            config,
-            mesh,
-            shape,
-            training_loader(config, inputs.data, load, mesh, tokenizer),
-            weights=weights,
-            new_rows=_new_rows(config, tokenizer, weights),
-            resumed=resumed_from is not None,
-            kernels=kernels,
+class _Rank:
+    """One rank of a job, in a folder that is this job's alone."""
+
+    def __init__(self, info: RankInfo, job: RankJob, signals: StopSignals):
+        self.info, self.job, self.stops = info, job, StopConditions(signals, job.budget)
+        self.folder = RunFolder(Path(job.config.run.folder))
+        self.leads_node = info.local_rank == 0
+
+    def run(self, meeting: Meeting | None) -> int:
+        """Join the process group, train and export; as `train_rank`."""
+        info, config, inputs = self.info, self.job.config, None
+        if meeting is not None:
+            inputs = agreed_inputs(meeting, config, self.folder, leads_node=self.leads_node)
+        device = local_device(info.local_rank, info.local_world_size)
+        seconds = config.launch.collective_seconds
+        connect(
+            info.rank,
+            info.world_size,
+            device=device,
+            rendezvous=info.rendezvous,
+            store=None if meeting is None else agreed_store(meeting, seconds),
+            timeout_seconds=seconds,
         )
-        trainer.fingerprints = dict(inputs.data.fingerprints)
-        held_out = held_out_sets(config, inputs.data, load)
+        try:
+            with self.folder.full_disk_explained():
+                trained = self._train(device, inputs)
+        except BaseException:
+            # Others may be gone, and leaving a broken group can hang, and the failure has not been reported yet.
+            if info.world_size == 1:
+                disconnect()
+            raise
+        disconnect()
+        # Only now: the others need not wait while one rank writes and checks the export.
+        if trained.exit_code == INTERRUPTED:
+            raise KeyboardInterrupt
+        if trained.exit_code == 0 and info.rank == 0 and trained.last is not None:
+            results = _finish(trained, trained.last, self.folder)
+            trained.reporter.summary(results, has_tokenizer=trained.tokenizer_folder is not None)
+        return trained.exit_code
+
+    def _train(self, device: torch.device, inputs: RunInputs | None) -> _Trained:
+        """Prepare the inputs, build the TrainStep, resume, write run.toml, and train up to the last checkpoint."""
+        info, config, folder, stops = self.info, self.job.config, self.folder, self.stops
+        mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
+        if inputs is None:
+            inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
+            assert inputs is not None
+        resumed_from = _checkpoint_to_resume(config, mesh, folder)
+        precision = _precision(config, mesh, resumed_from)
+        config = config.in_precision(precision.name)
+        _require_deepspeed_precision(config)
+        tokenizer = _tokenizer(config, inputs)
+        shape = config.shape(0 if tokenizer is None else tokenizer.vocab_size)
+        dtype = DTYPES[config.training.precision]
+        kernels, tested = agreed_kernels(config, shape, dtype, mesh, leads_node=self.leads_node)
+        load = loader_maker(config, mesh, tokenizer)
+        weights = _initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None
+        with working(_building(config, resumed_from), shown=mesh.rank == 0, stream=sys.stdout):
+            trainer = TrainStep(
+                config,
+                mesh,
+                shape,
+                training_loader(config, inputs.data, load, mesh, tokenizer),
+                weights=weights,
+                new_rows=_new_rows(config, tokenizer, weights),
+                resumed=resumed_from is not None,
+                kernels=kernels,
+            )
+            trainer.fingerprints = dict(inputs.data.fingerprints)
+            held_out = held_out_sets(config, inputs.data, load)
+            if resumed_from is not None:
+                _resume(trainer, resumed_from)
+        if mesh.rank == 0:
+            write_resolved(config, folder.root / "run.toml")
+        reporter = RunReporter(trainer, info, folder.metrics, folder.tensorboard)
+        reporter.say(_data_line(trainer, held_out))
+        _tell_choices(reporter, trainer, precision, [tested, *inputs.data.notes])
+        _give_reference(reporter, trainer, held_out, load, ReferenceFile(folder.reference, resumed_from))
         if resumed_from is not None:
-            _resume(trainer, resumed_from)
-    if mesh.rank == 0:
-        write_resolved(config, folder.root / "run.toml")
-    reporter = RunReporter(trainer, info, folder.metrics, folder.tensorboard)
-    reporter.say(_data_line(trainer, held_out))
-    _tell_choices(reporter, trainer, precision, [tested, *inputs.data.notes])
-    _give_reference(reporter, trainer, held_out, load, ReferenceFile(folder.reference, resumed_from))
-    if resumed_from is not None:
-        _tell_resumption(reporter, trainer, resumed_from)
-    saver = RunSaver(
-        trainer, folder.checkpoints, resumed_from=resumed_from, ranks_a_node=info.local_world_size
-    )
-    with trainer.batches:
-        loop = TrainingLoop(
-            trainer, held_out, reporter, saver, callbacks=callbacks, stops=stops, saved=resumed_from
+            _tell_resumption(reporter, trainer, resumed_from)
+        saver = RunSaver(
+            trainer, folder.checkpoints, resumed_from=resumed_from, ranks_a_node=info.local_world_size
         )
-        reason = loop.run()
-        stops.signals.all_saved()
-    if reason:
-        reporter.say(f"stopped after step {trainer.state.step}: {reason}")
-    return _Done(config, inputs.data.tokenizer, reporter, loop.saved, loop.exit_code)
+        with trainer.batches:
+            loop = TrainingLoop(
+                trainer,
+                held_out,
+                reporter,
+                saver,
+                callbacks=self.job.callbacks,
+                stops=stops,
+                saved=resumed_from,
+            )
+            reason = loop.run()
+            stops.signals.all_saved()
+        if reason:
+            reporter.say(f"stopped after step {trainer.state.step}: {reason}")
+        return _Trained(config, inputs.data.tokenizer, reporter, loop.saved, loop.exit_code)
 
 
 def _building(config: RunConfig, resumed_from: Path | None) -> str:
@@ -234,10 +222,9 @@ def _give_reference(
         reporter.say(line)
 
 
-def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
+def _finish(trained: _Trained, last: Path, folder: RunFolder) -> dict[str, Path]:
     """Export the last or best checkpoint if asked for; return name -> path of the run's results, for the summary."""
-    config, last = done.config, done.last
-    assert last is not None
+    config = trained.config
     places = {"checkpoint": last}
     best = find_best(folder.checkpoints) if config.checkpoint.best else None
     if best is not None:
@@ -249,10 +236,10 @@ def _finish(done: _Done, folder: RunFolder) -> dict[str, Path]:
         exported = best if config.checkpoint.export == "best" and best is not None else last
         now.begin(Activity.EXPORTING)
         write = export if config.adapter.kind == "none" else export_adapter
-        with done.reporter.working(f"exporting to {folder.export}"):
-            write(exported, folder.export, done.tokenizer_folder)
-        if done.tokenizer_folder is None:
-            done.reporter.say(
+        with trained.reporter.working(f"exporting to {folder.export}"):
+            write(exported, folder.export, trained.tokenizer_folder)
+        if trained.tokenizer_folder is None:
+            trained.reporter.say(
                 f"{folder.export} has no tokenizer, because the training data has none: "
                 "add --tokenizer FOLDER to megalite generate"
             )
@@ -338,10 +325,10 @@ def _resume(trainer: TrainStep, checkpoint: Path) -> None:
 
 def _precision(config: RunConfig, mesh: ParallelMesh, resumed_from: Path | None) -> Precision:
     """Resolve `training.precision`; rank 0 does so, so that all ranks compute alike."""
-    found = None
+    chosen = None
     if mesh.rank == 0:
         written = read_manifest(resumed_from).config if resumed_from is not None else {}
         resumed = written.get("training", {}).get("precision")
-        found = choose_precision(config.training.precision, mesh.device, resumed)
-    precision: Precision = mesh.broadcast_object(found)
+        chosen = choose_precision(config.training.precision, mesh.device, resumed)
+    precision: Precision = mesh.broadcast_object(chosen)
     return precision

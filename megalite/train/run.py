@@ -136,11 +136,10 @@ class Trainer:
 
         # From here on torch may be imported: everything a user can get wrong in the file is known to be right.
         from megalite.train.inputs import prepare_inputs
-        from megalite.train.rank import train_rank
+        from megalite.train.rank import RankJob, train_rank
 
         _prepare_deepspeed(config, None)
         _require_kernels(config)
-        arguments = (config, threads, self.callbacks, budget)
         method: Literal["fork", "spawn"] = "fork"
         if computed and config.layout.world_size > 1:
             method = self._start_method(threads)
@@ -155,7 +154,7 @@ class Trainer:
                 train_rank,
                 config.layout,
                 folder.failures,
-                arguments=arguments,
+                arguments=(RankJob(config, threads, self.callbacks, budget),),
                 preload=preload,
                 method=method,
             )
@@ -197,12 +196,13 @@ class Trainer:
             signals.on_end(end.stopping)
         self._require(info, source)
 
-        from megalite.train.rank import train_rank
+        from megalite.train.rank import RankJob, train_rank
 
         _prepare_deepspeed(self.config, info)
         _require_kernels(self.config)
         try:
-            code = train_rank(info, self.config, threads, self.callbacks, budget, signals, meeting)
+            job = RankJob(self.config, threads, self.callbacks, budget)
+            code = train_rank(info, job, signals, meeting)
         except KeyboardInterrupt:
             if meeting is not None:
                 meeting.leave(INTERRUPTED)

@@ -33,7 +33,7 @@ if sys.argv[1] != "train" or os.environ["TOY"].startswith("alone"):
     from megalite.cli import main
     from megalite.errors import DataError
 
-    def train_rank(info, config, threads, callbacks, budget, signals, meeting):
+    def train_rank(info, job, signals, meeting):
         toy, place = os.environ["TOY"], Path(os.environ["TOY_FOLDER"])
         if "trains" in toy:
             signals.first_step_over()
@@ -46,7 +46,7 @@ if sys.argv[1] != "train" or os.environ["TOY"].startswith("alone"):
             time.sleep(0.05)
         return 75 if signals() else 0
 
-    sys.modules["megalite.train.rank"] = types.SimpleNamespace(train_rank=train_rank)
+    sys.modules["megalite.train.rank"] = types.SimpleNamespace(train_rank=train_rank, RankJob=lambda *job: job)
     sys.exit(main())
 from megalite.launcher.rank.detect import rank_info
 from megalite.launcher.control.member import Member
