@@ -12,7 +12,7 @@ from typing import Any
 
 from megalite.data.text.source_files import SourceFile, source_files
 from megalite.data.text.source_stream import json_lines, not_utf8, source_stream, without_surrogates
-from megalite.data.text.tables import column_names, column_texts
+from megalite.data.text.tables import column_names, table_rows
 from megalite.data.text.train_marks import refuse_untrained
 from megalite.errors import DataError
 from megalite.monitor.preparation import megabytes
@@ -103,11 +103,11 @@ class Corpus:
     def require_text(self) -> None:
         """Raise DataError if there is nothing but white space; reads up to the first other character."""
         if all(piece.text.isspace() for piece, _ in self.pieces()):
-            held = (
+            size = (
                 f"{len(self.files)} file{'s' if len(self.files) > 1 else ''} with {self.size_bytes:,} bytes"
             )
             raise DataError(
-                f"{self.key}: {', '.join(self.sources)} has no text ({held}, nothing but white space); "
+                f"{self.key}: {', '.join(self.sources)} has no text ({size}, nothing but white space); "
                 "name a source with text"
             )
 
@@ -130,7 +130,28 @@ class Corpus:
 
     def documents(self, file: SourceFile) -> Iterator[tuple[DocumentPiece, int]]:
         """Yield the pieces of one file, each with the bytes of the file read so far."""
-        return _read(file, self.text_column)
+        column = self.text_column
+        if file.kind == "table":
+            unused = unused_columns(column_names(file.path), column)
+            for row, number, position in table_rows(file.path, column):
+                if row[column] is None:
+                    raise DataError(
+                        f"{file.path}, row {number}: column {column!r} has no value; remove the rows without text"
+                    )
+                for piece in cut_document([row[column]], unused=unused):
+                    yield piece, position
+            return
+        with source_stream(file) as (stream, position_on_disk):
+            if file.kind == "jsonl":
+                for row, where in json_lines(file.path, stream):
+                    text = json_text(row, where, column)
+                    present = (name for name, value in row.items() if value is not None)
+                    for piece in cut_document([text], unused=unused_columns(present, column)):
+                        yield piece, position_on_disk()
+                return
+            blocks = _whole_text(stream) if file.kind == "optional" else _text_blocks(file.path, stream)
+            for piece in cut_document(blocks):
+                yield piece, position_on_disk()
 
 
 def cut_point(text: str, limit: int) -> int:
@@ -159,36 +180,15 @@ def cut_document(
 
     unused: of the last piece.
     """
-    text, found = "", False
+    text, is_cut = "", False
     for block in blocks:
         text += block
         while len(text) > limit:
             at = cut_point(text, limit)
-            yield DocumentPiece(text[:at], ends_document=False, starts_document=not found)
-            text, found = text[at:], True
-    if text or found:
-        yield DocumentPiece(text, ends_document=True, starts_document=not found, unused=unused)
-
-
-def _read(file: SourceFile, text_column: str) -> Iterator[tuple[DocumentPiece, int]]:
-    """Yield the pieces of one file, each with the bytes of the file read so far."""
-    if file.kind == "table":
-        unused = unused_columns(column_names(file.path), text_column)
-        for text, position in column_texts(file.path, text_column):
-            for piece in cut_document([text], unused=unused):
-                yield piece, position
-        return
-    with source_stream(file) as (stream, position_on_disk):
-        if file.kind == "jsonl":
-            for row, where in json_lines(file.path, stream):
-                text = json_text(row, where, text_column)
-                present = (name for name, value in row.items() if value is not None)
-                for piece in cut_document([text], unused=unused_columns(present, text_column)):
-                    yield piece, position_on_disk()
-            return
-        blocks = _whole_text(stream) if file.kind == "optional" else _text_blocks(file.path, stream)
-        for piece in cut_document(blocks):
-            yield piece, position_on_disk()
+            yield DocumentPiece(text[:at], ends_document=False, starts_document=not is_cut)
+            text, is_cut = text[at:], True
+    if text or is_cut:
+        yield DocumentPiece(text, ends_document=True, starts_document=not is_cut, unused=unused)
 
 
 def _text_blocks(path: Path, stream: io.BufferedIOBase) -> Iterator[str]:

@@ -47,18 +47,16 @@ def source_files(source: str, pattern: str, key: str) -> Iterator[SourceFile]:
 
     Raises DataError, with the setting `key`, for a source that does not exist or has no files.
     """
-    if source == STANDARD_LIBRARY:
-        # Optional, because a library may have wrongly encoded files.
-        yield from (_file(path, path, "optional") for path in library_modules(pattern, key))
-        return
-    path = Path(source).expanduser()
+    path, library = Path(source).expanduser(), source == STANDARD_LIBRARY
     try:
-        if path.is_dir() and is_saved_dataset(path):
-            yield from (_file(each, each.resolve()) for each in saved_dataset_files(path))
+        if library:
+            places = [(module, module) for module in library_modules(pattern, key)]
+        elif path.is_dir() and is_saved_dataset(path):
+            places = [(file, file.resolve()) for file in saved_dataset_files(path)]
         elif path.is_dir():
-            yield from _folder_files(path, pattern, key)
+            places = _folder_files(path, pattern, key)
         elif path.exists():
-            yield _file(path, path.resolve())
+            places = [(path, path.resolve())]
         elif path.with_name(path.name + ".idx").exists():
             raise DataError(
                 f"{key}: {source} is a prepared token file, not text; name the text it was made from"
@@ -68,6 +66,11 @@ def source_files(source: str, pattern: str, key: str) -> Iterator[SourceFile]:
                 f"{key}: {source} does not exist; name a text file, a folder, a .jsonl, a .parquet or "
                 f"{STANDARD_LIBRARY!r}"
             )
+        for file, place in places:
+            status = file.stat()
+            # Optional, because a library may have wrongly encoded files.
+            kind = "optional" if library else _kind(file)
+            yield SourceFile(file, place, kind, status.st_size, status.st_ctime_ns)
     except OSError as error:
         raise cannot_read(Path(error.filename or source), error) from error
 
@@ -76,25 +79,20 @@ def cannot_read(path: Path, error: OSError) -> DataError:
     return DataError(f"{path} cannot be read ({error.strerror or error}); check its permissions and the disk")
 
 
-def _folder_files(folder: Path, pattern: str, key: str) -> Iterator[SourceFile]:
+def _folder_files(folder: Path, pattern: str, key: str) -> list[tuple[Path, Path]]:
+    """Return path and absolute path of the files of a folder that match, without hidden ones."""
     root = folder.resolve()
     names = (path.relative_to(root) for path in root.rglob(pattern) if path.is_file())
-    visible = sorted((name for name in names if not _hidden(name)), key=Path.as_posix)
+    shown = (name for name in names if not any(part.startswith(".") for part in name.parts))
+    visible = sorted(shown, key=Path.as_posix)
     if not visible:
         raise DataError(
             f"{key}: {folder} has no file that matches {pattern!r}; set data.pattern (--pattern), for example '*.txt'"
         )
-    yield from (_file(folder / name, root / name) for name in visible)
+    return [(folder / name, root / name) for name in visible]
 
 
-def _file(path: Path, place: Path, kind: Kind | None = None) -> SourceFile:
-    facts = path.stat()
-    name = path.stem if path.suffix == ".gz" else path.name
-    by_name: Kind = "jsonl" if name.endswith(".jsonl") else "text"
+def _kind(path: Path) -> Kind:
     if path.suffix in (".parquet", ".arrow"):
-        by_name = "table"
-    return SourceFile(path, place, kind or by_name, facts.st_size, facts.st_ctime_ns)
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+        return "table"
+    return "jsonl" if path.name.removesuffix(".gz").endswith(".jsonl") else "text"

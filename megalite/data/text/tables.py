@@ -57,18 +57,6 @@ def saved_dataset_files(folder: Path) -> list[Path]:
     return files
 
 
-def column_texts(path: Path, column: str) -> Iterator[tuple[str, int]]:
-    """Yield each row's text with the bytes of the file read so far; DataError with file, row and remedy."""
-    for row, number, position in table_rows(path, column):
-        text = row[column]
-        if text is None:
-            raise DataError(
-                f"{path}, row {number}: column {column!r} has no value; remove the rows without text"
-            )
-        assert isinstance(text, str)
-        yield text, position
-
-
 def column_names(path: Path) -> tuple[str, ...]:
     """Return the names of the columns of a table; () if it has no row. Raises DataError."""
     return tuple(next((row for row, *_ in table_rows(path)), {}))
