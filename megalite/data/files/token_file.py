@@ -131,13 +131,19 @@ class TokenWriter:
 
     def add(self, tokens: NDArray[Any]) -> None:
         """Append tokens to the open document."""
-        while self.open_tokens + len(tokens) > self._longest:
-            fitting = self._longest - self.open_tokens
-            self._write(tokens[:fitting])
+        self.tokens += len(tokens)
+        self.largest_id = max(self.largest_id, int(tokens.max(initial=0)))
+        if tokens.dtype.kind == "i":
+            self.largest_id = max(self.largest_id, -1 - int(tokens.min(initial=0)))  # see trained_tokens
+        while True:
+            fitting = tokens[: self._longest - self.open_tokens]
+            self._bin.write(np.ascontiguousarray(fitting, dtype=self._dtype.newbyteorder("<")).data)
+            self.open_tokens += len(fitting)
+            tokens = tokens[len(fitting) :]
+            if not len(tokens):
+                return
             self._end_sequence()
             self._sign = -1
-            tokens = tokens[fitting:]
-        self._write(tokens)
 
     def end_document(self) -> None:
         """Close the open document."""
@@ -168,15 +174,6 @@ class TokenWriter:
 
     def close(self) -> None:
         self._lengths.close()
-
-    def _write(self, tokens: NDArray[Any]) -> None:
-        self._bin.write(np.ascontiguousarray(tokens, dtype=self._dtype.newbyteorder("<")).data)
-        self.open_tokens += len(tokens)
-        self.tokens += len(tokens)
-        largest = int(tokens.max(initial=0))
-        if tokens.dtype.kind == "i":
-            largest = max(largest, -1 - int(tokens.min(initial=0)))  # see trained_tokens
-        self.largest_id = max(self.largest_id, largest)
 
     def _end_sequence(self) -> None:
         self._lengths.write(struct.pack("<i", self._sign * self.open_tokens))

@@ -13,7 +13,6 @@ from megalite.data.chat.conversation import Conversation
 from megalite.data.chat.conversation_corpus import ConversationPiece, PairPiece
 from megalite.data.chat.conversation_encoding import ChatEncoding, encode_conversation, encode_pair
 from megalite.data.files.token_file import token_dtype
-from megalite.data.files.workers import ordered_map
 from megalite.data.text.corpus import Corpus, DocumentPiece, Place
 from megalite.data.text.row_counts import RowCounts
 from megalite.data.tokenizers.encoding import PieceEncoder
@@ -23,12 +22,8 @@ from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 _BATCH_CHARACTERS = 1 << 19
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Consecutive pieces, and the position in the corpus after the last of them."""
-
-    pieces: list[DocumentPiece]
-    place: Place
+Batch = tuple[list[DocumentPiece], Place]
+"""Consecutive pieces, and the position in the corpus after the last of them."""
 
 
 @dataclass(frozen=True)
@@ -54,17 +49,18 @@ class _EncodeText:
     file: Path
     end_of_document: str
 
-    def __call__(self, batch: _Batch) -> tuple[EncodedBatch, Place]:
+    def __call__(self, batch: Batch) -> tuple[EncodedBatch, Place]:
+        pieces, place = batch
         encoder, end = self._tools
         lengths, arrays, counts = [], [], RowCounts()
-        for piece in batch.pieces:
+        for piece in pieces:
             if piece.unused is not None:
                 counts.add_row(piece.unused)
             ids = encoder.ids(piece)
             arrays += [ids, end] if piece.ends_document else [ids]
             lengths.append(len(ids) + piece.ends_document)
-        ends = [piece.ends_document for piece in batch.pieces]
-        return EncodedBatch(np.concatenate(arrays), lengths, ends, counts=counts), batch.place
+        ends = [piece.ends_document for piece in pieces]
+        return EncodedBatch(np.concatenate(arrays), lengths, ends, counts=counts), place
 
     @cached_property
     def _tools(self) -> tuple[PieceEncoder, NDArray[Any]]:
@@ -81,9 +77,10 @@ class _EncodeConversations:
     end_of_document: str
     chat: ChatEncoding
 
-    def __call__(self, batch: _Batch) -> tuple[EncodedBatch, Place]:
+    def __call__(self, batch: Batch) -> tuple[EncodedBatch, Place]:
+        pieces, place = batch
         arrays, too_long, ends, counts = [], [], [], RowCounts()
-        for piece in batch.pieces:
+        for piece in pieces:
             conversations: Sequence[Conversation]
             if isinstance(piece, PairPiece):
                 conversations = piece.pair.conversations
@@ -101,32 +98,30 @@ class _EncodeConversations:
             for conversation in conversations:
                 counts.add_messages(self.chat.template.unused_keys(conversation))
         lengths = [len(tokens) for tokens in arrays]
-        return EncodedBatch(np.concatenate(arrays), lengths, ends, too_long, counts), batch.place
+        return EncodedBatch(np.concatenate(arrays), lengths, ends, too_long, counts), place
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
         return load_tokenizer(self.file, end_of_document=self.end_of_document)
 
 
-def encoded_batches(
-    corpus: Corpus, tokenizer: Tokenizer, chat: ChatEncoding | None, *, after: Place, workers: int
-) -> Iterator[tuple[EncodedBatch, Place]]:
-    """Yield the tokens of a corpus after a place, each batch with the place behind it. workers: processes; 0: none."""
-    made_of = tokenizer.file, tokenizer.end_of_document
-    encode: Callable[[_Batch], tuple[EncodedBatch, Place]] = (
-        _EncodeText(*made_of) if chat is None else _EncodeConversations(*made_of, chat)
-    )
-    return ordered_map(encode, _batches(corpus, after), workers=workers)
+def batch_encoder(
+    tokenizer: Tokenizer, chat: ChatEncoding | None
+) -> Callable[[Batch], tuple[EncodedBatch, Place]]:
+    """Return what encodes a batch, in any process, and hands its place on. chat: how conversations are encoded."""
+    origin = tokenizer.file, tokenizer.end_of_document
+    return _EncodeText(*origin) if chat is None else _EncodeConversations(*origin, chat)
 
 
-def _batches(corpus: Corpus, after: Place) -> Iterator[_Batch]:
+def batches(corpus: Corpus, after: Place) -> Iterator[Batch]:
+    """Yield the documents of a corpus behind a place in batches of about _BATCH_CHARACTERS."""
     pieces: list[DocumentPiece] = []
     characters, place = 0, after
     for piece, place in corpus.pieces(after):
         pieces.append(piece)
         characters += len(piece.text)
         if characters >= _BATCH_CHARACTERS:
-            yield _Batch(pieces, place)
+            yield pieces, place
             pieces, characters = [], 0
     if pieces:
-        yield _Batch(pieces, place)
+        yield pieces, place

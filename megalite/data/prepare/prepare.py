@@ -4,7 +4,7 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,8 @@ from megalite.data.files.token_file import (
     idx_path,
     token_dtype,
 )
-from megalite.data.prepare.encoded_batches import EncodedBatch, encoded_batches
+from megalite.data.files.workers import ordered_map
+from megalite.data.prepare.encoded_batches import EncodedBatch, batch_encoder, batches
 from megalite.data.prepare.split import PARTS, WHOLE, Split
 from megalite.data.prepare.token_split import cut_by_tokens, part_sizes
 from megalite.data.text.corpus import Corpus, Place
@@ -45,6 +46,8 @@ from megalite.monitor.preparation import PreparationProgress
 _FORMAT = 1
 # Batches between two journal entries, about ten seconds of one core: the work that a kill loses at most.
 _JOURNAL_BATCHES = 64
+# The documents that a writer has counted: skipped, and conversations that were too long.
+_LEFT_OUT = ("short", "dropped", "truncated")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,14 @@ class Preparation:
     def content_fingerprint(self) -> str:
         """A hash that is equal for two preparations that write the same files, wherever the text lies; reads it all."""
         return self._hash(self.corpus.content_fingerprint)
+
+    @property
+    def journal_key(self) -> dict[str, Any]:
+        """What a journal records of the preparation that it belongs to."""
+        return {
+            "content": self.content_fingerprint,
+            "outputs": [str(prefix) for prefix in self.outputs],
+        }
 
     def done(self) -> list[PreparedFacts] | None:
         """Return the facts of all outputs if this preparation has already written them, else None.
@@ -152,11 +163,9 @@ def prepare_outputs(
             prefix.parent.mkdir(parents=True, exist_ok=True)
         with partial_files(preparation.outputs) as files:
             state, writers = _resumed(preparation, files)
-            encoded = encoded_batches(
-                preparation.corpus,
-                preparation.tokenizer,
-                preparation.chat,
-                after=state.place,
+            encoded = ordered_map(
+                batch_encoder(preparation.tokenizer, preparation.chat),
+                batches(preparation.corpus, state.place),
                 workers=workers,
             )
             for count, (batch, place) in enumerate(encoded, start=1):
@@ -203,19 +212,11 @@ def _prepare_by_tokens(
     except DataError:
         _remove_pair(whole)
         raise
-    dtype, written = token_dtype(preparation.tokenizer.vocab_size), 0
+    written = 0
     try:
         with partial_files(preparation.outputs) as files:
-            writers = []
-            for partial in files:
-                partial.cut(0, 0)
-                writer = TokenWriter(
-                    partial.bin_file, partial.idx_file, dtype, lengths_file=partial.lengths_file
-                )
-                writers.append(_Documents(writer, 0))
-            cut_by_tokens(
-                file, sizes, [each.writer for each in writers], preparation.tokenizer.end_of_document_id
-            )
+            writers = [_DocumentWriter(file, preparation.dtype) for file in files]
+            cut_by_tokens(file, sizes, writers, preparation.tokenizer.end_of_document_id)
             written = sum(each.bin_file.tell() for each in files)
             writers[0].short = facts.short_documents
             published = _published(preparation, files, writers, facts.counts, split_by_tokens=True)
@@ -225,51 +226,62 @@ def _prepare_by_tokens(
     return published
 
 
-class _Documents:
-    """Passes documents of at least `min_length` tokens on to a TokenWriter, and counts the others and those cut."""
+class _DocumentWriter(TokenWriter):
+    """Writes documents of at least `min_length` tokens, and counts the others and those cut.
+
+    saved: the fields of `saved_fields` to resume from.
+    """
 
     def __init__(
-        self, writer: TokenWriter, min_length: int, short: int = 0, dropped: int = 0, truncated: int = 0
+        self,
+        files: PartialFiles,
+        dtype: np.dtype[Any],
+        min_length: int = 0,
+        saved: Mapping[str, Any] | None = None,
     ):
-        self.writer, self.short, self.dropped, self.truncated = writer, short, dropped, truncated
+        fields = dict(saved or {})
+        self.short, self.dropped, self.truncated = (fields.pop(name, 0) for name in _LEFT_OUT)
+        state = WriterState(**fields)
+        files.cut(state.bin_bytes, state.lengths_bytes)
+        super().__init__(files.bin_file, files.idx_file, dtype, lengths_file=files.lengths_file, state=state)
         self._min_length = min_length
-        self._open_tokens = 0
+        self._document_tokens = 0
         self._pending: list[NDArray[Any]] = []
         # An open document of a resumed writer is long enough: tokens of shorter ones are never written.
-        self._passing = writer.in_document
+        self._passing = self.in_document
 
     @property
     def undecided(self) -> bool:
         """Whether the open document may still be too short."""
         return bool(self._pending)
 
-    @property
-    def counts(self) -> dict[str, int]:
-        return {"short": self.short, "dropped": self.dropped, "truncated": self.truncated}
+    def saved_fields(self) -> dict[str, Any]:
+        """Flush both files to the disk, and return what a journal keeps."""
+        return {**{name: getattr(self, name) for name in _LEFT_OUT}, **asdict(self.saved_state())}
 
-    def add_conversation(self, tokens: NDArray[Any], *, too_long: bool) -> None:
-        """Append a document whole; one without tokens was dropped as too long."""
-        if len(tokens):
-            self.truncated += too_long
-            self.add(tokens, closing=True)
-        else:
+    def add_piece(self, tokens: NDArray[Any], *, closing: bool, too_long: bool = False) -> None:
+        """Append the next tokens of a document.
+
+        closing: they are its last ones and end in the end-of-document id. too_long: a conversation that was cut, or,
+        without tokens, left out.
+        """
+        if too_long and not len(tokens):
             self.dropped += 1
-
-    def add(self, tokens: NDArray[Any], *, closing: bool) -> None:
-        """Append tokens to the open document; `closing`: they are its last ones and end in the end-of-document id."""
-        self._open_tokens += len(tokens) - closing
+            return
+        self.truncated += too_long
+        self._document_tokens += len(tokens) - closing
         self._pending.append(tokens)
-        if self._passing or self._open_tokens >= self._min_length:
+        if self._passing or self._document_tokens >= self._min_length:
             self._passing = True
             for pending in self._pending:
-                self.writer.add(pending)
+                self.add(pending)
             self._pending = []
         if closing:
             if self._passing:
-                self.writer.end_document()
+                self.end_document()
             else:
                 self.short += 1
-            self._open_tokens, self._pending, self._passing = 0, [], False
+            self._document_tokens, self._pending, self._passing = 0, [], False
 
 
 @dataclass
@@ -280,70 +292,57 @@ class _State:
     document: int
     counts: RowCounts
 
-    def entry(self, preparation: Preparation, writers: Sequence[_Documents]) -> dict[str, Any]:
+    def entry(self, preparation: Preparation, writers: Sequence[_DocumentWriter]) -> dict[str, Any]:
         """Return the journal entry."""
         return {
-            "content": preparation.content_fingerprint,
-            "outputs": [str(prefix) for prefix in preparation.outputs],
+            **preparation.journal_key,
             "place": asdict(self.place),
             "document": self.document,
             "counts": self.counts.as_json,
-            "writers": [{**each.counts, **asdict(each.writer.saved_state())} for each in writers],
+            "writers": [writer.saved_fields() for writer in writers],
         }
 
 
-def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_State, list[_Documents]]:
+def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_State, list[_DocumentWriter]]:
     """Return the state and the writers of the journal if it is of this preparation, else those of a new one.
 
     The content of the text decides, which what is published records, too: chmod does not take a journal away.
     """
     journal = read_journal(preparation.outputs[0])
     state = _State(Place(), 0, RowCounts())
-    saved: list[dict[str, Any]] = [asdict(WriterState()) for _ in files]
-    fitting = {
-        "content": preparation.content_fingerprint,
-        "outputs": [str(prefix) for prefix in preparation.outputs],
-    }
-    if fitting.items() <= journal.items():
-        sizes = [(each["bin_bytes"], each["lengths_bytes"]) for each in journal["writers"]]
-        if all(each.cut(*size) for each, size in zip(files, sizes, strict=True)):
+    saved: list[dict[str, Any]] = [{} for _ in files]
+    if preparation.journal_key.items() <= journal.items():
+        sizes = [(fields["bin_bytes"], fields["lengths_bytes"]) for fields in journal["writers"]]
+        if all(file.cut(*size) for file, size in zip(files, sizes, strict=True)):
             counts = RowCounts.of_json(journal.get("counts", {}))
             state, saved = _State(Place(**journal["place"]), journal["document"], counts), journal["writers"]
-    writers = []
-    for partial, fields in zip(files, saved, strict=True):
-        left_out = {name: fields.pop(name, 0) for name in ("short", "dropped", "truncated")}
-        writer_state = WriterState(**fields)
-        partial.cut(writer_state.bin_bytes, writer_state.lengths_bytes)
-        writer = TokenWriter(
-            partial.bin_file,
-            partial.idx_file,
-            preparation.dtype,
-            lengths_file=partial.lengths_file,
-            state=writer_state,
-        )
-        writers.append(_Documents(writer, preparation.min_length, **left_out))
+    writers = [
+        _DocumentWriter(file, preparation.dtype, preparation.min_length, fields)
+        for file, fields in zip(files, saved, strict=True)
+    ]
     return state, writers
 
 
-def _write(batch: EncodedBatch, writers: Sequence[_Documents], split: Split, document: int) -> int:
+def _write(batch: EncodedBatch, writers: Sequence[_DocumentWriter], split: Split, document: int) -> int:
     """Write each piece to the part of its document, starting at number `document`; return the next number."""
     start = 0
     writer_of_part = dict(zip(split.parts, writers, strict=True))
     for place, (length, ends) in enumerate(zip(batch.lengths, batch.ends_document, strict=True)):
-        writer, tokens = writer_of_part[split.part(document)], batch.tokens[start : start + length]
-        if batch.too_long is None:
-            writer.add(tokens, closing=ends)
-        else:
-            writer.add_conversation(tokens, too_long=batch.too_long[place])
+        writer_of_part[split.part(document)].add_piece(
+            batch.tokens[start : start + length],
+            # Conversations that a split keeps together are documents of their own.
+            closing=ends or batch.too_long is not None,
+            too_long=batch.too_long is not None and batch.too_long[place],
+        )
         start += length
         document += ends
     return document
 
 
-def _progress(corpus: Corpus, place: Place, writers: Sequence[_Documents]) -> PreparationProgress:
-    documents = sum(each.writer.documents for each in writers)
+def _progress(corpus: Corpus, place: Place, writers: Sequence[_DocumentWriter]) -> PreparationProgress:
+    documents = sum(each.documents for each in writers)
     return PreparationProgress(
-        place.bytes_read, corpus.size_bytes, documents, sum(each.writer.tokens for each in writers)
+        place.bytes_read, corpus.size_bytes, documents, sum(each.tokens for each in writers)
     )
 
 
@@ -358,8 +357,8 @@ def _check_outputs(preparation: Preparation) -> None:
                 )
 
 
-def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) -> None:
-    kept = sum(each.writer.documents for each in writers)
+def _check_not_empty(preparation: Preparation, writers: Sequence[_DocumentWriter]) -> None:
+    kept = sum(each.documents for each in writers)
     short = sum(each.short for each in writers)
     sources = ", ".join(preparation.corpus.sources)
     dropped = sum(each.dropped for each in writers)
@@ -373,8 +372,8 @@ def _check_not_empty(preparation: Preparation, writers: Sequence[_Documents]) ->
             f"all {short} documents of {sources} have fewer than {preparation.min_length} tokens; "
             "lower data.min_length (--min-length)"
         )
-    for part, documents in zip(preparation.split.parts, writers, strict=True):
-        if not documents.writer.documents:
+    for part, writer in zip(preparation.split.parts, writers, strict=True):
+        if not writer.documents:
             raise DataError(
                 f"data.split: the {PARTS[part]} part gets none of the {kept} documents of {sources} with "
                 f"{preparation.min_length} tokens or more; lower data.min_length (--min-length), or raise the part's "
@@ -390,22 +389,22 @@ def _remove_pair(prefix: Path) -> None:
 def _published(
     preparation: Preparation,
     files: Sequence[PartialFiles],
-    writers: Sequence[_Documents],
+    writers: Sequence[_DocumentWriter],
     counts: dict[str, Any],
     *,
     split_by_tokens: bool = False,
 ) -> list[PreparedFacts]:
     facts = []
     tokenizer, chat = preparation.tokenizer, preparation.chat
-    for partial, documents in zip(files, writers, strict=True):
-        documents.writer.finish()
+    for partial, writer in zip(files, writers, strict=True):
+        writer.finish()
         facts.append(
             PreparedFacts(
                 fingerprint=preparation.fingerprint,
                 sources=preparation.corpus.sources,
                 files=len(preparation.corpus.files),
-                documents=documents.writer.documents,
-                tokens=documents.writer.tokens,
+                documents=writer.documents,
+                tokens=writer.tokens,
                 dtype=str(preparation.dtype),
                 bin_bytes=partial.bin_file.tell(),
                 idx_bytes=partial.idx_file.tell(),
@@ -415,16 +414,16 @@ def _published(
                 end_of_document=tokenizer.end_of_document,
                 end_of_document_id=tokenizer.end_of_document_id,
                 min_length=preparation.min_length,
-                short_documents=documents.short,
+                short_documents=writer.short,
                 source_bytes=preparation.corpus.size_bytes,
                 content_fingerprint=preparation.content_fingerprint,
-                largest_id=documents.writer.largest_id,
+                largest_id=writer.largest_id,
                 tokenizer_beside=os.path.relpath(tokenizer.file.resolve(), partial.prefix.parent.resolve()),
                 split_by_tokens=split_by_tokens,
                 kind="text" if chat is None else chat.kind,
                 sequence_length=0 if chat is None else chat.sequence_length,
-                truncated_documents=documents.truncated,
-                dropped_documents=documents.dropped,
+                truncated_documents=writer.truncated,
+                dropped_documents=writer.dropped,
                 train_on="" if chat is None else chat.train_on,
                 chat_template="" if chat is None else chat.template.origin,
                 chat_template_sha256="" if chat is None else chat.template.sha256,

@@ -68,7 +68,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     encode = _EncodeText.__call__
 
     def counted(self: _EncodeText, batch: Any) -> Any:
-        calls.append(len(batch.pieces))
+        calls.append(len(batch[0]))
         return encode(self, batch)
 
     monkeypatch.setattr(_EncodeText, "__call__", counted)
