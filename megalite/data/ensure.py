@@ -3,13 +3,13 @@
 Worker processes do all heavy work: this process starts no thread pool, so that ranks can be forked from it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from megalite.config.sections.schema import RunConfig
-from megalite.config.sections.text_sections import DataConfig
+from megalite.config.sections.text_sections import BlendPart
 from megalite.data.batches.concatenated_rows import ConcatenatedRows
 from megalite.data.batches.conversation_rows import packing_of, rows_of
 from megalite.data.batches.documents import require_ends
@@ -61,8 +61,8 @@ class _Set:
     source: Corpus | Path
     part: str
     """One of PARTS; the first one, if data.split divides the set."""
-    number: str = ""
-    """The suffix of the file names of a blended set."""
+    suffix: str = ""
+    """Of the file names of a blended set."""
     weight: float = 1.0
 
 
@@ -81,13 +81,14 @@ def ensure_data(
         if isinstance(part_set.source, Corpus):
             part_set.source.require_text()
     rows = None if config.model.vocab_size == "auto" else config.model.vocab_size
+    refuse_change = partial(_refuse_change, config, run_folder, changed)
     request = TokenizerRequest(
         config.tokenizer,
         run_folder / "tokenizer",
         texts=[each.source for each in sets if isinstance(each.source, Corpus) and each.part == "train"],
         prefixes=[each.source for each in sets if isinstance(each.source, Path)],
         rows=rows,
-        refuse_change=partial(_refuse_change, config, run_folder, changed),
+        refuse_change=refuse_change,
     )
     folder = run_tokenizer(request, console)
     tokenizer = None
@@ -96,9 +97,9 @@ def ensure_data(
         if config.tokenizer.add_tokens and rows is not None:
             rows = max(rows, tokenizer.vocab_size)
         _check_rows(rows, tokenizer)
-    found: dict[str, list[Path]] = {part: [] for part in PARTS}
-    stream, said = _stream(config, sets)
-    notes = list(said)
+    prefixes_of: dict[str, list[Path]] = {part: [] for part in PARTS}
+    stream, stream_notes = _stream(config, sets)
+    notes = list(stream_notes)
     for part_set in sets:
         if stream and part_set.part == "train":
             continue
@@ -106,31 +107,31 @@ def ensure_data(
             _check_prepared(part_set, part_set.source, tokenizer, config)
             _check_ids(part_set.source, tokenizer, rows, run_folder)
             notes += source_notes(prepared_facts(part_set.source))
-            found[part_set.part].append(part_set.source)
+            prefixes_of[part_set.part].append(part_set.source)
             continue
-        preparation = _preparation(config, part_set, tokenizer, run_folder / "data")
-        prepared = _prepared(config, run_folder, changed, preparation, console)
-        notes += [*_notes(preparation, prepared), *source_notes(prepared[0])]
-        split = len(preparation.outputs) > 1
-        parts = [PARTS[part] for part in preparation.split.parts] if split else [part_set.part]
+        preparation, facts = _prepare(
+            config, part_set, tokenizer, run_folder / "data", refuse_change, console
+        )
+        notes += [*_notes(preparation, facts), *source_notes(facts[0])]
+        is_split = len(preparation.outputs) > 1
+        parts = [PARTS[part] for part in preparation.split.parts] if is_split else [part_set.part]
         for part, prefix in zip(parts, preparation.outputs, strict=True):
-            found[part].append(prefix)
+            prefixes_of[part].append(prefix)
     if config.data.kind != "text":
-        notes += _rows(config, found)
+        notes += _rows(config, prefixes_of)
     elif not stream:
-        for part_set, prefix in zip(
-            (part_set for part_set in sets if part_set.part == "train"), found["train"], strict=True
-        ):
+        trained = [part_set for part_set in sets if part_set.part == "train"]
+        for part_set, prefix in zip(trained, prefixes_of["train"], strict=True):
             _require_a_sequence(part_set, prefix, config.training.sequence_length)
     return RunData(
         tokenizer=folder,
-        train=tuple(found["train"]),
+        train=tuple(prefixes_of["train"]),
         weights=() if stream else tuple(each.weight for each in sets if each.part == "train"),
-        validation=tuple(found["validation"]),
-        test=tuple(found["test"]),
+        validation=tuple(prefixes_of["validation"]),
+        test=tuple(prefixes_of["test"]),
         notes=tuple(notes),
         stream=stream,
-        fingerprints=_fingerprints(config, tokenizer, sets, found, stream),
+        fingerprints=_fingerprints(config, tokenizer, sets, prefixes_of, stream),
     )
 
 
@@ -186,40 +187,30 @@ def _stream(config: RunConfig, sets: Sequence[_Set]) -> tuple[tuple[StreamFile, 
 def _sets(config: RunConfig) -> list[_Set]:
     """Open and return the data sets of the run; DataError if validation text is also trained on."""
     data = config.data
-    sets = []
-    if data.source is not None:
-        sets.append(_set("data.source", data.source, data, data.text_column, data.pattern))
-    for number, part in enumerate(data.blend or ()):
-        column, pattern = part.text_column or data.text_column, part.pattern or data.pattern
-        each = _set(f"data.blend[{number + 1}].source", part.source, data, column, pattern)
-        sets.append(replace(each, number=f"-{number}", weight=part.weight))
+    asked = [] if data.source is None else [("data.source", BlendPart(source=data.source, weight=1.0), "")]
+    for number, blend_part in enumerate(data.blend or ()):
+        asked.append((f"data.blend[{number + 1}].source", blend_part, f"-{number}"))
     if data.validation is not None:
-        validation = _set(
-            "data.validation", data.validation, data, data.text_column, data.pattern, "validation"
+        asked.append(("data.validation", BlendPart(source=data.validation, weight=1.0), ""))
+    sets = []
+    for key, part, suffix in asked:
+        sources = [part.source] if isinstance(part.source, str) else part.source
+        source = prepared_prefix(sources, key) or CORPUS_OF[data.kind].open(
+            sources,
+            text_column=part.text_column or data.text_column,
+            pattern=part.pattern or data.pattern,
+            key=key,
         )
-        trained = {file for each in sets for file in _files(each)}
-        shared = [str(path) for place, path in _files(validation).items() if place in trained]
+        name = "validation" if key == "data.validation" else "train"
+        sets.append(_Set(key, source, name, suffix, part.weight))
+    if data.validation is not None:
+        trained = {file for part_set in sets[:-1] for file in _files(part_set)}
+        shared = [str(path) for file, path in _files(sets[-1]).items() if file in trained]
         if shared:
             raise DataError(
                 f"data.validation: {min(shared)} is also training data; name other text, or set data.split"
             )
-        sets.append(validation)
     return sets
-
-
-def _set(
-    key: str,
-    source: str | Sequence[str],
-    data: DataConfig,
-    text_column: str,
-    pattern: str,
-    part: str = "train",
-) -> _Set:
-    sources = [source] if isinstance(source, str) else source
-    opened = prepared_prefix(sources, key) or CORPUS_OF[data.kind].open(
-        sources, text_column=text_column, pattern=pattern, key=key
-    )
-    return _Set(key, opened, part)
 
 
 def _files(part_set: _Set) -> dict[Path, Path]:
@@ -229,25 +220,53 @@ def _files(part_set: _Set) -> dict[Path, Path]:
     return {file.place: file.path for file in part_set.source.files}
 
 
-def _preparation(config: RunConfig, part_set: _Set, tokenizer: Tokenizer | None, folder: Path) -> Preparation:
-    assert isinstance(part_set.source, Corpus)
+def _prepare(
+    config: RunConfig,
+    part_set: _Set,
+    tokenizer: Tokenizer | None,
+    folder: Path,
+    refuse_change: Callable[[Path], None],
+    console: PreparationConsole,
+) -> tuple[Preparation, list[PreparedFacts]]:
+    """Make the token files of a text in `folder` unless they are up to date, and show the progress. Raises DataError.
+
+    refuse_change: raises DataError if the files must not change.
+    """
+    corpus = part_set.source
+    assert isinstance(corpus, Corpus)
     if tokenizer is None:
         raise DataError(
-            f"{part_set.key}: {', '.join(part_set.source.sources)} is text, and the prepared token file beside it "
+            f"{part_set.key}: {', '.join(corpus.sources)} is text, and the prepared token file beside it "
             "has no tokenizer; set tokenizer.path"
         )
     shares = config.data.split if part_set.part == "train" and config.data.split is not None else (1.0,)
     split = Split(shares, config.run.seed)
     names = [part_set.part] if len(split.parts) == 1 else [PARTS[part] for part in split.parts]
-    return Preparation(
-        part_set.source,
+    chat = _chat(config, tokenizer)
+    preparation = Preparation(
+        corpus,
         tokenizer,
-        outputs=tuple(folder / f"{name}{part_set.number}" for name in names),
+        outputs=tuple(folder / f"{name}{part_set.suffix}" for name in names),
         min_length=config.data.min_length,
         split=split,
         sequence_length=config.training.sequence_length,
-        chat=_chat(config, tokenizer),
+        chat=chat,
     )
+    facts = preparation.done()
+    if facts is not None:
+        return preparation, facts
+    if any(map(prepared_facts, preparation.outputs)):
+        refuse_change(preparation.outputs[0])
+    if chat is not None:
+        may_add = config.tokenizer.path is not None and config.adapter.kind == "none"
+        for note in turn_end_notes(chat.template, tokenizer, may_add_tokens=may_add):
+            console.note(note)
+    console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
+    facts = prepare_outputs(preparation, workers=max(1, config.data.workers), progress=console.progress)
+    what, each_row = ("document", 1) if chat is None else (_unit(chat.unit, facts[0]), chat.documents)
+    documents, tokens = sum(part.documents for part in facts), sum(part.tokens for part in facts)
+    console.end(f"data: {counted(documents // each_row, what)}, {tokens:,} tokens")
+    return preparation, facts
 
 
 def _chat(config: RunConfig, tokenizer: Tokenizer) -> ChatEncoding | None:
@@ -259,28 +278,6 @@ def _chat(config: RunConfig, tokenizer: Tokenizer) -> ChatEncoding | None:
     return chat_encoding(
         tokenizer, config.tokenizer.chat_template, data.train_on, length, too_long, kind=data.kind
     )
-
-
-def _prepared(
-    config: RunConfig, run_folder: Path, changed: str, preparation: Preparation, console: PreparationConsole
-) -> list[PreparedFacts]:
-    """Run the preparation unless its files are up to date, and show its progress."""
-    done = preparation.done()
-    if done is not None:
-        return done
-    if any(map(prepared_facts, preparation.outputs)):
-        _refuse_change(config, run_folder, changed, preparation.outputs[0])
-    corpus, chat = preparation.corpus, preparation.chat
-    if chat is not None:
-        may_add = config.tokenizer.path is not None and config.adapter.kind == "none"
-        for note in turn_end_notes(chat.template, preparation.tokenizer, may_add_tokens=may_add):
-            console.note(note)
-    console.begin(f"tokenizing {megabytes(corpus.size_bytes)} of text ({counted(len(corpus.files), 'file')})")
-    facts = prepare_outputs(preparation, workers=max(1, config.data.workers), progress=console.progress)
-    what, each_row = ("document", 1) if chat is None else (_unit(chat.unit, facts[0]), chat.documents)
-    documents, tokens = sum(each.documents for each in facts), sum(each.tokens for each in facts)
-    console.end(f"data: {counted(documents // each_row, what)}, {tokens:,} tokens")
-    return facts
 
 
 def _unit(unit: str, facts: PreparedFacts | None) -> str:
@@ -310,10 +307,10 @@ def _notes(preparation: Preparation, facts: Sequence[PreparedFacts]) -> Iterator
         )
 
 
-def _rows(config: RunConfig, found: Mapping[str, Sequence[Path]]) -> Iterator[str]:
+def _rows(config: RunConfig, prefixes_of: Mapping[str, Sequence[Path]]) -> Iterator[str]:
     """Pack the conversations of every set, and say how full their sequences are. Raises DataError."""
     length, data = config.training.sequence_length, config.data
-    for part, prefixes in found.items():
+    for part, prefixes in prefixes_of.items():
         for prefix in prefixes:
             if data.length_buckets and part == "train":
                 yield _buckets(config, TokenFile.open(prefix))
