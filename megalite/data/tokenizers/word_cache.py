@@ -38,33 +38,23 @@ class WordCache(dict[str, bytes]):
 
     def ids(self, text: str) -> NDArray[Any]:
         """Return the ids of `text`, the same as the tokenizer's."""
-        if any(token in text for token in self._added_tokens):
-            encoded = self._encoded(text)
-        else:
-            encoded = b"".join(map(self.__getitem__, self._words(text)))
-        return np.frombuffer(encoded, dtype=self._dtype)
-
-    def _words(self, text: str) -> list[str]:
-        if text.isascii():
-            return self._pattern.findall(text)
-        words: list[str] = []
-        for ascii_only, group in groupby(_CUT.split(text), str.isascii):
-            parts = list(group)
-            words += self._pattern.findall("".join(parts)) if ascii_only else parts
-        return words
+        words = [text]
+        if not any(token in text for token in self._added_tokens):
+            words = []
+            for ascii_only, group in groupby([text] if text.isascii() else _CUT.split(text), str.isascii):
+                parts = list(group)
+                words += self._pattern.findall("".join(parts)) if ascii_only else parts
+        return np.frombuffer(b"".join(map(self.__getitem__, words)), dtype=self._dtype)
 
     def __missing__(self, word: str) -> bytes:
-        encoded = self._encoded(word)
+        # A batch of one runs in this thread; the "fast" call skips the character offsets.
+        [encoding] = self._backend.encode_batch_fast([word], add_special_tokens=False)
+        encoded = np.array(encoding.ids, dtype=self._dtype).tobytes()
         if len(word) <= _LONGEST_WORD:
             if len(self) >= _MOST_WORDS:
                 self.clear()
             self[word] = encoded
         return encoded
-
-    def _encoded(self, text: str) -> bytes:
-        # A batch of one runs in this thread; the "fast" call skips the character offsets.
-        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        return np.array(encoding.ids, dtype=self._dtype).tobytes()
 
 
 def word_cache(backend: Backend, dtype: np.dtype[Any]) -> WordCache | None:
