@@ -69,7 +69,8 @@ def measure(case: Case, prefix: Path, steps: int) -> tuple[list[float], list[flo
     import torch
 
     from megalite.config.load import load_run
-    from megalite.data.batches.loader import StepLoader
+    from megalite.data.batches.blend import SampleOrder
+    from megalite.data.batches.loader import BatchShare, StepLoader
     from megalite.data.files.token_file import TokenFile
     from megalite.parallel.mesh import ParallelMesh
     from megalite.train.step import TrainStep
@@ -100,10 +101,8 @@ def measure(case: Case, prefix: Path, steps: int) -> tuple[list[float], list[flo
         bin_path(prefix).read_bytes()
     loader = StepLoader(
         TokenFile.open(prefix),
-        sequence_length=SEQUENCE_LENGTH,
-        micro_batch_size=sequences,
-        micro_batches=1,
-        seed=0,
+        BatchShare(SEQUENCE_LENGTH, micro_batch_size=sequences, micro_batches=1),
+        SampleOrder(seed=0),
     )
     trainer = TrainStep(config, ParallelMesh.single(), config.model.shape(vocabulary), loader)
     with trainer.batches:

@@ -55,7 +55,8 @@ def _write_tokens(prefix: Path, count: int, vocab_size: int) -> None:
 def train(kernels: str, *, device: str, product: float | None, tiny: bool = False) -> dict[str, Any]:
     """A few steps of the Trainer with `model.kernels` so set; one row. product: measured FLOP/s of bf16 products."""
     from megalite.config.load import load_run
-    from megalite.data.batches.loader import StepLoader
+    from megalite.data.batches.blend import SampleOrder
+    from megalite.data.batches.loader import BatchShare, StepLoader
     from megalite.data.files.token_file import TokenFile
     from megalite.parallel.mesh import ParallelMesh
     from megalite.train.step import TrainStep
@@ -79,10 +80,8 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
         config = load_run(None, words).config
         loader = StepLoader(
             TokenFile.open(prefix),
-            sequence_length=sequence,
-            micro_batch_size=sequences,
-            micro_batches=MICRO_BATCHES,
-            seed=0,
+            BatchShare(sequence, micro_batch_size=sequences, micro_batches=MICRO_BATCHES),
+            SampleOrder(seed=0),
         )
         shape = config.model.shape(model["vocab_size"])
         trainer = TrainStep(config, ParallelMesh.single(device), shape, loader)

@@ -1,13 +1,13 @@
 """The loaders of a run's token files: of training, and of each validation set."""
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megalite.config.sections.schema import RunConfig
+from megalite.data.batches.blend import SampleOrder
 from megalite.data.batches.bucket_loader import BucketLoader
 from megalite.data.batches.conversation_rows import samples_of
-from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.loader import BatchShare, StepLoader
 from megalite.data.batches.stream_lane import StreamText
 from megalite.data.batches.stream_loader import StreamLoader, TrainingLoader
 from megalite.data.ensure import RunData
@@ -23,18 +23,23 @@ _STEPS_AHEAD = 2
 def loader_maker(
     config: RunConfig, mesh: ParallelMesh, tokenizer: Tokenizer | None
 ) -> Callable[..., StepLoader]:
-    """Return StepLoader with the arguments that the samples of training and validation have in common."""
-    # Without a tokenizer the padding, which the loss ignores, may be any id.
-    end_of_document_id = 0 if tokenizer is None else tokenizer.end_of_document_id
-    return partial(
-        StepLoader,
-        **_share_of_the_batch(config, mesh),
-        seed=config.run.seed,
-        pad_id=end_of_document_id,
-        end_of_document_id=end_of_document_id if config.data.document_mask else None,
-        samples_of=samples_of(config.data, config.run.seed),
-        together=config.data.rows_together,
-    )
+    """Return what makes a StepLoader of token files and of what is not the same in training and validation.
+
+    The further arguments are those of SampleOrder, but the seed and the samples that stay together.
+    """
+
+    def load(token_file: TokenFile | Sequence[TokenFile], **order: Any) -> StepLoader:
+        return StepLoader(
+            token_file,
+            _share_of_the_batch(config, mesh),
+            SampleOrder(config.run.seed, together=config.data.rows_together, **order),
+            samples_of=samples_of(config.data, config.run.seed),
+            # Without a tokenizer the padding, which the loss ignores, may be any id.
+            pad_id=0 if tokenizer is None else tokenizer.end_of_document_id,
+            document_mask=config.data.document_mask,
+        )
+
+    return load
 
 
 def training_loader(
@@ -55,29 +60,28 @@ def training_loader(
         [prefix] = data.train
         return BucketLoader(
             TokenFile.open(prefix),
+            _share_of_the_batch(config, mesh),
             buckets=config.data.length_buckets,
-            shuffle=config.data.shuffle,
             seed=config.run.seed,
-            **_share_of_the_batch(config, mesh),
+            shuffle=config.data.shuffle,
         )
     return load(
         [TokenFile.open(prefix) for prefix in data.train],
         weights=data.weights,
-        curriculum=[(each.step, each.weights) for each in config.data.curriculum],
+        curriculum=[(part.step, part.weights) for part in config.data.curriculum],
         shuffle=config.data.shuffle,
         epochs=None if config.training.steps else config.training.epochs,
     )
 
 
-def _share_of_the_batch(config: RunConfig, mesh: ParallelMesh) -> dict[str, Any]:
-    """Return the sizes of the global batch, and this rank's share of it."""
-    return {
-        "sequence_length": config.training.sequence_length,
-        "micro_batch_size": config.batch.micro_batch_size,
-        "micro_batches": config.batch.micro_batches,
-        "dp_rank": mesh.batch.rank,
-        "dp_size": mesh.batch.size,
-    }
+def _share_of_the_batch(config: RunConfig, mesh: ParallelMesh) -> BatchShare:
+    return BatchShare(
+        config.training.sequence_length,
+        config.batch.micro_batch_size,
+        config.batch.micro_batches,
+        mesh.batch.rank,
+        mesh.batch.size,
+    )
 
 
 def _stream_loader(
@@ -93,7 +97,7 @@ def _stream_loader(
     return StreamLoader(
         text,
         tokenizer,
-        **_share_of_the_batch(config, mesh),
+        _share_of_the_batch(config, mesh),
         document_mask=settings.document_mask,
         remembered=settings.prefetch + _STEPS_AHEAD,
     )

@@ -86,7 +86,7 @@ def give_reference_losses(
 ) -> str:
     """Give each loader the reference's losses of its samples, from the file or computed; return a line for the start.
 
-    load: StepLoader with all arguments except token_file, shuffle and epochs. advance: called after every batch.
+    load: `loaders.loader_maker`'s. advance: called after every batch.
     Collective. Raises CheckpointError if a resumed run has no losses of this data.
     """
     started, mesh = time.perf_counter(), trainer.mesh

@@ -37,7 +37,7 @@ class HeldOutSet:
 def held_out_set(load: Callable[..., StepLoader], file: TokenFile, limit: int | None) -> HeldOutSet:
     """Return all samples of a file in order, or `limit` random ones, the same in every validation of the run.
 
-    load: StepLoader with all arguments except token_file, shuffle and epochs.
+    load: `loaders.loader_maker`'s.
     """
     whole = load(file, shuffle=False, epochs=1)
     if limit is None or limit >= whole.samples_per_epoch:

@@ -18,8 +18,9 @@ from megalite import Trainer
 from megalite.cli import convert
 from megalite.config.sections.schema import RunConfig
 from megalite.convert.huggingface.export import export
+from megalite.data.batches.blend import SampleOrder
 from megalite.data.batches.conversation_rows import samples_of
-from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.loader import BatchShare, StepLoader
 from megalite.data.files.token_file import TokenFile
 from megalite.errors import CheckpointError, ConfigError
 from megalite.generation.source import find_source
@@ -87,10 +88,8 @@ def trained_by_peft(model: PreTrainedModel, config: RunConfig, folder: Path) -> 
     """Train an adapter with PEFT and plain SGD on the rows of our loader; save it and return the losses."""
     loader = StepLoader(
         TokenFile.open(Path(config.run.folder) / "data" / "train"),
-        sequence_length=LENGTH,
-        micro_batch_size=1,
-        micro_batches=SEQUENCES,
-        seed=config.run.seed,
+        BatchShare(LENGTH, 1, SEQUENCES),
+        SampleOrder(config.run.seed),
         samples_of=samples_of(config.data, config.run.seed),
     )
     prefix = config.adapter.kind == "prefix"

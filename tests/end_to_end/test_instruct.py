@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megalite import Trainer
 from megalite.cli import main
 from megalite.config.sections.schema import RunConfig
+from megalite.data.batches.blend import SampleOrder
 from megalite.data.batches.bucket_loader import BucketLoader
 from megalite.data.batches.conversation_rows import samples_of
-from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.loader import BatchShare, StepLoader
 from megalite.data.files.token_file import TokenFile
 from megalite.errors import ConfigError, DataError
 from tests.support.fine_tuning import Sections, fine_tuning_run
@@ -82,15 +83,10 @@ def plain_losses(weights: Path, loader: StepLoader | BucketLoader) -> list[float
 
 def loader_of(config: RunConfig, prefix: Path) -> StepLoader | BucketLoader:
     """The batches of the run on one rank, with micro batches of one sequence."""
-    batch: dict[str, Any] = {
-        "sequence_length": LENGTH,
-        "micro_batch_size": 1,
-        "micro_batches": SEQUENCES,
-        "seed": config.run.seed,
-    }
+    file, share, seed = TokenFile.open(prefix), BatchShare(LENGTH, 1, SEQUENCES), config.run.seed
     if config.data.length_buckets:
-        return BucketLoader(TokenFile.open(prefix), buckets=config.data.length_buckets, **batch)
-    return StepLoader(TokenFile.open(prefix), samples_of=samples_of(config.data, config.run.seed), **batch)
+        return BucketLoader(file, share, buckets=config.data.length_buckets, seed=seed)
+    return StepLoader(file, share, SampleOrder(seed), samples_of=samples_of(config.data, seed))
 
 
 BUCKETS = {"packing": "none", "length_buckets": 3}

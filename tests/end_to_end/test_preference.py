@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 from megalite import Trainer
 from megalite.cli import main
 from megalite.config.sections.schema import RunConfig
+from megalite.data.batches.blend import SampleOrder
 from megalite.data.batches.conversation_rows import samples_of
-from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.loader import BatchShare, StepLoader
 from megalite.data.files.token_file import TokenFile
 from megalite.data.files.trained_tokens import ids_of, is_trained
 from megalite.errors import CheckpointError, DataError
@@ -129,12 +130,9 @@ def plain_run(weights: Path, loader: StepLoader, formula: Callable[..., tuple[Te
 def loader_of(config: RunConfig, folder: Path) -> StepLoader:
     return StepLoader(
         TokenFile.open(folder / "data" / "train"),
-        sequence_length=LENGTH,
-        micro_batch_size=2,
-        micro_batches=ROWS // 2,
-        seed=config.run.seed,
+        BatchShare(LENGTH, 2, ROWS // 2),
+        SampleOrder(config.run.seed, together=2),
         samples_of=samples_of(config.data, config.run.seed),
-        together=2,
     )
 
 

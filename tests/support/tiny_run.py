@@ -1,7 +1,6 @@
 """The trainer of `megalite train` on tiny token files, in any layout of a few ranks."""
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from megalite.data.batches.loader import StepLoader
 from megalite.data.files.token_file import TokenFile, TokenWriter
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.train.loaders import loader_maker
 from megalite.train.step import TrainStep
 
 VOCABULARY, LENGTH = 101, 12
@@ -58,15 +58,7 @@ def tiny_trainer(folder: Path, changes: Mapping[str, Any]) -> tuple[TrainStep, C
     config = load_run(None, [*flags, f"--data.source={folder / 'train'}"]).config
     device = local_device(dist.get_rank(), dist.get_world_size())
     mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
-    load = partial(
-        StepLoader,
-        sequence_length=LENGTH,
-        micro_batch_size=config.batch.micro_batch_size,
-        micro_batches=config.batch.micro_batches,
-        dp_rank=mesh.batch.rank,
-        dp_size=mesh.batch.size,
-        seed=config.run.seed,
-    )
+    load = loader_maker(config, mesh, None)
     loader = load(TokenFile.open(folder / "train"))
     return TrainStep(config, mesh, config.model.shape(VOCABULARY), loader), load
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import lcm
@@ -11,9 +11,8 @@ from threading import Lock
 import numpy as np
 from numpy.typing import NDArray
 
-from megalite.data.batches.packing import PackedSamples, Samples
+from megalite.data.batches.packing import Samples
 from megalite.data.batches.sampler import Sampler
-from megalite.data.files.token_file import TokenFile
 from megalite.errors import DataError
 
 # Upper bound on the sum of the integer shares, after which the order of the sets repeats.
@@ -55,7 +54,7 @@ class SetOrder:
         self._sets = np.zeros(0, dtype=np.int64)
         self._turns = np.zeros(0, dtype=np.int64)
         self._computing = Lock()  # the loader threads look up concurrently
-        present = [each for each, share in enumerate(shares) if share]
+        present = [number for number, share in enumerate(shares) if share]
         self._scale = max(1, 2 * len(present) - 2)
         self._taken = [0] * len(shares)
         self._waiting: list[tuple[int, int]] = []
@@ -94,15 +93,15 @@ class SetOrder:
         sets, turns = [], []
         for step in range(start + 1, stop + 1):
             while self._waiting and self._waiting[0][0] <= step:
-                _, each = heapq.heappop(self._waiting)
-                share, turn = int(self.shares[each]), self._taken[each]
+                _, number = heapq.heappop(self._waiting)
+                share, turn = int(self.shares[number]), self._taken[number]
                 last = ((turn + 1) * self._scale - 1) * self.period // (self._scale * share)
-                heapq.heappush(self._due, (last, each))
-            _, each = heapq.heappop(self._due)
-            sets.append(each)
-            turns.append(self._taken[each])
-            self._taken[each] += 1
-            self._enter(each)
+                heapq.heappush(self._due, (last, number))
+            _, number = heapq.heappop(self._due)
+            sets.append(number)
+            turns.append(self._taken[number])
+            self._taken[number] += 1
+            self._enter(number)
         self._sets = np.concatenate([self._sets, np.array(sets, dtype=np.int64)])
         self._turns = np.concatenate([self._turns, np.array(turns, dtype=np.int64)])
 
@@ -142,59 +141,66 @@ class ChangingOrder:
 
 
 @dataclass(frozen=True)
-class Rows:
+class SampleOrder:
+    """The order in which the samples of one or more token files are read.
+
+    Each file is shuffled with a seed of its own and has its own epochs.
+    weights: the share of each token file.
+    curriculum: (step, weights): the weights from this step on, counted from 1; every file goes on where it stopped.
+    epochs: the end of the data; None: no end.
+    together: how many consecutive samples of a file stay side by side, as the two answers of a pair; divides their
+        number and the micro batch.
+    """
+
+    seed: int
+    shuffle: bool = True
+    weights: Sequence[float] = (1.0,)
+    curriculum: Sequence[tuple[int, Sequence[float]]] = ()
+    epochs: float | Fraction | None = None
+    together: int = 1
+
+
+@dataclass(frozen=True)
+class BatchRows:
     """Samples as rows of a batch.
 
     input_ids, labels: [rows, S]. sample_ids: [rows], counted over all sets end to end, the same in every epoch.
-    sets: [rows], the index of the data set. begins: as of SampleRows.
+    begins: as of SampleRows.
     """
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     sample_ids: NDArray[np.int64]
-    sets: NDArray[np.int64]
     begins: NDArray[np.bool_] | None = None
 
 
 class BlendedSamples:
-    """The samples of one or more token files in training order; `len` counts the samples of all files.
+    """The samples of one or more token files in the order of training; `len` counts the samples of all files.
 
-    Each file is shuffled with its own seed and has its own epochs. changes: later weights, by rising places above 0;
-    every file goes on where it stopped. samples_of: makes the samples of a file. together: how many consecutive samples
-    of a file stay side by side; divides their number.
+    step_samples: the samples of a step, by which a curriculum counts.
     Raises DataError unless the weights fit the files.
     """
 
-    def __init__(
-        self,
-        token_files: Sequence[TokenFile],
-        weights: Sequence[float],
-        sequence_length: int,
-        *,
-        seed: int,
-        shuffle: bool,
-        changes: Sequence[WeightChange] = (),
-        samples_of: Callable[[TokenFile, int], Samples] = PackedSamples,
-        together: int = 1,
-    ):
-        phases = [WeightChange(0, weights), *changes]
-        for phase in phases:
-            _check_weights(phase.weights, len(token_files), later=len(phases) > 1)
-        self.token_files = tuple(token_files)
-        self._samples = [samples_of(file, sequence_length) for file in token_files]
-        self._together = together
-        sizes = [len(each) for each in self._samples]
+    def __init__(self, samples: Sequence[Samples], order: SampleOrder, step_samples: int):
+        phases = [(1, order.weights), *order.curriculum]
+        for _, weights in phases:
+            _check_weights(weights, len(samples), later=len(phases) > 1)
+        self._samples, self._together = samples, order.together
+        sizes = [len(file_samples) for file_samples in samples]
         self._first_ids = np.cumsum([0, *sizes[:-1]])
-        self._order = ChangingOrder([WeightChange(each.first // together, each.weights) for each in phases])
-        seeds = [seed] if len(sizes) == 1 else [seed_of_set(seed, index) for index in range(len(sizes))]
+        self._order = ChangingOrder(
+            [WeightChange((step - 1) * step_samples // order.together, weights) for step, weights in phases]
+        )
+        seeds = [seed_of_set(order.seed, index) for index in range(len(sizes))]
         self._samplers = [
-            Sampler(size // together, set_seed, shuffle) for size, set_seed in zip(sizes, seeds, strict=True)
+            Sampler(size // order.together, seed, order.shuffle)
+            for size, seed in zip(sizes, seeds if len(sizes) > 1 else [order.seed], strict=True)
         ]
 
     def __len__(self) -> int:
         return sum(map(len, self._samples))
 
-    def read(self, places: NDArray[np.int64], pad_id: int) -> Rows:
+    def read(self, places: NDArray[np.int64], pad_id: int) -> BatchRows:
         """Return the samples at these places of the training order; `pad_id` fills up short ones."""
         groups, members = np.divmod(places, self._together)
         sets, turns = self._order.look_up(groups)
@@ -206,12 +212,12 @@ class BlendedSamples:
         for number in np.unique(sets):
             rows = sets == number
             ids = self._samplers[number].sample_ids(turns[rows]) * self._together + members[rows]
-            input_ids[rows], labels[rows], found = self._samples[number].read(ids, pad_id)
-            if found is not None:
+            input_ids[rows], labels[rows], file_begins = self._samples[number].read(ids, pad_id)
+            if file_begins is not None:
                 begins = np.zeros(input_ids.shape, dtype=bool) if begins is None else begins
-                begins[rows] = found
+                begins[rows] = file_begins
             sample_ids[rows] = ids + self._first_ids[number]
-        return Rows(input_ids, labels, sample_ids, sets, begins)
+        return BatchRows(input_ids, labels, sample_ids, begins)
 
 
 def _check_weights(weights: Sequence[float], files: int, *, later: bool) -> None:

@@ -6,17 +6,17 @@ from math import ceil
 import numpy as np
 import torch
 
-from megalite.data.batches.blend import SetOrder, seed_of_set, whole_shares
+from megalite.data.batches.blend import BatchRows, SetOrder, seed_of_set, whole_shares
 from megalite.data.batches.conversation_rows import rows_of_documents
 from megalite.data.batches.documents import documents_of
 from megalite.data.batches.length_buckets import buckets_of
-from megalite.data.batches.loader import LoadedBatch, loaded_batch, rank_offsets
+from megalite.data.batches.loader import BatchShare, LoadedBatch, loaded_batch
 from megalite.data.batches.sampler import Sampler
 from megalite.data.files.token_file import TokenFile
 
 
 class BucketLoader:
-    """Reads the share of data-parallel rank `dp_rank` in global batches of one length bucket each.
+    """Reads a rank's share of global batches of one length bucket each.
 
     In place of StepLoader, for one file of conversations with data.packing = "none". A global batch is up to
     G = M * dp_size * b rows of S positions: with length L it has G * (S // L) rows, and a micro batch b * (S // L).
@@ -25,40 +25,25 @@ class BucketLoader:
     """
 
     def __init__(
-        self,
-        token_file: TokenFile,
-        *,
-        buckets: int,
-        sequence_length: int,
-        micro_batch_size: int,
-        micro_batches: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        seed: int,
-        shuffle: bool = True,
+        self, token_file: TokenFile, share: BatchShare, *, buckets: int, seed: int, shuffle: bool = True
     ):
-        """buckets: data.length_buckets. dp_rank, dp_size: as StepLoader's.
-
-        Raises DataError for conversations longer than sequence_length.
-        """
-        self.global_batch_size = micro_batches * dp_size * micro_batch_size
+        """buckets: data.length_buckets. Raises DataError for conversations longer than sequence_length."""
+        self.global_batch_size = share.global_batch_size
         self._file = token_file
-        self._buckets = buckets_of(token_file, sequence_length, self.global_batch_size, buckets)
-        repeats = [sequence_length // bucket.length for bucket in self._buckets]
-        shares = [len(bucket.members) / repeat for bucket, repeat in zip(self._buckets, repeats, strict=True)]
-        self._order = SetOrder(whole_shares(shares))
-        self._slots = sum(
+        self._buckets = buckets_of(token_file, share.sequence_length, self.global_batch_size, buckets)
+        repeats = [share.sequence_length // bucket.length for bucket in self._buckets]
+        slots = [
             Fraction(len(bucket.members), repeat)
             for bucket, repeat in zip(self._buckets, repeats, strict=True)
-        )
+        ]
+        self._order = SetOrder(whole_shares([float(slot) for slot in slots]))
+        self._slots = sum(slots)
         self._most_rows = max(bucket.rows for bucket in self._buckets)
         self._samplers = [
             Sampler(len(bucket.members), seed_of_set(seed, number), shuffle)
             for number, bucket in enumerate(self._buckets)
         ]
-        self._offsets = [
-            rank_offsets(micro_batches, micro_batch_size * repeat, dp_rank, dp_size) for repeat in repeats
-        ]
+        self._offsets = [share.offsets(repeat) for repeat in repeats]
 
     @property
     def samples_per_epoch(self) -> int:
@@ -80,15 +65,7 @@ class BucketLoader:
         [number], [turn] = self._order.look_up(np.array([step]))
         bucket, offsets = self._buckets[number], self._offsets[number]
         ids = bucket.members[self._samplers[number].sample_ids(turn * bucket.rows + offsets)]
-        rows = rows_of_documents(self._file, ids[:, None], bucket.length, pad_id=0)
-        assert rows.begins is not None
-        documents, positions = documents_of(rows.begins)
-        return loaded_batch(
-            rows.input_ids,
-            rows.labels,
-            positions=torch.from_numpy(positions),
-            documents=torch.from_numpy(documents),
-            places=step * self._most_rows + offsets,
-            sample_ids=ids,
-            dtype=dtype,
-        )
+        samples = rows_of_documents(self._file, ids[:, None], bucket.length, pad_id=0)
+        assert samples.begins is not None
+        rows = BatchRows(samples.input_ids, samples.labels, ids)
+        return loaded_batch(rows, documents_of(samples.begins), step * self._most_rows + offsets, dtype)

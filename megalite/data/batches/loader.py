@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megalite.data.batches.blend import BlendedSamples, WeightChange
+from megalite.data.batches.blend import BatchRows, BlendedSamples, SampleOrder
 from megalite.data.batches.documents import document_ids_and_positions, documents_of
 from megalite.data.batches.packing import IGNORE_INDEX, PackedSamples, Samples
 from megalite.data.files.token_file import TokenFile
@@ -30,67 +30,63 @@ class LoadedBatch(StepBatch):
         return int((self.labels != IGNORE_INDEX).sum())
 
 
+@dataclass(frozen=True)
+class BatchShare:
+    """The rows that one data-parallel rank reads of each global batch of G = M * dp_size * b rows of S positions.
+
+    sequence_length: S. micro_batch_size: b. micro_batches: M. dp_rank, dp_size: rank and size of `mesh.batch`, the
+    ranks that read different samples.
+    """
+
+    sequence_length: int
+    micro_batch_size: int
+    micro_batches: int
+    dp_rank: int = 0
+    dp_size: int = 1
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.micro_batches * self.dp_size * self.micro_batch_size
+
+    def offsets(self, rows: int = 1) -> NDArray[np.int64]:
+        """Return the places of the rank's rows in a global batch with `rows` rows for each of S positions."""
+        micro_rows = self.micro_batch_size * rows
+        starts = (np.arange(self.micro_batches) * self.dp_size + self.dp_rank) * micro_rows
+        offsets: NDArray[np.int64] = (starts[:, None] + np.arange(micro_rows)).ravel()
+        return offsets
+
+
 class StepLoader:
-    """Reads the share of data-parallel rank `dp_rank` in each global batch of G = M * dp_size * b samples.
+    """Reads a rank's share of each global batch of G samples.
 
     The global batch after c consumed samples is samples c to c + G - 1 of the training order (BlendedSamples). Micro
     batch m of rank d has b of them, from m * dp_size * b + d * b on, so every split of G covers the same samples.
-
-    dp_rank, dp_size: rank and size of `mesh.batch`, the ranks that read different samples.
-    weights: the share of each token file.
-    curriculum: (step, weights): the weights of the token files from this step on, counted from 1.
-    epochs: the end of the data; later rows of the last global batch have no labels. None: no end.
-    end_of_document_id: separates documents: the batch has document_ids, and position_ids restart with each document.
-        None: no document mask.
+    After the last epoch of `order` the rows of the last global batch have no labels.
     samples_of: makes the samples of a file; those of ConversationRows know their documents.
-    together: samples that stay side by side in the order, as the two answers of a pair; divides b.
+    pad_id: fills up short samples. document_mask: `pad_id` separates documents: the batch has document_ids, and
+        position_ids restart with each document.
     """
 
     def __init__(
         self,
         token_file: TokenFile | Sequence[TokenFile],
+        share: BatchShare,
+        order: SampleOrder,
         *,
-        weights: Sequence[float] = (1.0,),
-        curriculum: Sequence[tuple[int, Sequence[float]]] = (),
-        sequence_length: int,
-        micro_batch_size: int,
-        micro_batches: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
-        seed: int,
-        shuffle: bool = True,
-        pad_id: int = 0,
-        epochs: float | Fraction | None = None,
-        end_of_document_id: int | None = None,
         samples_of: Callable[[TokenFile, int], Samples] = PackedSamples,
-        together: int = 1,
+        pad_id: int = 0,
+        document_mask: bool = False,
     ):
         self.reference_losses: NDArray[np.float64] | None = None
         """The loss sum of each sample under the reference model, which batches then have; set before the first step."""
-        files = [token_file] if isinstance(token_file, TokenFile) else token_file
-        self.global_batch_size = micro_batches * dp_size * micro_batch_size
-        self._samples = BlendedSamples(
-            files,
-            weights,
-            sequence_length,
-            seed=seed,
-            shuffle=shuffle,
-            changes=[WeightChange((step - 1) * self.global_batch_size, later) for step, later in curriculum],
-            samples_of=samples_of,
-            together=together,
-        )
-        self._together = together
-        self._pad_id = pad_id
-        self._end_of_document_id = end_of_document_id
-        self._end = None if epochs is None else self.samples_in(epochs)
-        self._offsets = rank_offsets(micro_batches, micro_batch_size, dp_rank, dp_size)
-        positions = torch.arange(sequence_length).expand(len(self._offsets), sequence_length)
-        self._position_ids = positions.contiguous()
-
-    @property
-    def token_files(self) -> Sequence[TokenFile]:
+        self.token_files = [token_file] if isinstance(token_file, TokenFile) else token_file
         """The files, in the order of the sample_ids."""
-        return self._samples.token_files
+        self.global_batch_size = share.global_batch_size
+        samples = [samples_of(file, share.sequence_length) for file in self.token_files]
+        self._samples = BlendedSamples(samples, order, self.global_batch_size)
+        self._together, self._pad_id, self._document_mask = order.together, pad_id, document_mask
+        self._end = None if order.epochs is None else self.samples_in(order.epochs)
+        self._offsets = share.offsets()
 
     @property
     def samples_per_epoch(self) -> int:
@@ -104,31 +100,17 @@ class StepLoader:
     def step_batch(self, consumed_samples: int, *, dtype: torch.dtype = torch.float32) -> LoadedBatch:
         """Return this rank's batch after `consumed_samples`; the loss mask has `dtype`."""
         places = consumed_samples + self._offsets
-        rows = self._samples.read(places, self._pad_id)
-        input_ids, labels = rows.input_ids, rows.labels
-        position_ids, document_ids = self._position_ids, None
-        found = None
+        rows, documents = self._samples.read(places, self._pad_id), None
         if rows.begins is not None:
-            found = documents_of(rows.begins)
-        elif self._end_of_document_id is not None:
+            documents = documents_of(rows.begins)
+        elif self._document_mask:
             # Before `epochs` masks labels, so that IGNORE_INDEX still means padding only.
-            found = document_ids_and_positions(input_ids, labels, self._end_of_document_id)
-        if found is not None:
-            documents, positions = found
-            position_ids, document_ids = torch.from_numpy(positions), torch.from_numpy(documents)
+            documents = document_ids_and_positions(rows.input_ids, rows.labels, self._pad_id)
         if self._end is not None:
-            labels[places >= self._end] = IGNORE_INDEX
-        known = self.reference_losses
-        return loaded_batch(
-            input_ids,
-            labels,
-            positions=position_ids,
-            documents=document_ids,
-            places=places,
-            sample_ids=rows.sample_ids,
-            dtype=dtype,
-            reference=None if known is None else torch.from_numpy(known[rows.sample_ids]),
-        )
+            rows.labels[places >= self._end] = IGNORE_INDEX
+        losses = self.reference_losses
+        reference = None if losses is None else torch.from_numpy(losses[rows.sample_ids])
+        return loaded_batch(rows, documents, places, dtype, reference)
 
     def samples_in(self, epochs: float | Fraction) -> int:
         """Return the samples of so many epochs, rounded up."""
@@ -136,36 +118,27 @@ class StepLoader:
         return ceil(Fraction(str(epochs)) * len(self._samples) / self._together) * self._together
 
 
-def rank_offsets(micro_batches: int, rows: int, dp_rank: int, dp_size: int) -> NDArray[np.int64]:
-    """Return which rows of a global batch data-parallel rank `dp_rank` has: [micro_batches * rows]."""
-    starts = np.arange(micro_batches) * (dp_size * rows) + dp_rank * rows
-    offsets: NDArray[np.int64] = (starts[:, None] + np.arange(rows)).ravel()
-    return offsets
-
-
 def loaded_batch(
-    input_ids: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    *,
-    positions: Tensor,
-    documents: Tensor | None,
+    rows: BatchRows,
+    documents: tuple[NDArray[np.int64], NDArray[np.int64]] | None,
     places: NDArray[np.int64],
-    sample_ids: NDArray[np.int64],
     dtype: torch.dtype,
     reference: Tensor | None = None,
 ) -> LoadedBatch:
     """Return the batch of rows [M * b, S]; the loss mask, of `dtype`, leaves out the labels IGNORE_INDEX.
 
-    reference: the loss sum of each row under the reference model, if there is one.
+    documents: the document and the position of each token; None: no document mask. places: of the rows in the order of
+    training. reference: the loss sum of each row under the reference model, if there is one.
     """
+    document_ids, positions = documents or (None, np.tile(np.arange(rows.labels.shape[1]), (len(places), 1)))
     return LoadedBatch(
-        input_ids=torch.from_numpy(input_ids),
-        position_ids=positions,
-        labels=torch.from_numpy(labels),
-        loss_mask=torch.from_numpy((labels != IGNORE_INDEX).astype(_numpy_dtype(dtype))),
+        input_ids=torch.from_numpy(rows.input_ids),
+        position_ids=torch.from_numpy(positions),
+        labels=torch.from_numpy(rows.labels),
+        loss_mask=torch.from_numpy((rows.labels != IGNORE_INDEX).astype(_numpy_dtype(dtype))),
         sample_indices=torch.from_numpy(places),
-        document_ids=documents,
-        sample_ids=torch.from_numpy(sample_ids),
+        document_ids=None if document_ids is None else torch.from_numpy(document_ids),
+        sample_ids=torch.from_numpy(rows.sample_ids),
         reference=reference,
     )
 

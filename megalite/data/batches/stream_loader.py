@@ -7,15 +7,16 @@ from threading import Lock
 import numpy as np
 import torch
 
+from megalite.data.batches.blend import BatchRows
 from megalite.data.batches.bucket_loader import BucketLoader
 from megalite.data.batches.documents import document_ids_and_positions
-from megalite.data.batches.loader import LoadedBatch, StepLoader, loaded_batch, rank_offsets
+from megalite.data.batches.loader import BatchShare, LoadedBatch, StepLoader, loaded_batch
 from megalite.data.batches.stream_lane import DocumentEncoder, Lane, LanePlace, StreamText
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
 
 class StreamLoader:
-    """Reads the share of data-parallel rank `dp_rank` in global batches of G = M * dp_size * b rows.
+    """Reads a rank's share of global batches of G rows.
 
     In place of StepLoader, for documents in .jsonl and parquet files without a token file. Row r of every global batch
     comes from lane r of G, which has an equal part of the files: a rank reads the parts of its own rows, and any
@@ -26,12 +27,8 @@ class StreamLoader:
         self,
         text: StreamText,
         tokenizer: Tokenizer,
+        share: BatchShare,
         *,
-        sequence_length: int,
-        micro_batch_size: int,
-        micro_batches: int,
-        dp_rank: int = 0,
-        dp_size: int = 1,
         document_mask: bool = False,
         remembered: int = 1,
     ):
@@ -41,8 +38,8 @@ class StreamLoader:
         Raises DataError.
         """
         self.text = text
-        self.global_batch_size = micro_batches * dp_size * micro_batch_size
-        self._offsets = rank_offsets(micro_batches, micro_batch_size, dp_rank, dp_size)
+        self.global_batch_size = share.global_batch_size
+        self._offsets = share.offsets()
         encode = DocumentEncoder(tokenizer)
         self._lanes = {
             row: Lane(
@@ -50,13 +47,12 @@ class StreamLoader:
                 row,
                 self.global_batch_size,
                 encode=encode,
-                sequence_length=sequence_length,
+                sequence_length=share.sequence_length,
                 remembered=remembered,
             )
             for row in self._offsets.tolist()
         }
         self._end_of_document_id = tokenizer.end_of_document_id if document_mask else None
-        self._position_ids = torch.arange(sequence_length).repeat(len(self._offsets), 1)
         self._reading = Lock()
 
     def steps_for_epochs(self, epochs: float | Fraction, *, after: int = 0) -> int:
@@ -67,22 +63,12 @@ class StreamLoader:
         """Return this rank's batch after `consumed_samples`; the loss mask has `dtype`. Raises DataError."""
         sequence = consumed_samples // self.global_batch_size
         with self._reading:
-            rows = np.stack([lane.sequence(sequence) for lane in self._lanes.values()])
-        input_ids, labels = rows[:, :-1].copy(), rows[:, 1:].copy()
-        position_ids, document_ids = self._position_ids, None
-        if self._end_of_document_id is not None:
-            documents, positions = document_ids_and_positions(input_ids, labels, self._end_of_document_id)
-            position_ids, document_ids = torch.from_numpy(positions), torch.from_numpy(documents)
+            tokens = np.stack([lane.sequence(sequence) for lane in self._lanes.values()])
         places = consumed_samples + self._offsets
-        return loaded_batch(
-            input_ids,
-            labels,
-            positions=position_ids,
-            documents=document_ids,
-            places=places,
-            sample_ids=places,
-            dtype=dtype,
-        )
+        rows, documents = BatchRows(tokens[:, :-1].copy(), tokens[:, 1:].copy(), places), None
+        if self._end_of_document_id is not None:
+            documents = document_ids_and_positions(rows.input_ids, rows.labels, self._end_of_document_id)
+        return loaded_batch(rows, documents, places, dtype)
 
     def places(self, consumed_samples: int) -> dict[int, LanePlace]:
         """Return lane -> where it stands after `consumed_samples`, of this rank's lanes."""

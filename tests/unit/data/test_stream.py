@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from megalite.data.batches.loader import BatchShare
 from megalite.data.batches.stream_files import StreamFile, first_rows, lane_segments, stream_files
 from megalite.data.batches.stream_lane import DocumentEncoder, Lane, StreamText, require_documents
 from megalite.data.batches.stream_loader import StreamLoader
@@ -161,8 +162,10 @@ def test_short_documents_are_left_out(files: tuple[StreamFile, ...], tokenizer: 
 
 
 def loader(files: tuple[StreamFile, ...], tokenizer: Tokenizer, **changes: int) -> StreamLoader:
+    mask = bool(changes.pop("document_mask", False))
     sizes = {"micro_batch_size": 6, "micro_batches": 1, "sequence_length": LENGTH, **changes}
-    return StreamLoader(StreamText(files, seed=3), tokenizer, remembered=4, **sizes)
+    text = StreamText(files, seed=3)
+    return StreamLoader(text, tokenizer, BatchShare(**sizes), document_mask=mask, remembered=4)
 
 
 def test_every_split_of_the_batch_has_the_same_rows(

@@ -12,7 +12,8 @@ from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.manifest_json import to_json
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
-from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.blend import SampleOrder
+from megalite.data.batches.loader import BatchShare, StepLoader
 from megalite.data.files.token_file import TokenFile
 from megalite.errors import CheckpointError
 from megalite.launcher.control.progress import Activity, now
@@ -133,9 +134,7 @@ def test_more_epochs_go_on_with_the_first_sample_of_the_next(tmp_path: Path) -> 
         settings = {**COMMON, **BATCH, "data.loader_workers": 0, **changes}
         config = config_of({key: value for key, value in settings.items() if value is not None})
         length = config.training.sequence_length
-        loader = StepLoader(
-            file, sequence_length=length, micro_batch_size=2, micro_batches=2, seed=1, epochs=epochs
-        )
+        loader = StepLoader(file, BatchShare(length, 2, 2), SampleOrder(1, epochs=epochs))
         shape = config.model.shape(VOCABULARY)
         return TrainStep(config, ParallelMesh.single(), shape, loader)
 

@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.data.batches.blend import BlendedSamples, ChangingOrder, SetOrder, WeightChange, whole_shares
-from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.blend import (
+    BlendedSamples,
+    ChangingOrder,
+    SampleOrder,
+    SetOrder,
+    WeightChange,
+    whole_shares,
+)
+from megalite.data.batches.loader import BatchShare, StepLoader
+from megalite.data.batches.packing import PackedSamples
 from megalite.data.batches.sampler import Sampler
 from megalite.data.files.token_file import TokenFile
 from megalite.errors import DataError
@@ -87,28 +95,30 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[TokenFile]:
 def blended(
     files: list[TokenFile], b: int = 2, m: int = 3, rank: int = 0, size: int = 1, **options: object
 ) -> StepLoader:
-    given: dict[str, object] = {"sequence_length": LENGTH, "seed": 5, "weights": (0.5, 0.3, 0.2), **options}
-    return StepLoader(files, micro_batch_size=b, micro_batches=m, dp_rank=rank, dp_size=size, **given)  # type: ignore[arg-type]
+    order = SampleOrder(5, **{"weights": (0.5, 0.3, 0.2), **options})  # type: ignore[arg-type]
+    return StepLoader(files, BatchShare(LENGTH, b, m, rank, size), order)
 
 
 def test_every_set_has_its_own_shuffle_and_its_own_epochs(files: list[TokenFile]) -> None:
-    samples = BlendedSamples(files, (0.5, 0.3, 0.2), LENGTH, seed=5, shuffle=True)
+    order = SampleOrder(5, weights=(0.5, 0.3, 0.2))
+    samples = BlendedSamples([PackedSamples(file, LENGTH) for file in files], order, 1)
     assert len(samples) == 72 + 15 + 29
     read = samples.read(np.arange(1000), pad_id=0)
     starts, sizes = (0, 72, 87), (72, 15, 29)
+    sets = np.searchsorted(starts, read.sample_ids, side="right") - 1
     for each in range(3):
-        ids = read.sample_ids[read.sets == each] - starts[each]
+        ids = read.sample_ids[sets == each] - starts[each]
         assert abs(len(ids) - 1000 * (0.5, 0.3, 0.2)[each]) <= 1
         epochs = [ids[start : start + sizes[each]].tolist() for start in range(0, len(ids), sizes[each])]
         whole = [epoch for epoch in epochs if len(epoch) == sizes[each]]
         assert len(whole) > 5 and all(sorted(epoch) == list(range(sizes[each])) for epoch in whole)
         assert len(set(map(tuple, whole))) == len(whole)
         # The text is that of the set: ids count up from 1, LENGTH a sample.
-        assert (read.input_ids[read.sets == each, 0] == ids * LENGTH + 1).all()
+        assert (read.input_ids[sets == each, 0] == ids * LENGTH + 1).all()
 
 
 def test_one_set_is_as_without_a_blend(files: list[TokenFile]) -> None:
-    alone = StepLoader(files[0], micro_batch_size=6, micro_batches=1, sequence_length=LENGTH, seed=5)
+    alone = StepLoader(files[0], BatchShare(LENGTH, 6, 1), SampleOrder(5))
     weighted = blended(files[:1], b=6, m=1, weights=(0.3,))
     for consumed in (0, 60, 600):
         assert rows(weighted.step_batch(consumed)) == rows(alone.step_batch(consumed))

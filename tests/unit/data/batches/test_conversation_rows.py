@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from megalite.cli import main
+from megalite.data.batches.blend import SampleOrder
 from megalite.data.batches.concatenated_rows import ConcatenatedRows
 from megalite.data.batches.conversation_rows import ConversationRows, rows_of
 from megalite.data.batches.documents import documents_of
-from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.loader import BatchShare, StepLoader
 from megalite.data.chat.chat_template import load_chat_template
 from megalite.data.chat.conversation_corpus import ConversationCorpus
 from megalite.data.chat.conversation_encoding import ChatEncoding
@@ -132,13 +133,7 @@ def test_the_loader_gives_the_documents_of_the_rows(file: TokenFile) -> None:
         return ConversationRows(file, length, "best_fit", seed=1)
 
     loader = StepLoader(
-        [file, file],
-        weights=[2, 1],
-        sequence_length=LENGTH,
-        micro_batch_size=3,
-        micro_batches=1,
-        seed=4,
-        samples_of=samples_of,
+        [file, file], BatchShare(LENGTH, 3, 1), SampleOrder(4, weights=[2, 1]), samples_of=samples_of
     )
     batch, rows = loader.step_batch(6), samples_of(file, LENGTH)
     read = rows.read(batch.sample_ids.numpy() % len(rows), pad_id=0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megalite.data.batches.bucket_loader import BucketLoader
 from megalite.data.batches.conversation_rows import ConversationRows
 from megalite.data.batches.length_buckets import fill, length_buckets
-from megalite.data.batches.loader import LoadedBatch
+from megalite.data.batches.loader import BatchShare, LoadedBatch
 from megalite.data.files.token_file import TokenFile, TokenWriter, bin_path, idx_path
 from megalite.data.files.trained_tokens import DTYPE
 from megalite.errors import DataError
@@ -70,16 +70,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
 
 
 def loader(file: TokenFile, b: int = GLOBAL, m: int = 1, rank: int = 0, size: int = 1) -> BucketLoader:
-    return BucketLoader(
-        file,
-        buckets=4,
-        sequence_length=LENGTH,
-        micro_batch_size=b,
-        micro_batches=m,
-        dp_rank=rank,
-        dp_size=size,
-        seed=3,
-    )
+    return BucketLoader(file, BatchShare(LENGTH, b, m, rank, size), buckets=4, seed=3)
 
 
 def read(loader: BucketLoader, step: int) -> LoadedBatch:
@@ -141,4 +132,4 @@ def test_longer_conversations_are_refused(file: TokenFile) -> None:
     with pytest.raises(
         DataError, match=r"a conversation of 97 tokens, and training.sequence_length = 64 holds"
     ):
-        BucketLoader(file, buckets=4, sequence_length=64, micro_batch_size=1, micro_batches=1, seed=0)
+        BucketLoader(file, BatchShare(64, 1, 1), buckets=4, seed=0)

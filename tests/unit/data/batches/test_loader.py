@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.data.batches.blend import SampleOrder
 from megalite.data.batches.documents import require_ends
-from megalite.data.batches.loader import LoadedBatch, StepLoader
+from megalite.data.batches.loader import BatchShare, LoadedBatch, StepLoader
 from megalite.data.batches.packing import IGNORE_INDEX, PackedSamples
 from megalite.data.files.token_file import TokenFile, TokenWriter, bin_path, idx_path
 from megalite.errors import DataError
@@ -41,8 +42,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> TokenFile:
 def loader(
     file: TokenFile, b: int = 2, m: int = 3, rank: int = 0, size: int = 1, **options: object
 ) -> StepLoader:
-    given: dict[str, object] = {"sequence_length": LENGTH, "seed": 5, **options}
-    return StepLoader(file, micro_batch_size=b, micro_batches=m, dp_rank=rank, dp_size=size, **given)  # type: ignore[arg-type]
+    padding = {name: options.pop(name) for name in ("pad_id", "document_mask") if name in options}
+    order = SampleOrder(**{"seed": 5, **options})  # type: ignore[arg-type]
+    return StepLoader(file, BatchShare(LENGTH, b, m, rank, size), order, **padding)  # type: ignore[arg-type]
 
 
 def rows(batch: LoadedBatch) -> list[tuple[int, ...]]:
@@ -192,7 +194,7 @@ def in_documents(folder: Path, documents: list[list[int]]) -> TokenFile:
 def test_documents_are_numbered_in_a_row_and_positions_begin_anew_with_each(tmp_path: Path) -> None:
     # Cut within the third document; the fourth is empty.
     file = in_documents(tmp_path, [[1, 2, 9], [3, 9], [4, 5, 6, 9], [9], [7, 8, 9]])
-    options = {"b": 1, "m": 2, "shuffle": False, "pad_id": 9, "end_of_document_id": 9}
+    options = {"b": 1, "m": 2, "shuffle": False, "pad_id": 9, "document_mask": True}
     batch = loader(file, **options).step_batch(0)  # type: ignore[arg-type]
     assert batch.input_ids.tolist() == [[1, 2, 9, 3, 9, 4, 5], [6, 9, 9, 7, 8, 9, 9]]
     assert batch.document_ids is not None

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megalite.config.load import load_run
-from megalite.data.batches.blend import BlendedSamples, Rows
-from megalite.data.batches.loader import LoadedBatch, StepLoader
+from megalite.data.batches.blend import BatchRows, BlendedSamples, SampleOrder
+from megalite.data.batches.loader import BatchShare, LoadedBatch, StepLoader
 from megalite.data.batches.prefetch import Prefetch
 from megalite.data.files.token_file import TokenFile, TokenWriter, bin_path, idx_path
 from megalite.errors import DataError
@@ -207,7 +207,7 @@ def trainer(file: TokenFile, workers: int, vocab_size: int = 40) -> TrainStep:
     }
     flags = [word for key, value in values.items() for word in (f"--{key}", str(value))]
     config = load_run(None, flags).config
-    loader = StepLoader(file, sequence_length=8, micro_batch_size=4, micro_batches=1, seed=3)
+    loader = StepLoader(file, BatchShare(8, 4, 1), SampleOrder(3))
     return TrainStep(config, ParallelMesh.single(), config.model.shape(vocab_size), loader)
 
 
@@ -271,7 +271,7 @@ def test_a_batch_that_cannot_be_read_ahead_fails_its_own_step(
 ) -> None:
     each, read = trainer(file, 0), BlendedSamples.read
 
-    def damaged_behind_4(self: BlendedSamples, places: NDArray[np.int64], pad_id: int) -> Rows:
+    def damaged_behind_4(self: BlendedSamples, places: NDArray[np.int64], pad_id: int) -> BatchRows:
         if places.max() >= 4:
             raise DataError("the disk is gone")
         return read(self, places, pad_id)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from megalite.cli import main
+from megalite.data.batches.blend import SampleOrder
 from megalite.data.batches.conversation_rows import ConversationRows
-from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.loader import BatchShare, StepLoader
 from megalite.data.chat.chat_template import load_chat_template
 from megalite.data.chat.conversation_corpus import PairCorpus
 from megalite.data.chat.conversation_encoding import ChatEncoding
@@ -240,16 +241,9 @@ def test_the_rows_of_a_pair_stand_in_one_micro_batch(source, tokenizer, tmp_path
     loaders = [
         StepLoader(
             [file, file],
-            weights=(1.0, 2.0),
-            sequence_length=200,
-            micro_batch_size=2,
-            micro_batches=4 // dp_size,
-            dp_rank=rank,
-            dp_size=dp_size,
-            seed=5,
-            epochs=0.4875,
+            BatchShare(200, 2, 4 // dp_size, rank, dp_size),
+            SampleOrder(5, weights=(1.0, 2.0), epochs=0.4875, together=2),
             samples_of=lambda each, length: ConversationRows(each, length, "none", 5),
-            together=2,
         )
         for rank in range(dp_size)
     ]
