@@ -13,7 +13,7 @@ from megalite.config.rules.batch import most_ranks, plan_batch
 from megalite.config.rules.every import notes_of, problems_of
 from megalite.config.rules.pipeline import chunks_per_stage, layers_per_chunk
 from megalite.config.sections.checked import Facts
-from megalite.config.sections.schema import DEFAULT_MOMENTUM, RunConfig
+from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.toml import read_toml
 from megalite.config.sections.unchecked import DEFAULT, DERIVED, SettingsDraft
 from megalite.config.sources.huggingface import apply_hf_config
@@ -23,6 +23,7 @@ from megalite.config.validate import validate
 from megalite.errors import ConfigError
 from megalite.launcher.rank.detect import RankInfo, rank_info
 from megalite.launcher.rank.local_rank import without_local_rank
+from megalite.topology.optimizers import OPTIMIZERS
 
 logger = logging.getLogger(__name__)
 
@@ -119,9 +120,7 @@ def _resolved(facts: Facts) -> dict[str, Any]:
     """Return `section.key` -> value of the settings that follow from the others; for a run without problems."""
     plan, model = plan_batch(facts), facts.model
     heads, optimizer = model.num_attention_heads, facts.optimizer
-    momentum = optimizer.momentum
-    if momentum is None:
-        momentum = DEFAULT_MOMENTUM.get(optimizer.name, 0.0)
+    momentum = OPTIMIZERS[optimizer.name].momentum or 0.0
     return {
         "parallel.data": plan.data,
         "parallel.virtual_stages": chunks_per_stage(facts),
@@ -129,7 +128,7 @@ def _resolved(facts: Facts) -> dict[str, Any]:
         "training.micro_batch_size": plan.micro_batch_size,
         "training.micro_batches": plan.micro_batches,
         "training.global_batch_size": plan.global_batch_size,
-        "optimizer.momentum": momentum,
+        "optimizer.momentum": momentum if optimizer.momentum is None else optimizer.momentum,
         "model.num_key_value_heads": model.num_key_value_heads or heads,
         "model.head_dim": model.head_dim or model.hidden_size // heads,
     }

@@ -1,12 +1,12 @@
 """The optimizer state as checkpoints see it, the same for every optimizer implementation."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megalite.topology.parameters import Parameter, model_parameters, trained_tensors
+from megalite.topology.optimizers import OPTIMIZERS, OptimizerStateKey, states_with
+from megalite.topology.parameters import Parameter, model_parameters
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import Part
 
 WEIGHT = "weight"
 """State key of the weights that the model computes with."""
@@ -14,61 +14,28 @@ MASTER = "master"
 """State key of the fp32 master weights of a bf16 or fp16 model."""
 EMA = "ema"
 """State key of the exponential moving average of the weights."""
-MOMENTUM = "momentum_buffer"
-"""State key of the momentum of SGD and Muon."""
-FIRST_MOMENT, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
-"""State keys of AdamW; Lion has the first."""
-ROW_MOMENT, COLUMN_MOMENT, VECTOR_MOMENT = "row_var", "col_var", "variance"
-"""State keys of Adafactor: second moments of a matrix's rows [rows, 1] and columns [1, columns], and of a vector."""
 
 
 def state_parameter(parameter: Parameter, key: str) -> Parameter:
-    """Return how the state of a parameter is shaped and cut: like the parameter itself, but for rows and columns.
-
-    The moments of rows and columns are cut where these are: those of a matrix that is split by rows are split for its
-    rows, and the same on every rank for its columns.
-    """
-    if key not in (ROW_MOMENT, COLUMN_MOMENT):
-        return parameter
-    spec, kept = parameter.spec, 0 if key == ROW_MOMENT else 1
-    split = spec.dim == kept
-    parts = tuple(
-        Part(each.name, _moment(each.shape, kept), each.heads if split else None) for each in spec.parts
-    )
-    return replace(parameter, spec=replace(spec, parts=parts, dim=kept if split else None))
-
-
-def _moment(shape: tuple[int, ...], kept: int) -> tuple[int, ...]:
-    """Return the shape of the moment of a matrix's rows (`kept` 0) or columns (1)."""
-    rows, columns = shape
-    return (rows, 1) if kept == 0 else (1, columns)
+    """Return how the state of a parameter is shaped and cut; a key has one form in every optimizer."""
+    every = (state for record in OPTIMIZERS.values() for state in record.state)
+    state = next((state for state in every if state.key == key), OptimizerStateKey(key))
+    return state.parameter(parameter)
 
 
 def state_tensors(shape: ModelShape, keys: Collection[str]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return, for each of an optimizer's state keys, the canonical tensors that have such a state, with its shape.
+    """Return, for each of a checkpoint's state keys, the canonical tensors that have such a state, with its shape.
 
-    keys: all state keys of the optimizer: with momentum and moments it is Muon, whose matrices have momentum and whose
-    other tensors have moments. Adafactor has other keys for matrices than for vectors.
+    The optimizer is the one that `states_with` finds. A key that it does not have belongs to every trained tensor.
     """
-    tensors = trained_tensors(shape)
-    found = {key: dict(tensors) for key in keys}
-    if {MOMENTUM, FIRST_MOMENT} <= set(keys):
-        matrices = {
-            part.name
-            for each in model_parameters(shape)
-            if each.is_hidden_matrix and each.trained
-            for part in each.spec.parts
-        }
-        for key in {MOMENTUM, FIRST_MOMENT, SECOND_MOMENT} & set(keys):
-            held = matrices if key == MOMENTUM else tensors.keys() - matrices
-            found[key] = {name: size for name, size in tensors.items() if name in held}
-    for key, dims in ((ROW_MOMENT, 2), (COLUMN_MOMENT, 2), (VECTOR_MOMENT, 1)):
-        if key in found:
-            found[key] = {name: size for name, size in tensors.items() if len(size) == dims}
-    for kept, key in enumerate((ROW_MOMENT, COLUMN_MOMENT)):
-        if key in found:
-            found[key] = {name: _moment(size, kept) for name, size in found[key].items()}
-    return found
+    trained = [parameter for parameter in model_parameters(shape) if parameter.trained]
+    states = {state.key: state for state in states_with(set(keys) - {WEIGHT, MASTER, EMA})}
+    tensors = {}
+    for key in keys:
+        state = states.get(key, OptimizerStateKey(key))
+        parts = [part for parameter in trained if state.of(parameter) for part in parameter.spec.parts]
+        tensors[key] = {part.name: state.shape(part.shape) for part in parts}
+    return tensors
 
 
 @dataclass(frozen=True)

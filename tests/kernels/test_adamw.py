@@ -23,7 +23,7 @@ from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH
 from megalite.parallel import layers
 from megalite.parallel.gradient_sums import sum_in_place
 from megalite.parallel.mesh import ParallelMesh
-from megalite.train.fused_adamw import OnePassAdamW
+from megalite.train.optimizer.adamw import OnePassAdamW
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.torch import TorchOptimizer
 from tests.support.kernels import needs_library

@@ -6,27 +6,17 @@ from megalite.config.deepspeed.json_file import AUTO, Block
 from megalite.config.deepspeed.keys import VERSION
 from megalite.config.sections.toml import shown
 from megalite.config.sections.unchecked import SettingsDraft, did_you_mean
+from megalite.topology.optimizers import DECOUPLED, OPTIMIZERS
 
-# DeepSpeed takes "Adam" for AdamW unless adam_w_mode is false.
-_OPTIMIZERS = {"adamw": "adamw", "adam": "adamw", "sgd": "sgd", "lion": "lion"}
-CLASSES = {
-    "fusedadam": "adamw",
-    "deepspeedcpuadam": "adamw",
-    "cpuadam": "adamw",
-    "fusedlion": "lion",
-    "deepspeedcpulion": "lion",
-    "cpulion": "lion",
-}
-"""Classes of DeepSpeed that compute what a type does; people write their names, which DeepSpeed refuses as a type."""
-# "Adam" and its classes take the weight decay into the gradient where one of these is false.
-_DECOUPLED = ("adam_w_mode", "adamw_mode")
+_FORMS = {record.name: record.deepspeed for record in OPTIMIZERS.values() if record.deepspeed is not None}
+_OF_TYPE = {kind.lower(): name for name, form in _FORMS.items() for kind in form.types}
+_OF_CLASS = {kind.lower(): name for name, form in _FORMS.items() for kind in form.classes}
 OTHER_OPTIMIZERS = (
     *("Lamb", "Adagrad", "Muon", "MuAdam", "MuAdamW", "MuSGD"),
     *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop", "SparseAdam"),
 )
 """Optimizers that DeepSpeed has, or finds in torch.optim, and megalite does not, or not by DeepSpeed's rule."""
-_OURS_ALONE = ("adafactor", "muon")
-_OTHERS = "use AdamW, SGD or Lion"
+_OTHERS = "use " + " or ".join(", ".join(form.types[0] for form in _FORMS.values()).rsplit(", ", 1))
 _REMOVED_OPTIMIZERS = ("OneBitAdam", "ZeroOneAdam", "OneBitLamb")
 _READ = {
     "lr": "learning_rate",
@@ -35,41 +25,12 @@ _READ = {
     "weight_decay": "weight_decay",
     "momentum": "momentum",
 }
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "adamw": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
-    "sgd": {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
-    "lion": {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0},
-}
-"""Defaults of the optimizers that DeepSpeed builds."""
 TORCH_ADAMW_DECAY = 0.01
 """The default of torch's AdamW, which `torch_adam` asks for."""
-# Options of the update: key -> the only supported value.
-_FIXED: dict[str, dict[str, Any]] = {
-    "adamw": {
-        "amsgrad": False,
-        "bias_correction": True,
-        "fp32_optimizer_states": True,
-        "maximize": False,
-    },
-    "sgd": {"dampening": 0, "nesterov": False, "maximize": False},
-    "lion": {"fp32_optimizer_states": True},
-}
-# Options of how an implementation computes: megalite has its own.
-_IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")
-_FREE = {
-    "adamw": (*_DECOUPLED, "set_grad_none", "torch_adam", *_IMPLEMENTATION),
-    "sgd": ("differentiable", "foreach", "fused"),
-    "lion": ("set_grad_none",),
-}
-
-
-def parameters_of(name: str) -> tuple[str, ...]:
-    """Return the parameters that DeepSpeed takes for an optimizer: "adamw", "sgd" or "lion"."""
-    return (*DEFAULTS[name], *_FIXED[name], *_FREE[name])
 
 
 def read_optimizer(draft: SettingsDraft, block: Block, table: Any, peak: str | None) -> None:
-    """Read AdamW, Adam, SGD or Lion; add a problem for another optimizer or an unsupported option.
+    """Read an optimizer; add a problem for one without a form in DeepSpeed's JSON or an unsupported option.
 
     A parameter that the block leaves out has DeepSpeed's default, unless RUN.toml sets it.
     peak: the scheduler's parameter that replaces the learning rate; None where the scheduler keeps it.
@@ -78,9 +39,9 @@ def read_optimizer(draft: SettingsDraft, block: Block, table: Any, peak: str | N
         return
     kind = table.get("type", AUTO)
     written = str(kind).lower()
-    name = _OPTIMIZERS.get(written) or CLASSES.get(written)
-    if written in CLASSES:
-        key, called = block.key("optimizer.type"), {"adamw": "AdamW", "lion": "Lion"}[CLASSES[written]]
+    name = _OF_TYPE.get(written) or _OF_CLASS.get(written)
+    if written in _OF_CLASS:
+        key, called = block.key("optimizer.type"), _FORMS[_OF_CLASS[written]].types[0]
         draft.notes.append(
             f"{key} {shown(kind)} is taken as {called}, whose update this class of DeepSpeed computes"
         )
@@ -98,7 +59,7 @@ def read_optimizer(draft: SettingsDraft, block: Block, table: Any, peak: str | N
     for theirs, value in given.items():
         block.take(draft, f"optimizer.params.{theirs}", "optimizer", _READ[theirs], value)
     if name is not None:
-        for theirs, default in DEFAULTS[name].items():
+        for theirs, default in _FORMS[name].defaults.items():
             left_out = theirs not in params and (theirs, peak is None) != ("lr", False)
             value = (
                 TORCH_ADAMW_DECAY if theirs == "weight_decay" and _is_torch_adamw(kind, params) else default
@@ -111,28 +72,28 @@ def _unsupported(kind: Any) -> tuple[str, str]:
     named = {each.lower(): each for each in (*OTHER_OPTIMIZERS, *_REMOVED_OPTIMIZERS)}.get(str(kind).lower())
     if named in _REMOVED_OPTIMIZERS:
         return f"{shown(kind)} was removed from DeepSpeed {VERSION}", _OTHERS
-    if named is not None and named.lower() in _OURS_ALONE:
+    if named is not None and named.lower() in OPTIMIZERS:
         remedy = f'remove the block and set optimizer.name = "{named.lower()}", without ZeRO'
         return f"megalite does not support DeepSpeed's {shown(kind)}, but has its own", remedy
     if named is not None:
         return f"megalite does not support {shown(kind)}", _OTHERS
-    remedy = did_you_mean(str(kind), ("AdamW", "Adam", "SGD", "Lion")) or _OTHERS
+    remedy = did_you_mean(str(kind), [each for form in _FORMS.values() for each in form.types]) or _OTHERS
     return f"DeepSpeed {VERSION} has no optimizer {shown(kind)}", remedy
 
 
 def _check(draft: SettingsDraft, block: Block, kind: Any, name: str, params: dict[str, Any]) -> None:
-    called = kind if kind != AUTO else "AdamW"
+    called, form = kind if kind != AUTO else "AdamW", _FORMS[name]
     for key, value in params.items():
         path = block.key(f"optimizer.params.{key}")
         if key == "max_grad_norm":
             draft.problem(path, "is refused by DeepSpeed", "use gradient_clipping at the top level")
-        elif key not in parameters_of(name):
-            remedy = did_you_mean(key, parameters_of(name)) or f"it has {', '.join(DEFAULTS[name])}"
+        elif key not in form.parameters:
+            remedy = did_you_mean(key, form.parameters) or f"it has {', '.join(form.defaults)}"
             draft.problem(path, f"{called} has no such parameter in DeepSpeed {VERSION}", remedy)
-        elif key in _FIXED[name] and value not in (AUTO, _FIXED[name][key]):
-            only = shown(_FIXED[name][key])
+        elif key in form.fixed and value not in (AUTO, form.fixed[key]):
+            only = shown(form.fixed[key])
             draft.problem(path, f"megalite does not support {shown(value)}", f"use {only}")
-    coupled = [mode for mode in _DECOUPLED if params.get(mode) is False]
+    coupled = [mode for mode in DECOUPLED if params.get(mode) is False]
     if (
         name == "adamw"
         and coupled

@@ -11,6 +11,7 @@ from megalite.config.sections.schema import RunConfig
 from megalite.errors import Problem
 from megalite.launcher.process import has_accelerator, total_memory_bytes
 from megalite.topology.dtypes import PRECISIONS
+from megalite.topology.optimizers import OPTIMIZERS
 from megalite.topology.parameters import (
     EMBEDDING,
     HEAD,
@@ -185,14 +186,8 @@ def _value(config: RunConfig, key: str) -> int:
 
 def _state_numel(config: RunConfig, parameter: Parameter, place: RankPlace) -> int:
     """Return how many values the optimizer keeps for a rank's shard of a parameter."""
-    optimizer, shard = config.optimizer, prod(place.local_shape(parameter))
-    average = shard if optimizer.ema_decay else 0
-    if optimizer.name == "sgd":
-        return average + (shard if optimizer.momentum else 0)
-    if optimizer.name == "lion" or (optimizer.name == "muon" and parameter.is_hidden_matrix):
-        return average + shard
-    if optimizer.name == "adafactor":
-        matrix = len(parameter.spec.full_shape) == 2
-        moments = sum(sum(region.shape) for _, region in place.slices(parameter))
-        return average + (moments if matrix else shard)
-    return average + 2 * shard
+    optimizer = config.optimizer
+    states = OPTIMIZERS[optimizer.name].states_of(parameter, optimizer.momentum)
+    average = [parameter] if optimizer.ema_decay else []
+    kept = (*average, *(state.parameter(parameter) for state in states))
+    return sum(prod(place.local_shape(each)) for each in kept)

@@ -6,6 +6,7 @@ from math import prod
 from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.derived import vocabulary
 from megalite.config.sections.schema import RunConfig
+from megalite.topology.optimizers import OPTIMIZERS
 from megalite.topology.parameters import (
     EMBEDDING,
     HEAD,
@@ -17,7 +18,7 @@ from megalite.topology.parameters import (
 from megalite.topology.place import RankPlace
 
 _UNKNOWN_VOCABULARY = 1
-STATE_BYTES = 18
+STATE_BYTES = 2 + 4 + 4 + 4 * len(OPTIMIZERS["adamw"].state)
 """Bytes per parameter of AdamW in bf16: weights 2, gradients 4, fp32 weights 4, moments 8."""
 TOKENS_PER_PARAMETER = 20
 """Tokens that train a parameter (Hoffmann et al., "Training compute-optimal large language models", 2022)."""

@@ -1,19 +1,18 @@
 """Rules over [optimizer]: parameter groups, clipping, moving average, learning-rate schedule; and the loss scale."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from megalite.config.rules.pipeline import split_of
 from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.checked import Facts
-from megalite.config.sections.schema import DEFAULT_MOMENTUM, warmup_of
+from megalite.config.sections.schema import OptimizerConfig, warmup_of
 from megalite.config.sections.shape_settings import model_shape
+from megalite.config.sections.toml import shown
 from megalite.errors import Problem
+from megalite.topology.optimizers import OPTIMIZERS, OptimizerRecord, optimizers_with
 from megalite.topology.parameter_groups import group_problems, update_rules
 from megalite.topology.parameters import model_parameters, stage_parameters
-
-# They compute with whole matrices.
-_OVER_WHOLE_MATRICES = ("adafactor", "muon")
 
 
 def patterns_choose_whole_parameters(facts: Facts) -> Iterator[Problem]:
@@ -75,11 +74,12 @@ def the_native_optimizer_is_adamw_under_zero(facts: Facts) -> Iterator[Problem]:
     if not facts.zero_stage:
         message = "true has no effect without ZeRO: DeepSpeed is used only for ZeRO"
         yield Problem(key, message, "set deepspeed.zero_optimization.stage to 1, 2 or 3, or use false")
-    if name != "adamw":
+    if not OPTIMIZERS[name].native:
+        native = _names(record for record in OPTIMIZERS.values() if record.native)
         yield Problem(
             key,
-            f'true needs AdamW, but optimizer.name = "{name}"',
-            'use optimizer.name "adamw", or false',
+            f'true has no compiled form of optimizer.name = "{name}"',
+            f"use optimizer.name {native}, or false",
         )
 
 
@@ -149,21 +149,23 @@ def decay_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
         yield Problem("optimizer.decay_steps", message, f"use {warmup + 1} or more")
 
 
-def momentum_is_for_sgd_and_muon(facts: Facts) -> Iterator[Problem]:
-    momentum, name = facts.optimizer.momentum, facts.optimizer.name
-    if momentum and name not in DEFAULT_MOMENTUM:
-        yield Problem(
-            "optimizer.momentum",
-            f'{momentum} has no effect with optimizer.name = "{name}"',
-            'use 0 and optimizer.betas, or optimizer.name "sgd"',
-        )
+def settings_are_read_by_the_optimizer(facts: Facts) -> Iterator[Problem]:
+    name = facts.optimizer.name
+    for setting in ("betas", "eps", "momentum"):
+        value, default = getattr(facts.optimizer, setting), OptimizerConfig.model_fields[setting].default
+        # The run.toml of a run without momentum has 0.
+        if setting not in OPTIMIZERS[name].settings and value not in (default, 0):
+            message = f'{shown(value)} has no effect with optimizer.name = "{name}"'
+            others = _names(optimizers_with(setting))
+            yield Problem(f"optimizer.{setting}", message, f"delete it, or use optimizer.name {others}")
 
 
 def zero_cuts_no_matrix_of_the_optimizer(facts: Facts) -> Iterator[Problem]:
     name, stage = facts.optimizer.name, facts.zero_stage
-    if name in _OVER_WHOLE_MATRICES and stage:
+    if OPTIMIZERS[name].whole_matrices and stage:
         message = f'"{name}" is not supported with ZeRO {stage}: its partitions cut through matrices'
-        remedy = 'use "adamw" or "lion", or delete [deepspeed]'
+        others = _names(record for record in OPTIMIZERS.values() if not record.whole_matrices)
+        remedy = f"use {others}, or delete [deepspeed]"
         yield Problem("optimizer.name", message, remedy)
 
 
@@ -173,8 +175,13 @@ def the_run_ends_in_the_warmup(facts: Facts) -> Iterator[str]:
         yield f"the run ends in the warm-up: optimizer.warmup_steps = {warmup}, training.steps = {steps}"
 
 
-def muon_has_momentum(facts: Facts) -> Iterator[str]:
+def an_optimizer_has_its_momentum(facts: Facts) -> Iterator[str]:
     # The run.toml of a run with another optimizer has 0.
-    if facts.optimizer.name == "muon" and facts.optimizer.momentum == 0:
-        default = DEFAULT_MOMENTUM["muon"]
-        yield f"Muon runs without momentum: optimizer.momentum = 0; its default is {default}"
+    name = facts.optimizer.name
+    if (default := OPTIMIZERS[name].momentum) and facts.optimizer.momentum == 0:
+        yield f"{name} runs without momentum: optimizer.momentum = 0; its default is {default}"
+
+
+def _names(records: Iterable[OptimizerRecord]) -> str:
+    """Return the names of optimizers for a remedy: "adamw" or "lion"."""
+    return " or ".join(f'"{record.name}"' for record in records)

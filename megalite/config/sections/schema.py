@@ -10,11 +10,12 @@ from pydantic import ConfigDict, Field, create_model
 from megalite.config.sections.adapter_section import AdapterConfig, described_adapter
 from megalite.config.sections.launch_section import LaunchSection
 from megalite.config.sections.preference_section import PreferenceConfig
-from megalite.config.sections.section import Count, Fraction, Lenient, Section, Text
+from megalite.config.sections.section import Count, Fraction, Lenient, Section, Text, one_of
 from megalite.config.sections.shape_settings import model_shape, shape_settings
 from megalite.config.sections.text_sections import DataConfig, TokenizerConfig, ValidationConfig
 from megalite.families.registry import names_in_files
 from megalite.topology.axes import Layout
+from megalite.topology.optimizers import OPTIMIZERS, optimizers_with
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
@@ -58,11 +59,18 @@ class _StartingPoint(Section):
 
 
 if TYPE_CHECKING:
+    OptimizerName = str
 
     class _ShapeSettings(_StartingPoint):
         def __getattr__(self, name: str) -> Any: ...
 else:
+    OptimizerName = one_of(OPTIMIZERS)
     _ShapeSettings = create_model("_ShapeSettings", __base__=_StartingPoint, **shape_settings())
+
+
+def _readers(setting: str) -> str:
+    """Return the optimizers that read a setting, as its description names them."""
+    return ", ".join(record.name for record in optimizers_with(setting))
 
 
 class ModelConfig(_ShapeSettings):
@@ -204,21 +212,20 @@ class ParameterGroupConfig(Section):
         )
 
 
-DEFAULT_MOMENTUM = {"sgd": 0.0, "muon": 0.95}
-"""The momentum of the optimizers that have one, where optimizer.momentum is not set."""
-
-
 class OptimizerConfig(Section):
     """The optimizer, gradient clipping and the learning-rate schedule."""
 
-    name: Literal["adamw", "sgd", "lion", "adafactor", "muon"] = Field(
-        "adamw", description="optimizer; muon: adamw for embeddings, head, norms and biases"
+    name: OptimizerName = Field(
+        "adamw",
+        description="; ".join(
+            ["optimizer", *(f"{record.name}: {record.note}" for record in OPTIMIZERS.values() if record.note)]
+        ),
     )
     learning_rate: float = Field(3e-4, gt=0, description="peak learning rate")
     betas: Annotated[tuple[Fraction, Fraction], Lenient] = Field(
-        (0.9, 0.95), description="adamw, lion, muon's adamw: decay rates of the first and second moment"
+        (0.9, 0.95), description=f"{_readers('betas')}: decay rates of the first and second moment"
     )
-    eps: float = Field(1e-8, gt=0, description="adamw, muon's adamw: epsilon added to the denominator")
+    eps: float = Field(1e-8, gt=0, description=f"{_readers('eps')}: epsilon added to the denominator")
     weight_decay: float = Field(
         0.1, ge=0, description="weight decay, decoupled except for sgd; norms and biases have none"
     )
@@ -249,7 +256,11 @@ class OptimizerConfig(Section):
     )
     decay_shape: Literal["sqrt", "linear"] = Field("sqrt", description="wsd: decay by 1 - sqrt, or linearly")
     momentum: float | None = Field(
-        None, ge=0, lt=1, description="sgd, muon: momentum; default: 0 for sgd, 0.95 for muon"
+        None,
+        ge=0,
+        lt=1,
+        description=f"{_readers('momentum')}: momentum; default: "
+        + ", ".join(f"{record.momentum:g} for {record.name}" for record in optimizers_with("momentum")),
     )
     ema_decay: Fraction = Field(
         0.0,
@@ -262,7 +273,7 @@ class OptimizerConfig(Section):
     @property
     def momentum_or_default(self) -> float:
         """The momentum, of an optimizer that has one; 0 for others."""
-        return DEFAULT_MOMENTUM.get(self.name, 0.0) if self.momentum is None else self.momentum
+        return OPTIMIZERS[self.name].momentum or 0.0 if self.momentum is None else self.momentum
 
 
 def warmup_of(optimizer: Any, total_steps: int) -> int:

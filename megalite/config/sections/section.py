@@ -1,6 +1,7 @@
 """The base of every section of RUN.toml, and the types that several settings share."""
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -10,6 +11,11 @@ Text = Annotated[str, Field(min_length=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 # TOML arrays are read as lists, and frozen models hold tuples.
 Lenient = Field(strict=False)
+
+
+def one_of(words: Iterable[str]) -> Any:
+    """Return the type of a setting that takes one of these words."""
+    return Literal.__getitem__(tuple(words))
 
 
 class Section(BaseModel):

@@ -3,7 +3,7 @@
 A new field of ModelShape becomes a setting by its line in `_DESCRIPTIONS`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from functools import reduce
 from operator import or_
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import pydantic
 
+from megalite.config.sections.section import one_of
 from megalite.families.registry import FAMILIES
 from megalite.families.rope import SCALINGS, scaling_words
 from megalite.topology.shape import ModelShape, RopeScaling
@@ -89,14 +90,14 @@ def shape_settings() -> dict[str, tuple[Any, Any]]:
 
     A field for which some family has another default has none of its own: unset, it is the family's.
     """
-    settings = {"family": _setting(_one_of(FAMILIES), "llama", _DESCRIPTIONS["family"])}
+    settings = {"family": _setting(one_of(FAMILIES), "llama", _DESCRIPTIONS["family"])}
     hints = get_type_hints(ModelShape)
     for each in fields(ModelShape):
         if each.name in _DESCRIPTIONS and each.name not in settings:
             settings[each.name] = _of_field(each, hints[each.name])
     hints, used = get_type_hints(RopeScaling), {name for names in SCALINGS.values() for name in names}
     description = "scaling of the rotary frequencies for longer sequences"
-    settings["rope_type"] = _setting(_one_of(("default", *SCALINGS)), "default", description)
+    settings["rope_type"] = _setting(one_of(("default", *SCALINGS)), "default", description)
     for each in fields(RopeScaling):
         if each.name in used:
             kind, default = _limited(each, hints[each.name]), _default(each)
@@ -148,10 +149,6 @@ def _rope_scaling(model: Any) -> RopeScaling | None:
     if kind == "default":
         return None
     return RopeScaling(kind, **{name: getattr(model, rope_setting(name)) for name in SCALINGS[kind]})
-
-
-def _one_of(words: Iterable[str]) -> Any:
-    return Literal.__getitem__(tuple(words))
 
 
 def _of_field(field: Field[Any], hint: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megalite.convert.huggingface.files import INDEX, SINGLE
 from megalite.errors import CheckpointError
+from megalite.topology.optimizers import OPTIMIZERS
 
 LATEST_UNIVERSAL = "latest_universal"
 ZERO = "zero"
@@ -16,7 +17,7 @@ STEP = "step.pt"
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 """Files that DeepSpeed's engine reads first: under ZeRO 0 to 2, and under ZeRO 3."""
 WEIGHTS = "fp32"
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = OPTIMIZERS["adamw"].keys
 STATE_FILES = (WEIGHTS, *MOMENTS)
 """Names of a parameter's files, without .pt."""
 _OF_THE_ENGINE = ("*_model_states.pt", "*_optim_states.pt")

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.mesh import ParallelMesh, RankGroup
-from megalite.topology.parameters import Parameter
-from megalite.topology.state import COLUMN_MOMENT, ROW_MOMENT, VECTOR_MOMENT, state_parameter
-from megalite.train.optimizer.rule import UpdateRule
+from megalite.parallel.mesh import RankGroup
+from megalite.topology.optimizers import COLUMN_MOMENT, ROW_MOMENT, VECTOR_MOMENT
+from megalite.topology.state import state_parameter
+from megalite.train.optimizer.rule import OptimizerParts, UpdateRule
 
 # The second moment's decay is 1 - step ** _DECAY; an update's RMS is at most _CLIPPING.
 _DECAY, _CLIPPING = -0.8, 1.0
@@ -30,15 +30,11 @@ class Adafactor(UpdateRule):
     Means over rows, columns and whole tensors are those of the canonical tensor, each part of a fused weight by itself,
     whatever the layout: the ranks add up their sums, in two collectives a step and axis. A step is the learning rate,
     at most 1 / sqrt(step), times the RMS of the tensor.
-
-    sharding: weight -> its parameter, for every weight of `groups`.
     """
 
-    def __init__(
-        self, groups: Sequence[dict[str, Any]], sharding: Mapping[Tensor, Parameter], mesh: ParallelMesh
-    ):
-        super().__init__([*groups], {"lr": 0.0, "weight_decay": 0.0})
-        self._sharding, self._mesh = sharding, mesh
+    def __init__(self, parts: OptimizerParts):
+        super().__init__(parts.groups(), {"lr": 0.0, "weight_decay": 0.0})
+        self._sharding, self._mesh = parts.sharding, parts.mesh
 
     def initial_state(self, weight: Tensor) -> dict[str, Tensor]:
         parameter, mesh = self._sharding[weight], self._mesh
@@ -173,3 +169,7 @@ class _Slice:
         """Return the sum of the gradient's squares along `dim`, kept as a dim of size 1; makes no tensor of squares."""
         norms: Tensor = torch.linalg.vector_norm(self.gradient, dim=dim, keepdim=True)
         return norms.square_()
+
+
+def make(parts: OptimizerParts) -> torch.optim.Optimizer:
+    return Adafactor(parts)

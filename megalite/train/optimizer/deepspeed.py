@@ -30,6 +30,7 @@ from megalite.train.nonfinite import FiniteFlags
 from megalite.train.optimizer.deepspeed_gather import gather_in_shards
 from megalite.train.optimizer.deepspeed_ops import load_operators, native_optimizer, operators
 from megalite.train.optimizer.protocol import Update, skip_update
+from megalite.train.optimizer.rule import OptimizerParts
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.update import accumulate_in_float32, set_learning_rate, torch_optimizer
 from megalite.train.optimizer.zero_defaults import with_zero_defaults
@@ -59,7 +60,7 @@ class DeepSpeedOptimizer:
         handed["zero_optimization"] = zero
         gather_in_shards()
         load_operators(operators(config, native=settings.native))
-        make = partial(native_optimizer, config) if settings.native else partial(torch_optimizer, mesh=mesh)
+        make = partial(native_optimizer, config) if settings.native else torch_optimizer
         self._finite = FiniteFlags(parameters, mesh)
         if not self._once_a_step:
             all_reduce_replicated_in_backward(parameters, self._tensors, mesh)
@@ -69,7 +70,7 @@ class DeepSpeedOptimizer:
                 tensor.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._see(parameter))
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=replica.stage,
-            optimizer=make(settings, parameters, self._tensors),
+            optimizer=make(OptimizerParts(settings, parameters, self._tensors, mesh)),
             mpu=_ModelParallelUnit(mesh),
             config=handed,
         )

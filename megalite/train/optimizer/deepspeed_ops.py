@@ -14,13 +14,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder, FusedAdamBuilder, PinMemoryBuilder
-from torch import nn
 from torch.utils import cpp_extension
 
 from megalite.config.sections.derived import offload_devices
 from megalite.errors import ConfigError, Problem
-from megalite.topology.parameters import Parameter
-from megalite.train.optimizer.settings import OptimizerSettings, filled_groups
+from megalite.train.optimizer.rule import OptimizerParts
 from megalite.train.optimizer.update import keep_average
 
 
@@ -110,17 +108,12 @@ def load_operators(wanted: Sequence[Operator]) -> None:
             operator.builder.load(verbose=False)
 
 
-def native_optimizer(
-    config: Mapping[str, Any],
-    settings: OptimizerSettings,
-    parameters: Sequence[Parameter],
-    tensors: Mapping[str, nn.Parameter],
-) -> torch.optim.Optimizer:
-    """DeepSpeed's own AdamW: on the CPU where its state lies there, else fused on the GPU."""
-    groups = filled_groups(settings, parameters, tensors)
+def native_optimizer(config: Mapping[str, Any], parts: OptimizerParts) -> torch.optim.Optimizer:
+    """Return DeepSpeed's own AdamW: on the CPU where its state lies there, else fused on the GPU."""
+    settings = parts.settings
     on_cpu = isinstance(_adam_builder(config["zero_optimization"]), CPUAdamBuilder)
     adam = DeepSpeedCPUAdam if on_cpu else FusedAdam
-    optimizer: torch.optim.Optimizer = adam(groups, lr=0.0, betas=settings.betas, eps=settings.eps)
+    optimizer: torch.optim.Optimizer = adam(parts.groups(), lr=0.0, betas=settings.betas, eps=settings.eps)
     keep_average(optimizer, settings)
     return optimizer
 

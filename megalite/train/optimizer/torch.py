@@ -25,13 +25,13 @@ from megalite.parallel.gradients import (
     waits_for_other_ranks,
 )
 from megalite.topology.state import MASTER, OptimizerState, StateShard, state_parameter
-from megalite.train.fused_adamw import OnePassAdamW
 from megalite.train.loss_scale import LossScale
+from megalite.train.optimizer.adamw import OnePassAdamW
 from megalite.train.optimizer.protocol import Update, skip_update
+from megalite.train.optimizer.rule import OptimizerParts, ensure_state
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.update import (
     accumulate_in_float32,
-    ensure_state,
     set_learning_rate,
     set_step_count,
     step_count,
@@ -53,13 +53,13 @@ class TorchOptimizer:
             if settings.operators.of("accumulate") != TORCH:
                 sum_in_place(self._tensors.values(), settings.operators.accumulate)
         self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
+        copies: dict[Tensor, nn.Parameter] = {
+            master: self._tensors[name]
+            for name, master in self._masters.items()
+            if master is not self._tensors[name]
+        }
         self._optimizer = torch_optimizer(
-            settings,
-            self._parameters,
-            self._masters,
-            self._mesh,
-            self._copies(),
-            self._matrix_dtype(),
+            OptimizerParts(settings, self._parameters, self._masters, self._mesh, copies)
         )
         self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
         self.buckets = _buckets(replica)
@@ -101,28 +101,6 @@ class TorchOptimizer:
         if self._scale is not None:
             self._scale.passed()
         return Update(norm)
-
-    def _copies(self) -> Mapping[Tensor, nn.Parameter] | None:
-        """Master -> its low-precision weight, for the one-pass update; None where torch's own update is used."""
-        settings, device = self._settings, self._mesh.device
-        named = {master: self._tensors[name] for name, master in self._masters.items()}
-        copies: dict[Tensor, nn.Parameter] = {
-            master: copy for master, copy in named.items() if master is not copy
-        }
-        faster = settings.operators.of("adamw") != TORCH and (device.type == "cpu" or bool(copies))
-        # In place, clipping values of 16 bits would round them.
-        rounds = bool(copies) and settings.clip_value > 0 and not settings.sum_in_fp32
-        return copies if faster and not rounds else None
-
-    def _matrix_dtype(self) -> torch.dtype | None:
-        """bfloat16 for Muon's products of low-precision models on an accelerator, as in torch; None: as the masters.
-
-        A CPU without instructions for bfloat16 takes 26 times as long for them as in float32.
-        """
-        if self._mesh.device.type == "cpu":
-            return None
-        low_precision = any(tensor.element_size() < 4 for tensor in self._tensors.values())
-        return torch.bfloat16 if low_precision else None
 
     def _norm(self, tensors: Mapping[str, nn.Parameter]) -> float:
         return global_norm(self._parameters, tensors, self._mesh, ops=self._settings.operators)

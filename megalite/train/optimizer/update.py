@@ -1,75 +1,25 @@
-"""Make torch's optimizer for the torch and the DeepSpeed path, and read and set its state and step count."""
+"""Make the optimizer of a run for the torch and the DeepSpeed path, and read and set its step count."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
 
-from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.parameters import Parameter
 from megalite.topology.state import EMA
-from megalite.train.fused_adamw import OnePassAdamW
-from megalite.train.optimizer.adafactor import Adafactor
-from megalite.train.optimizer.lion import Lion
-from megalite.train.optimizer.muon import Muon
-from megalite.train.optimizer.rule import UpdateRule
-from megalite.train.optimizer.settings import OptimizerSettings, filled_groups
+from megalite.train.optimizer.rule import OptimizerParts, ensure_state
+from megalite.train.optimizer.settings import OptimizerSettings
 
 
-def torch_optimizer(
-    settings: OptimizerSettings,
-    parameters: Sequence[Parameter],
-    tensors: Mapping[str, nn.Parameter],
-    mesh: ParallelMesh,
-    copies: Mapping[Tensor, nn.Parameter] | None = None,
-    matrix_dtype: torch.dtype | None = None,
-) -> torch.optim.Optimizer:
+def torch_optimizer(parts: OptimizerParts) -> torch.optim.Optimizer:
     """Return the optimizer of the settings, with the moving average of the weights if ema_decay is set.
 
-    AdamW (Loshchilov and Hutter 2019), SGD, Lion, Adafactor or Muon, over `parameters`, which may be some of a model's.
-
-    mesh: over which Muon and Adafactor see whole tensors. copies: master in `tensors` -> the low-precision weight that
-    AdamW writes with it. matrix_dtype: of Muon's products; None: that of the tensors.
+    The module of its name in this folder makes it (topology/optimizers.py).
     """
-    groups = filled_groups(settings, parameters, tensors)
-    optimizer: torch.optim.Optimizer
-    if settings.name == "sgd":
-        optimizer = torch.optim.SGD(groups, lr=0.0, momentum=settings.momentum)
-    elif settings.name == "lion":
-        optimizer = Lion(groups, betas=settings.betas)
-    elif settings.name == "adafactor":
-        optimizer = Adafactor(groups, {tensors[each.name]: each for each in parameters}, mesh)
-    elif settings.name == "muon":
-        optimizer = _muon(settings, parameters, tensors, mesh, matrix_dtype)
-    elif copies is not None:
-        update = settings.operators.adamw
-        optimizer = OnePassAdamW(groups, copies, betas=settings.betas, eps=settings.eps, update=update)
-        optimizer.register_step_pre_hook(lambda self, _arguments, _keywords: ensure_state(self))
-    else:
-        optimizer = torch.optim.AdamW(groups, lr=0.0, betas=settings.betas, eps=settings.eps, fused=True)
-    keep_average(optimizer, settings)
+    module = import_module(f"megalite.train.optimizer.{parts.settings.name}")
+    optimizer: torch.optim.Optimizer = module.make(parts)
+    keep_average(optimizer, parts.settings)
     return optimizer
-
-
-def _muon(
-    settings: OptimizerSettings,
-    parameters: Sequence[Parameter],
-    tensors: Mapping[str, nn.Parameter],
-    mesh: ParallelMesh,
-    dtype: torch.dtype | None,
-) -> Muon:
-    matrices = [each for each in parameters if each.is_hidden_matrix]
-    others = [each for each in parameters if not each.is_hidden_matrix]
-    return Muon(
-        filled_groups(settings, matrices, tensors),
-        filled_groups(settings, others, tensors),
-        {tensors[each.name]: each for each in matrices},
-        mesh,
-        momentum=settings.momentum,
-        betas=settings.betas,
-        eps=settings.eps,
-        dtype=dtype,
-    )
 
 
 def keep_average(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
@@ -97,30 +47,6 @@ def accumulate_in_float32(tensors: Mapping[str, nn.Parameter]) -> None:
     for tensor in tensors.values():
         if tensor.element_size() < 4:
             tensor.grad_dtype = torch.float32
-
-
-def ensure_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create the state that the first step would create, so that a checkpoint has a place to load into."""
-    adam = "betas" in optimizer.defaults
-    counts_in_tensors = isinstance(optimizer, torch.optim.AdamW)
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            state = optimizer.state[tensor]
-            if isinstance(optimizer, UpdateRule):
-                first = optimizer.initial_state(tensor) if state.keys() <= {EMA} else {}
-                state.update(first)
-            elif adam and "step" not in state:
-                # torch's fused update needs a float32 tensor on the weight's device, DeepSpeed's a number, and ours
-                # reads it on the host.
-                on_host = isinstance(optimizer, OnePassAdamW)
-                zero = torch.zeros((), dtype=torch.float32, device="cpu" if on_host else tensor.device)
-                state["step"] = zero if counts_in_tensors else 0
-                state["exp_avg"] = torch.zeros_like(tensor)
-                state["exp_avg_sq"] = torch.zeros_like(tensor)
-            elif not adam and group["momentum"] and state.get("momentum_buffer") is None:
-                state["momentum_buffer"] = torch.zeros_like(tensor)
-            if group["ema_decay"] and EMA not in state:
-                state[EMA] = tensor.detach().clone()
 
 
 def step_count(optimizer: torch.optim.Optimizer) -> float:

@@ -13,7 +13,8 @@ from megalite.topology.parameters import Parameter
 from megalite.topology.state import MASTER, WEIGHT, OptimizerState, StateShard
 from megalite.train.loss_scale import LossScale
 from megalite.train.optimizer.deepspeed_ops import replay_steps
-from megalite.train.optimizer.update import ensure_state, set_step_count, step_count
+from megalite.train.optimizer.rule import ensure_state
+from megalite.train.optimizer.update import set_step_count, step_count
 
 
 def zero_state(zero: Any, replica: Replica, scale: LossScale | None) -> OptimizerState:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from megalite.config.deepspeed.keys import EFFECTS, KEYS, VERSION, PassedOn, Removed
-from megalite.config.deepspeed.optimizer import DEFAULTS, parameters_of
 from megalite.config.deepspeed.values import problem_of
 from megalite.config.sections.schema import DEEPSPEED_LOSS_SCALE
+from megalite.topology.optimizers import OPTIMIZERS
 from tests.unit.config.runs import REMOVED as NOT_SET
 from tests.unit.config.runs import load, problems
 
@@ -781,6 +781,7 @@ def test_the_parameters_and_defaults_are_those_of_the_installed_deepspeed(
     [init] = [node for node in rule.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
     names = [argument.arg for argument in init.args.args][-len(init.args.defaults) :]
     found = {name: ast.literal_eval(each) for name, each in zip(names, init.args.defaults, strict=True)}
-    assert set(found) <= set(parameters_of(name))
-    ours = {key: tuple(value) if isinstance(value, list) else value for key, value in DEFAULTS[name].items()}
+    form = OPTIMIZERS[name].deepspeed
+    assert form is not None and set(found) <= set(form.parameters)
+    ours = {key: tuple(value) if isinstance(value, list) else value for key, value in form.defaults.items()}
     assert ours == {key: found[key] for key in ours}

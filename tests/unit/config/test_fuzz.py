@@ -8,19 +8,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megalite.config.deepspeed.keys import KEYS
-from megalite.config.deepspeed.optimizer import parameters_of
 from megalite.config.deepspeed.scheduler import SCHEDULERS
 from megalite.config.load import load_run
 from megalite.config.output.write import write_resolved
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError
+from megalite.topology.optimizers import OPTIMIZERS
 from tests.unit.config.runs import RUN, changed, write_run
 
 SECTIONS = {
     name: list(getattr(info.annotation, "model_fields", {})) for name, info in RunConfig.model_fields.items()
 }
 DEEPSPEED_PATHS = [f"{block}.{key}" if block else key for block, keys in KEYS.items() for key in keys]
-DEEPSPEED_PATHS += [f"optimizer.params.{name}" for kind in ("adamw", "sgd") for name in parameters_of(kind)]
+FORMS = [each.deepspeed for each in OPTIMIZERS.values() if each.deepspeed is not None]
+DEEPSPEED_PATHS += [f"optimizer.params.{name}" for form in FORMS for name in form.parameters]
 DEEPSPEED_PATHS += [f"scheduler.params.{name}" for each in SCHEDULERS.values() for name in each]
 
 words = st.sampled_from(

@@ -8,9 +8,10 @@ import torch
 from peft import LoraConfig
 
 from megalite.config.deepspeed import read
-from megalite.config.deepspeed.optimizer import DEFAULTS, TORCH_ADAMW_DECAY
+from megalite.config.deepspeed.optimizer import TORCH_ADAMW_DECAY
 from megalite.config.sources import peft
 from megalite.parallel.gradients import clip_factor
+from megalite.topology.optimizers import OPTIMIZERS
 from tests.support.parity import assert_close
 from tests.unit.config.runs import load
 
@@ -47,7 +48,8 @@ def test_the_hysteresis_and_the_bucket_are_deepspeeds() -> None:
 
 def test_the_defaults_of_torchs_optimizers() -> None:
     of_sgd, of_adamw = (inspect.signature(each).parameters for each in (torch.optim.SGD, torch.optim.AdamW))
-    assert DEFAULTS["sgd"] == {name: of_sgd[name].default for name in DEFAULTS["sgd"]}
+    sgd = OPTIMIZERS["sgd"].deepspeed
+    assert sgd is not None and sgd.defaults == {name: of_sgd[name].default for name in sgd.defaults}
     assert of_adamw["weight_decay"].default == TORCH_ADAMW_DECAY
 
 

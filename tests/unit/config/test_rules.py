@@ -382,11 +382,18 @@ CASES = [
         {"optimizer.decay_steps": 6},
     ),
     Case(
-        "momentum_is_for_sgd_and_muon",
+        "settings_are_read_by_the_optimizer",
         {"optimizer.momentum": 0.5},
         'optimizer.momentum: 0.5 has no effect with optimizer.name = "adamw"; '
-        'use 0 and optimizer.betas, or optimizer.name "sgd"',
+        'delete it, or use optimizer.name "sgd" or "muon"',
         {"optimizer.name": "sgd"},
+    ),
+    Case(
+        "settings_are_read_by_the_optimizer",
+        {"optimizer.name": "sgd", "optimizer.betas": [0.9, 0.99]},
+        'optimizer.betas: [0.9, 0.99] has no effect with optimizer.name = "sgd"; '
+        'delete it, or use optimizer.name "adamw" or "lion" or "muon"',
+        {"optimizer.name": "lion"},
     ),
     Case(
         "patterns_choose_whole_parameters",

@@ -1,7 +1,8 @@
 """Muon, Adafactor and Lion in one process against torch's and the papers' formulas; their state; 16-bit models."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import model_parameters
 from megalite.topology.stages import pipeline_split
 from megalite.topology.state import MASTER, state_tensors
-from megalite.train.optimizer.muon import orthogonalised
+from megalite.train.optimizer.muon import Muon, orthogonalised
+from megalite.train.optimizer.rule import OptimizerParts
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.torch import TorchOptimizer
 from megalite.train.optimizer.update import torch_optimizer
@@ -34,13 +36,15 @@ def gradients(weight: Tensor, steps: int = 4) -> list[Tensor]:
 
 
 def updated(
-    settings: OptimizerSettings, names: Sequence[str], dtype: torch.dtype, **options: object
+    settings: OptimizerSettings,
+    names: Sequence[str],
+    dtype: torch.dtype,
+    make: Callable[[OptimizerParts], torch.optim.Optimizer] = torch_optimizer,
 ) -> list[Tensor]:
     """Return weights of the model's shapes after four updates of these parameters alone."""
     parameters = [PARAMETERS[name] for name in names]
     weights = {each.name: torch.nn.Parameter(start(each.spec.full_shape, dtype)) for each in parameters}
-    mesh = ParallelMesh.single()
-    optimizer = torch_optimizer(settings, parameters, weights, mesh, **options)  # type: ignore[arg-type]
+    optimizer = make(OptimizerParts(settings, parameters, weights, ParallelMesh.single()))
     run(optimizer, list(weights.values()))
     return [each.detach() for each in weights.values()]
 
@@ -67,7 +71,7 @@ def of_torch(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def test_a_matrix_is_updated_as_by_torchs_muon(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = PARAMETERS[DOWN].spec.full_shape
     # As on an accelerator: torch's Newton-Schulz iterations are in bfloat16 whatever the weight's dtype.
-    [in_bf16] = updated(MUON, [DOWN], torch.float32, matrix_dtype=torch.bfloat16)
+    [in_bf16] = updated(MUON, [DOWN], torch.float32, partial(Muon, dtype=torch.bfloat16))
     assert_close(in_bf16, of_torch(shape, torch.float32), rtol=FLOAT32_RTOL)
     monkeypatch.setattr(Tensor, "bfloat16", Tensor.clone)
     for dtype, rtol in ((torch.float32, FLOAT32_RTOL), (torch.float64, OPERATOR_RTOL)):
