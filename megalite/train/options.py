@@ -1,11 +1,12 @@
 """Turns the configuration into options of the model and settings of the optimizer."""
 
+from megalite.config.deepspeed.schedule import DeepSpeedSchedule
+from megalite.config.deepspeed.scheduler import SCHEDULERS
 from megalite.config.sections.schema import RunConfig, TrainingConfig, warmup_of
 from megalite.model.options import Dropout, ModelOptions, Recompute
 from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.objective import NEXT_TOKEN, Objective, Preference
-from megalite.train.deepspeed_schedule import DeepSpeedSchedule
-from megalite.train.learning_rate import LearningRate
+from megalite.topology.learning_rate import LearningRate
 from megalite.train.loss_scale import LossScaleSettings
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.precision import DTYPES
@@ -71,16 +72,8 @@ def schedule_of(config: RunConfig, total_steps: int) -> LearningRate | DeepSpeed
     end, warmup = optimizer.decay_steps or total_steps, warmup_of(optimizer, total_steps)
     if optimizer.schedule == "deepspeed":
         kind, params = config.deepspeed_scheduler
-        return DeepSpeedSchedule(kind, optimizer.learning_rate, warmup, end, optimizer.minimum_ratio, params)
-    return LearningRate(
-        optimizer.learning_rate,
-        optimizer.schedule,
-        warmup,
-        end,
-        optimizer.minimum_ratio,
-        optimizer.decay_fraction,
-        optimizer.decay_shape,
-    )
+        return DeepSpeedSchedule(SCHEDULERS[kind].rate, optimizer, warmup, end, params)
+    return LearningRate(optimizer, warmup, end)
 
 
 def _loss_scale_settings(training: TrainingConfig) -> LossScaleSettings:

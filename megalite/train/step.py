@@ -19,6 +19,7 @@ from megalite.checkpoint.manifest import Base
 from megalite.checkpoint.save import RunRecord, draft_checkpoint
 from megalite.checkpoint.unpublished import Draft
 from megalite.checkpoint.weights import fill
+from megalite.config.deepspeed.schedule import DeepSpeedSchedule
 from megalite.config.sections.schema import RunConfig
 from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.peft.base import base_of, require_base
@@ -39,7 +40,6 @@ from megalite.parallel.step_batch import WITHOUT_ADAPTER, StepBatch
 from megalite.selftest.decide import KernelChoice, known_kernels
 from megalite.topology.shape import ModelShape
 from megalite.train.assemble import StepSchedule, assemble
-from megalite.train.deepspeed_schedule import DeepSpeedSchedule
 from megalite.train.nonfinite_output import first_nonfinite_output
 from megalite.train.optimizer.protocol import Update
 from megalite.train.options import model_options, objective_of, optimizer_settings, schedule_of

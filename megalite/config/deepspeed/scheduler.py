@@ -1,10 +1,12 @@
 """DeepSpeed's schedulers, and how the scheduler block becomes [optimizer] and [deepspeed.scheduler]."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.deepspeed.json_file import AUTO, Block
 from megalite.config.deepspeed.keys import VERSION
+from megalite.config.deepspeed.schedule import DeepSpeedSchedule, SchedulerRate
 from megalite.config.deepspeed.values import problem_of
 from megalite.config.sections.toml import shown
 from megalite.config.sections.unchecked import SettingsDraft, did_you_mean
@@ -27,50 +29,73 @@ class SchedulerParameter:
     ours: str = ""
 
 
+@dataclass(frozen=True)
+class Scheduler:
+    """A scheduler of DeepSpeed: its rate at an iteration, and its parameters by name."""
+
+    rate: SchedulerRate
+    parameters: Mapping[str, SchedulerParameter]
+
+
 _WARMUP = {
     "warmup_num_steps": SchedulerParameter(1000, ours="warmup_steps"),
     "warmup_type": SchedulerParameter("log", "log or linear"),
 }
 _DECAY = {"total_num_steps": SchedulerParameter(REQUIRED, ours="decay_steps")}
 
-SCHEDULERS = {
-    "WarmupLR": {
-        "warmup_min_lr": SchedulerParameter(0.0, "number"),
-        "warmup_max_lr": SchedulerParameter(None, ours="learning_rate"),
-        **_WARMUP,
-    },
-    "WarmupDecayLR": {
-        **_DECAY,
-        "warmup_min_lr": SchedulerParameter(0.0, "number"),
-        "warmup_max_lr": SchedulerParameter(0.001, ours="learning_rate"),
-        **_WARMUP,
-    },
-    "WarmupCosineLR": {
-        **_DECAY,
-        "warmup_min_ratio": SchedulerParameter(0.0, "fraction"),
-        "cos_min_ratio": SchedulerParameter(0.0001, ours="minimum_ratio"),
-        **_WARMUP,
-    },
-    "OneCycle": {
-        "cycle_min_lr": SchedulerParameter(REQUIRED, "number"),
-        "cycle_max_lr": SchedulerParameter(REQUIRED, ours="learning_rate"),
-        "decay_lr_rate": SchedulerParameter(0.0, "number"),
-        "cycle_first_step_size": SchedulerParameter(2000, "positive"),
-        "cycle_second_step_size": SchedulerParameter(None, "count"),
-        "cycle_first_stair_count": SchedulerParameter(0, "count"),
-        "cycle_second_stair_count": SchedulerParameter(None, "count"),
-        "decay_step_size": SchedulerParameter(0, "count"),
-        "cycle_momentum": SchedulerParameter(True),
-        "cycle_min_mom": SchedulerParameter(0.8),
-        "cycle_max_mom": SchedulerParameter(0.9),
-        "decay_mom_rate": SchedulerParameter(0.0),
-    },
-    "LRRangeTest": {
-        "lr_range_test_min_lr": SchedulerParameter(0.001, ours="learning_rate"),
-        "lr_range_test_step_size": SchedulerParameter(2000, "positive"),
-        "lr_range_test_step_rate": SchedulerParameter(1.0, "number"),
-        "lr_range_test_staircase": SchedulerParameter(False, "bool"),
-    },
+SCHEDULERS: dict[str, Scheduler] = {
+    "WarmupLR": Scheduler(
+        DeepSpeedSchedule.warmup_then_constant,
+        {
+            "warmup_min_lr": SchedulerParameter(0.0, "number"),
+            "warmup_max_lr": SchedulerParameter(None, ours="learning_rate"),
+            **_WARMUP,
+        },
+    ),
+    "WarmupDecayLR": Scheduler(
+        DeepSpeedSchedule.warmup_then_line,
+        {
+            **_DECAY,
+            "warmup_min_lr": SchedulerParameter(0.0, "number"),
+            "warmup_max_lr": SchedulerParameter(0.001, ours="learning_rate"),
+            **_WARMUP,
+        },
+    ),
+    "WarmupCosineLR": Scheduler(
+        DeepSpeedSchedule.warmup_then_cosine,
+        {
+            **_DECAY,
+            "warmup_min_ratio": SchedulerParameter(0.0, "fraction"),
+            "cos_min_ratio": SchedulerParameter(0.0001, ours="minimum_ratio"),
+            **_WARMUP,
+        },
+    ),
+    "OneCycle": Scheduler(
+        DeepSpeedSchedule.one_cycle,
+        {
+            "cycle_min_lr": SchedulerParameter(REQUIRED, "number"),
+            "cycle_max_lr": SchedulerParameter(REQUIRED, ours="learning_rate"),
+            "decay_lr_rate": SchedulerParameter(0.0, "number"),
+            "cycle_first_step_size": SchedulerParameter(2000, "positive"),
+            "cycle_second_step_size": SchedulerParameter(None, "count"),
+            "cycle_first_stair_count": SchedulerParameter(0, "count"),
+            "cycle_second_stair_count": SchedulerParameter(None, "count"),
+            "decay_step_size": SchedulerParameter(0, "count"),
+            "cycle_momentum": SchedulerParameter(True),
+            "cycle_min_mom": SchedulerParameter(0.8),
+            "cycle_max_mom": SchedulerParameter(0.9),
+            "decay_mom_rate": SchedulerParameter(0.0),
+        },
+    ),
+    "LRRangeTest": Scheduler(
+        DeepSpeedSchedule.range_test,
+        {
+            "lr_range_test_min_lr": SchedulerParameter(0.001, ours="learning_rate"),
+            "lr_range_test_step_size": SchedulerParameter(2000, "positive"),
+            "lr_range_test_step_rate": SchedulerParameter(1.0, "number"),
+            "lr_range_test_staircase": SchedulerParameter(False, "bool"),
+        },
+    ),
 }
 """Classes of deepspeed.runtime.lr_schedules. `last_batch_iteration`, which each takes, must be -1: a new scheduler."""
 
@@ -125,7 +150,7 @@ def sets_the_peak(table: Any) -> str | None:
         return None
     params = table.get("params")
     written = params if isinstance(params, dict) else {}
-    for name, parameter in scheduler.items():
+    for name, parameter in scheduler.parameters.items():
         if parameter.ours == "learning_rate" and written.get(name, parameter.default) not in (None, AUTO):
             return name
     return None
@@ -139,7 +164,7 @@ def _unsupported(kind: Any) -> tuple[str, str]:
 
 
 def _read_params(draft: SettingsDraft, block: Block, kind: str, params: dict[str, Any]) -> dict[str, Any]:
-    scheduler = SCHEDULERS[kind]
+    scheduler = SCHEDULERS[kind].parameters
     for name in params:
         key = block.key(f"scheduler.params.{name}")
         if name == "last_batch_iteration":

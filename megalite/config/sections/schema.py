@@ -15,6 +15,7 @@ from megalite.config.sections.shape_settings import model_shape, shape_settings
 from megalite.config.sections.text_sections import DataConfig, TokenizerConfig, ValidationConfig
 from megalite.families.registry import names_in_files
 from megalite.topology.axes import Layout
+from megalite.topology.learning_rate import DECAYS
 from megalite.topology.optimizers import OPTIMIZERS, optimizers_with
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.schedules import SCHEDULES
@@ -59,12 +60,13 @@ class _StartingPoint(Section):
 
 
 if TYPE_CHECKING:
-    OptimizerName = str
+    OptimizerName = ScheduleName = PipelineScheduleName = str
 
     class _ShapeSettings(_StartingPoint):
         def __getattr__(self, name: str) -> Any: ...
 else:
-    OptimizerName = one_of(OPTIMIZERS)
+    OptimizerName, PipelineScheduleName = one_of(OPTIMIZERS), one_of(SCHEDULES)
+    ScheduleName = one_of((*DECAYS, "deepspeed"))
     _ShapeSettings = create_model("_ShapeSettings", __base__=_StartingPoint, **shape_settings())
 
 
@@ -108,11 +110,14 @@ class ParallelConfig(Section):
         "auto",
         description='data-parallel size: replicas; "auto": started ranks / (tensor * pipeline)',
     )
-    schedule: Literal[
-        "1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "dualpipev"
-    ] = Field("1f1b", description="pipeline schedule: the order of forwards and backwards")
+    schedule: PipelineScheduleName = Field(
+        "1f1b", description="pipeline schedule: the order of forwards and backwards"
+    )
     virtual_stages: Count | Literal["auto"] = Field(
-        "auto", description='model chunks per stage; "auto": 1 for 1f1b and gpipe, 2 for the others'
+        "auto",
+        description='model chunks per stage; "auto": 1 for '
+        + " and ".join(name for name, schedule in SCHEDULES.items() if schedule.default_chunks == 1)
+        + ", 2 for the others",
     )
     layers_per_stage: Annotated[tuple[Count, ...], Lenient] | Literal["auto"] | None = Field(
         None,
@@ -237,7 +242,7 @@ class OptimizerConfig(Section):
         ge=0,
         description="clamp gradient elements to +- this value before the norm; 0: no clamping",
     )
-    schedule: Literal["cosine", "linear", "constant", "wsd", "deepspeed"] = Field(
+    schedule: ScheduleName = Field(
         "cosine",
         description='learning-rate decay; "wsd": only at the end, "deepspeed": [deepspeed.scheduler]',
     )

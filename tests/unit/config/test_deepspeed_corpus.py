@@ -61,7 +61,7 @@ def test_every_update_has_the_rate_that_deepspeed_would_give_it(tmp_path: Path, 
         "warmup_num_steps": max(1, config.optimizer.warmup_steps),
     }
     params = {key: filled[key] if value == "auto" else value for key, value in block["params"].items()}
-    assert set(params) <= {*SCHEDULERS[block["type"]], "last_batch_iteration"}
+    assert set(params) <= {*SCHEDULERS[block["type"]].parameters, "last_batch_iteration"}
     sgd = torch.optim.SGD([torch.zeros(1)], lr=config.optimizer.learning_rate)
     scheduler = getattr(lr_schedules, block["type"])(sgd, **params)
     expected = []

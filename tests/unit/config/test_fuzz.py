@@ -22,7 +22,7 @@ SECTIONS = {
 DEEPSPEED_PATHS = [f"{block}.{key}" if block else key for block, keys in KEYS.items() for key in keys]
 FORMS = [each.deepspeed for each in OPTIMIZERS.values() if each.deepspeed is not None]
 DEEPSPEED_PATHS += [f"optimizer.params.{name}" for form in FORMS for name in form.parameters]
-DEEPSPEED_PATHS += [f"scheduler.params.{name}" for each in SCHEDULERS.values() for name in each]
+DEEPSPEED_PATHS += [f"scheduler.params.{name}" for each in SCHEDULERS.values() for name in each.parameters]
 
 words = st.sampled_from(
     [

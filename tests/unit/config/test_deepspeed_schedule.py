@@ -1,6 +1,7 @@
 """DeepSpeed's schedulers: the rate of each update is the one that DeepSpeed's own class sets in its engine."""
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config.deepspeed.schedule import DeepSpeedSchedule
 from megalite.config.deepspeed.scheduler import REQUIRED, SCHEDULERS
-from megalite.train.deepspeed_schedule import DeepSpeedSchedule
 from tests.support.parity import about
 
 lr_schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
@@ -60,14 +61,16 @@ def theirs(kind: str, params: dict[str, Any], updates: int) -> list[float]:
 
 
 def ours(kind: str, params: dict[str, Any], updates: int) -> list[float]:
-    names = {theirs: parameter.ours for theirs, parameter in SCHEDULERS[kind].items() if parameter.ours}
+    names = {
+        theirs: parameter.ours for theirs, parameter in SCHEDULERS[kind].parameters.items() if parameter.ours
+    }
     held = {key: params[theirs] for theirs, key in names.items()}
+    optimizer = {"learning_rate": RATE, "minimum_ratio": 0.0, **held}
     schedule = DeepSpeedSchedule(
-        kind,
-        peak=held.get("learning_rate", RATE),
+        SCHEDULERS[kind].rate,
+        SimpleNamespace(**optimizer),
         warmup_steps=held.get("warmup_steps", 0),
         total_steps=held.get("decay_steps", 1),
-        floor=held.get("minimum_ratio", 0.0),
         params={key: value for key, value in params.items() if key not in names},
     )
     return [schedule(update) for update in range(updates)]
@@ -145,4 +148,4 @@ def test_the_parameters_and_their_defaults_are_those_of_the_installed_deepspeed(
         name: REQUIRED if each.default is inspect.Parameter.empty else each.default
         for name, each in found.items()
     }
-    assert {name: parameter.default for name, parameter in SCHEDULERS[kind].items()} == expected
+    assert {name: parameter.default for name, parameter in SCHEDULERS[kind].parameters.items()} == expected

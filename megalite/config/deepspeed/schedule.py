@@ -8,35 +8,38 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DeepSpeedSchedule:
-    """The learning rate that DeepSpeed's scheduler `kind` sets for the update after `updates` others.
+    """The learning rate that a scheduler of DeepSpeed sets for the update after `updates` others.
 
     The engine steps its scheduler after each update that it did not skip, and a new scheduler stands at iteration -1:
     update n, counted from 0, has the rate of iteration n - 1, and the first one the lowest rate of the warm-up.
 
-    peak: the rate after the warm-up, OneCycle's highest, LRRangeTest's first. total_steps: end of the decay.
-    floor: WarmupCosineLR's last rate as a fraction of the peak. params: the scheduler's other parameters, all of them.
+    rate: the scheduler's formula. settings: has those of [optimizer]; learning_rate is the rate after the warm-up,
+    OneCycle's highest, LRRangeTest's first. total_steps: end of the decay. params: the scheduler's other parameters.
     """
 
-    kind: str
-    peak: float
+    rate: "SchedulerRate"
+    settings: Any
     warmup_steps: int
     total_steps: int
-    floor: float
     params: Mapping[str, Any]
 
     def __call__(self, updates: int) -> float:
-        return _RATES[self.kind](self, updates - 1)
+        return self.rate(self, updates - 1)
 
-    def _warmup_then_constant(self, iteration: int) -> float:
+    @property
+    def peak(self) -> float:
+        return float(self.settings.learning_rate)
+
+    def warmup_then_constant(self, iteration: int) -> float:
         return self._from_lowest(self._warmup(iteration) if iteration < self._warmup_end else 1.0)
 
-    def _warmup_then_line(self, iteration: int) -> float:
+    def warmup_then_line(self, iteration: int) -> float:
         if iteration < self._warmup_end:
             return self._from_lowest(self._warmup(iteration))
         span = max(1.0, self.total_steps - self._warmup_end)
         return self._from_lowest(max(0.0, (self.total_steps - iteration) / span))
 
-    def _warmup_then_cosine(self, iteration: int) -> float:
+    def warmup_then_cosine(self, iteration: int) -> float:
         if iteration < 0:
             return 0.0
         if iteration < self._warmup_end:
@@ -45,9 +48,10 @@ class DeepSpeedSchedule:
         span = max(1, self.total_steps - self._warmup_end)
         progress = min(1.0, (iteration - self._warmup_end + 1) / span)
         height = (1.0 + math.cos(math.pi * progress)) / 2
-        return self.peak * max(0.0, self.floor + (1.0 - self.floor) * height)
+        floor = self.settings.minimum_ratio
+        return float(self.peak * max(0.0, floor + (1.0 - floor) * height))
 
-    def _one_cycle(self, iteration: int) -> float:
+    def one_cycle(self, iteration: int) -> float:
         params, lowest = self.params, float(self.params["cycle_min_lr"])
         cycle = params["cycle_first_step_size"] + params["cycle_second_step_size"]
         if iteration < 0:
@@ -68,7 +72,7 @@ class DeepSpeedSchedule:
         stairs = self.params[f"cycle_{half}_stair_count"]
         return math.floor(risen * stairs / steps) / stairs if stairs else float(risen / steps)
 
-    def _range_test(self, iteration: int) -> float:
+    def range_test(self, iteration: int) -> float:
         intervals = (iteration + 1) / self.params["lr_range_test_step_size"]
         if self.params["lr_range_test_staircase"]:
             intervals = math.floor(intervals)
@@ -92,10 +96,4 @@ class DeepSpeedSchedule:
         return float(lowest + (self.peak - lowest) * share)
 
 
-_RATES: dict[str, Callable[[DeepSpeedSchedule, int], float]] = {
-    "WarmupLR": DeepSpeedSchedule._warmup_then_constant,
-    "WarmupDecayLR": DeepSpeedSchedule._warmup_then_line,
-    "WarmupCosineLR": DeepSpeedSchedule._warmup_then_cosine,
-    "OneCycle": DeepSpeedSchedule._one_cycle,
-    "LRRangeTest": DeepSpeedSchedule._range_test,
-}
+SchedulerRate = Callable[[DeepSpeedSchedule, int], float]
