@@ -31,8 +31,10 @@ import torch
 from benchmarks import report
 from benchmarks.ranks import run_ranks
 from benchmarks.workload import Setup, Training
+from megalite.config.sections.schema import ModelComputeSettings
+from megalite.config.sections.training_section import ComputeSettings
 from megalite.launcher.process import keep_freed_memory
-from megalite.model.options import Dropout, ModelOptions, Recompute
+from megalite.model.options import ModelOptions
 from megalite.ops import extension
 from megalite.ops.choice import ALL_COMPILED
 from megalite.parallel.mesh import ParallelMesh
@@ -75,12 +77,16 @@ def _contenders() -> dict[str, Contender]:
     }.items():
         contenders[f"data 2, {name}"] = Contender(replace(data, zero=zero), DATA)
     options = {
-        "recompute selective": ModelOptions(recompute=Recompute("selective")),
-        "recompute half of the layers": ModelOptions(recompute=Recompute("full", ratio=0.5)),
-        "recompute full": ModelOptions(recompute=Recompute("full")),
-        "dropout 0.1 of embedding, residual, mlp": ModelOptions(dropout=Dropout(0.1, 0.1, 0.1)),
-        "dropout 0.1 of attention": ModelOptions(dropout=Dropout(attention=0.1)),
-        "label smoothing, z-loss": ModelOptions(label_smoothing=0.1, z_loss=1e-4),
+        "recompute selective": ModelOptions(training=ComputeSettings(recompute="selective")),
+        "recompute half of the layers": ModelOptions(
+            training=ComputeSettings(recompute="full", recompute_ratio=0.5)
+        ),
+        "recompute full": ModelOptions(training=ComputeSettings(recompute="full")),
+        "dropout 0.1 of embedding, residual, mlp": ModelOptions(
+            model=ModelComputeSettings(embedding_dropout=0.1, residual_dropout=0.1, mlp_dropout=0.1)
+        ),
+        "dropout 0.1 of attention": ModelOptions(model=ModelComputeSettings(attention_dropout=0.1)),
+        "label smoothing, z-loss": ModelOptions(training=ComputeSettings(label_smoothing=0.1, z_loss=1e-4)),
         "bf16": ModelOptions(dtype=torch.bfloat16),
     }
     if extension.available("cpu"):

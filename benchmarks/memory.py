@@ -56,7 +56,8 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import report
 from benchmarks.ranks import run_ranks
 from benchmarks.workload import SEQUENCE_LENGTH, SHAPE, Setup, Training
-from megalite.model.options import ModelOptions, Recompute
+from megalite.config.sections.training_section import ComputeSettings
+from megalite.model.options import ModelOptions
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
@@ -68,8 +69,8 @@ PARTS = ("parameters", "optimizer", "gradients", "activations", "gathered")
 PERSISTENT = 10**5  # DeepSpeed's own stage3_param_persistence_threshold
 
 
-def recomputing(mode: Any, **share: Any) -> ModelOptions:
-    return ModelOptions(recompute=Recompute(mode, **share))
+def recomputing(mode: Any, ratio: float | None = None) -> ModelOptions:
+    return ModelOptions(training=ComputeSettings(recompute=mode, recompute_ratio=ratio))
 
 
 def zero(stage: int, **settings: Any) -> dict[str, Any]:
@@ -302,7 +303,7 @@ def _activations(options: ModelOptions, tokens: int) -> float:
         "full": value * tokens * hidden,
     }
     layers = SHAPE.num_hidden_layers
-    modes = [options.recompute.of_layer(layer, layers) for layer in range(layers)]
+    modes = [options.recompute_of(layer, layers) for layer in range(layers)]
     around = value * tokens * (2 * hidden + SHAPE.head_dim) + 4 * tokens * (SHAPE.vocab_size + 1)
     return sum(a_layer[mode] for mode in modes) + around
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.data.batches.transfer import BatchTransfer
 from megalite.model.options import PLAIN, ModelOptions
 from megalite.parallel.mesh import ParallelMesh
@@ -35,7 +36,7 @@ SHAPE = ModelShape(
     max_position_embeddings=SEQUENCE_LENGTH,
     tie_word_embeddings=True,
 )
-SETTINGS = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 1.0)
+SETTINGS = OptimizerSettings(OptimizerConfig(name="adamw"))
 WARM_UP_STEPS, TIMED_STEPS = 3, 8
 
 
@@ -121,7 +122,7 @@ def _deepspeed_json(setup: Setup, zero: Mapping[str, Any], mesh: ParallelMesh) -
     return {
         "train_micro_batch_size_per_gpu": setup.sequences // mesh.batch.size,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": SETTINGS.gradient_clipping,
+        "gradient_clipping": SETTINGS.optimizer.gradient_clipping,
         "zero_optimization": dict(zero),
         "bf16": {"enabled": setup.options.dtype == torch.bfloat16},
         "zero_allow_untested_optimizer": True,

@@ -37,11 +37,11 @@ def build(layout: PeerLayout, start: Start) -> Trained:
 
 def settings(layout: PeerLayout) -> dict[str, object]:
     """DeepSpeed's JSON."""
-    adamw = {"lr": llama.LEARNING_RATE, "betas": SETTINGS.betas, "eps": SETTINGS.eps}
+    adamw = {"lr": llama.LEARNING_RATE, "betas": SETTINGS.optimizer.betas, "eps": SETTINGS.optimizer.eps}
     return {
         "train_micro_batch_size_per_gpu": 4 // (layout.data * layout.micro_batches),
         "gradient_accumulation_steps": layout.micro_batches,
-        "gradient_clipping": SETTINGS.gradient_clipping,
+        "gradient_clipping": SETTINGS.optimizer.gradient_clipping,
         "zero_optimization": {"stage": layout.zero},
         "optimizer": {"type": "AdamW", "params": adamw},
         "steps_per_print": 1_000_000,

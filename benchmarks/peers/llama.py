@@ -62,18 +62,25 @@ def groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, object]]:
     """Weight decay on matrices only, as megalite has it."""
     known = list(parameters)
     return [
-        {"params": [each for each in known if each.dim() > 1], "weight_decay": SETTINGS.weight_decay},
+        {
+            "params": [each for each in known if each.dim() > 1],
+            "weight_decay": SETTINGS.optimizer.weight_decay,
+        },
         {"params": [each for each in known if each.dim() == 1], "weight_decay": 0.0},
     ]
 
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    return torch.optim.AdamW(groups(parameters), lr=LEARNING_RATE, betas=SETTINGS.betas, eps=SETTINGS.eps)
+    return torch.optim.AdamW(
+        groups(parameters), lr=LEARNING_RATE, betas=SETTINGS.optimizer.betas, eps=SETTINGS.optimizer.eps
+    )
 
 
 def clip(parameters: Iterable[nn.Parameter], square_of_norm: Tensor) -> None:
     """Clip by the norm of the whole model."""
-    torch.nn.utils.clip_grads_with_norm_(parameters, SETTINGS.gradient_clipping, square_of_norm.sqrt())
+    torch.nn.utils.clip_grads_with_norm_(
+        parameters, SETTINGS.optimizer.gradient_clipping, square_of_norm.sqrt()
+    )
 
 
 def square_norm(parameters: Iterable[nn.Parameter]) -> Tensor:

@@ -48,7 +48,11 @@ class DropoutSites:
 
     def __init__(self, shape: ModelShape, name: str, mesh: ParallelMesh, options: ModelOptions):
         self._name, self._mesh = name, mesh
-        self._seed, self._rates = options.dropout_seed, options.dropout
+        # Kept as numbers, so that a compiled layer reads no section.
+        self._seed, model = options.dropout_seed, options.model
+        self._embedding_rate, self._residual_rate = model.embedding_dropout, model.residual_dropout
+        self._mlp_rate, self._attention_rate = model.mlp_dropout, model.attention_dropout
+        self._adapter_rate = options.adapter.dropout
         self._hidden = range(shape.hidden_size)
         self._intermediate = balanced_split(shape.intermediate_size, mesh.tp.size)[mesh.tp.rank]
         self._heads = balanced_split(shape.num_attention_heads, mesh.tp.size)[mesh.tp.rank]
@@ -56,7 +60,7 @@ class DropoutSites:
 
     def embedding_mask(self, context: DropoutContext) -> Mask | None:
         """[b, positions held here, H]."""
-        return self._residual("output", self._rates.embedding, context)
+        return self._residual("output", self._embedding_rate, context)
 
     def layer_masks(self, context: DropoutContext) -> LayerMasks:
         """On the residual stream [b, positions held here, H], within the MLP [b, S, intermediate / tp]; attention's is
@@ -64,15 +68,15 @@ class DropoutSites:
         everywhere = range(context.sequence_length)
         return LayerMasks(
             self.attention_mask(context),
-            self._residual("attention_residual", self._rates.residual, context),
-            self._mask("mlp", self._rates.mlp, context.sample_indices, everywhere, self._intermediate),
-            self._residual("mlp_residual", self._rates.residual, context),
+            self._residual("attention_residual", self._residual_rate, context),
+            self._mask("mlp", self._mlp_rate, context.sample_indices, everywhere, self._intermediate),
+            self._residual("mlp_residual", self._residual_rate, context),
             *self._adapter_masks(context),
         )
 
     def _adapter_masks(self, context: DropoutContext) -> Iterator[Mask | None]:
         """Yield the masks of the inputs of the adapters of query-key-value, o, up and down."""
-        rate, everywhere = self._rates.adapter, range(context.sequence_length)
+        rate, everywhere = self._adapter_rate, range(context.sequence_length)
         yield self._residual("adapter_qkv", rate, context)
         yield self._mask("adapter_o", rate, context.sample_indices, everywhere, self._attended)
         yield self._residual("adapter_up", rate, context)
@@ -80,10 +84,10 @@ class DropoutSites:
 
     def attention_mask(self, context: DropoutContext) -> CountedMask | None:
         """Return the mask of the probabilities [b, heads of this rank, S queries, S keys]."""
-        if self._rates.attention == 0:
+        if self._attention_rate == 0:
             return None
         key = key_of(self._seed, self._key_name("attention"))
-        return CountedMask(key, context.sample_indices, self._heads, dropped_levels(self._rates.attention))
+        return CountedMask(key, context.sample_indices, self._heads, dropped_levels(self._attention_rate))
 
     def _residual(self, site: str, rate: float, context: DropoutContext) -> Mask | None:
         held = self._mesh.sequence_range(context.sequence_length)

@@ -44,10 +44,12 @@ class OutputHead(nn.Module):
     ):
         super().__init__()
         self.norm, self.projection, self.mesh, self.ops = norm, projection, mesh, options.ops
-        self.chunked_loss = options.chunked_loss
+        self.chunked_loss = options.model.chunked_loss
         self.transform = LogitTransform(shape.final_logit_softcapping, shape.logits_scaling)
         self.vocabulary = balanced_split(shape.vocab_size, mesh.tp.size)
-        self.loss_terms = LossTerms(shape.vocab_size, options.label_smoothing, options.z_loss)
+        self.loss_terms = LossTerms(
+            shape.vocab_size, options.training.label_smoothing, options.training.z_loss
+        )
 
     def losses(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, *, training: bool) -> Tensor:
         """[B, S, H] -> weighted losses [B, S]; label smoothing and z-loss are left out of an evaluation."""

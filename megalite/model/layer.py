@@ -11,13 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from megalite.config.sections.training_section import RecomputeMode
 from megalite.model.attention import SelfAttention
 from megalite.model.context import StepContext
 from megalite.model.dropout import NO_MASKS, DropoutSites, LayerMasks
 from megalite.model.lora import add_lora
 from megalite.model.mlp import build_mlp
 from megalite.model.norms import Norm, build_norm
-from megalite.model.options import PLAIN, ModelOptions, RecomputeMode
+from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.recompute import recomputed
 from megalite.ops.dropout import CountedMask, dropout
 from megalite.parallel.mesh import ParallelMesh
@@ -48,7 +49,7 @@ class DecoderLayer(nn.Module):
         recompute: RecomputeMode = "none",
     ):
         super().__init__()
-        self.recompute, self.compile_layer = recompute, options.compile
+        self.recompute, self.compile_layer = recompute, options.training.compile
         self.arranged = _ARRANGEMENTS[shape.norm_placement]
         self.normalises_outputs = shape.norm_placement in ("sandwich", "output")
         self.residual_multiplier = shape.residual_multiplier

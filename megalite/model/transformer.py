@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleDict()
         for layers in (split.layers[chunk] for chunk in chunks):
             for place, layer in enumerate(layers):
-                recompute = options.recompute.of_layer(place, len(layers))
+                recompute = options.recompute_of(place, len(layers))
                 self.layers[str(layer)] = DecoderLayer(shape, layer, mesh, options, recompute=recompute)
         if last:
             self.norm = build_norm(shape, options)
@@ -69,7 +69,7 @@ class Chunk(nn.Module):
         super().__init__()
         self.shape, self.index, self.ops = stage.shape, index, options.ops
         shape = stage.shape
-        self.drops_attention, self.softcap = options.dropout.attention > 0, shape.attn_logit_softcapping
+        self.drops_attention, self.softcap = options.model.attention_dropout > 0, shape.attn_logit_softcapping
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.prefix_tokens, self.trunk = shape.prefix_tokens, getattr(stage.model, "prefix", None)
         self.layers = nn.ModuleList(stage.model.layers[str(layer)] for layer in split.layers[index])

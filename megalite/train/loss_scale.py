@@ -1,45 +1,41 @@
 """The scale that keeps fp16 gradients away from zero (Micikevicius et al., "Mixed Precision Training", 2018)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class LossScaleSettings:
-    """initial: the first scale. window: steps in a row without an overflow that double it; None: a fixed scale.
-
-    hysteresis: the overflow since the last doubling that halves it. minimum: it is never halved below this.
-    """
-
-    initial: float = 2.0**16
-    window: int | None = 1000
-    hysteresis: int = 1
-    minimum: float = 1.0
+from megalite.config.sections.training_section import PrecisionSettings
 
 
 class LossScale:
-    """Halves on an overflow, doubles after a window of steps without one."""
+    """Halves on an overflow, doubles after a window of steps without one; a number in training.loss_scale is fixed."""
 
-    def __init__(self, settings: LossScaleSettings):
-        self._settings = settings
-        self.value = settings.initial
+    def __init__(self, training: PrecisionSettings):
+        fixed = training.loss_scale if training.loss_scale != "dynamic" else None
+        self.value = 2.0**training.initial_loss_scale_power if fixed is None else fixed
+        self._minimum = float(training.minimum_loss_scale) if fixed is None else fixed
+        self._window = training.loss_scale_window if fixed is None else None
+        self._hysteresis = training.loss_scale_hysteresis if fixed is None else 1
         self._steps_since_change = 0
-        self._overflows_left = settings.hysteresis
+        self._overflows_left = self._hysteresis
+
+    @classmethod
+    def of(cls, training: PrecisionSettings) -> "LossScale | None":
+        """Return the loss scale of a run; None unless the precision is fp16."""
+        return cls(training) if training.precision == "fp16" else None
 
     @property
     def exhausted(self) -> bool:
         """Whether the next overflow would have to halve the scale below its minimum."""
-        return self._overflows_left <= 1 and self.value <= self._settings.minimum
+        return self._overflows_left <= 1 and self.value <= self._minimum
 
     def passed(self) -> None:
         """A step without an overflow."""
         self._steps_since_change += 1
         # More than the window after a resume with a smaller one.
-        if self._settings.window is not None and self._steps_since_change >= self._settings.window:
+        if self._window is not None and self._steps_since_change >= self._window:
             self.value *= 2
             self._steps_since_change = 0
-            self._overflows_left = self._settings.hysteresis
+            self._overflows_left = self._hysteresis
 
     def overflowed(self) -> None:
         """A step that is skipped."""
@@ -47,7 +43,7 @@ class LossScale:
         if self._overflows_left > 1:
             self._overflows_left -= 1
         else:
-            self.value = max(self.value / 2, self._settings.minimum)
+            self.value = max(self.value / 2, self._minimum)
 
     def scalars(self) -> dict[str, Any]:
         """Return the values that a checkpoint keeps."""
@@ -62,8 +58,8 @@ class LossScale:
 
         A fixed scale keeps its own value. A checkpoint of another precision has no scale: this one starts anew.
         """
-        if "loss_scale" not in scalars or self._settings.window is None:
+        if "loss_scale" not in scalars or self._window is None:
             return
-        self.value = max(float(scalars["loss_scale"]), self._settings.minimum)
+        self.value = max(float(scalars["loss_scale"]), self._minimum)
         self._steps_since_change = int(scalars["loss_scale_steps_since_change"])
-        self._overflows_left = min(int(scalars["loss_scale_overflows_left"]), self._settings.hysteresis)
+        self._overflows_left = min(int(scalars["loss_scale_overflows_left"]), self._hysteresis)

@@ -21,6 +21,7 @@ from megalite.checkpoint.manifest import Manifest, Shard, TensorEntry
 from megalite.checkpoint.manifest_json import to_json
 from megalite.checkpoint.save import save_checkpoint
 from megalite.cli import convert, generate
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.errors import CheckpointError, ConfigError
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_replica
@@ -147,7 +148,9 @@ def averaged_run(run: Path, shape: ModelShape) -> None:
     """A bf16 run after one step, with a moving average of the weights."""
     split, mesh = pipeline_split(shape.num_hidden_layers), ParallelMesh.single()
     replica = build_replica(shape, mesh, split, ModelOptions(dtype=torch.bfloat16), seed=3)
-    settings = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.0, 0.0, 0.0, ema_decay=0.5)
+    settings = OptimizerSettings(
+        OptimizerConfig(name="sgd", weight_decay=0.0, gradient_clipping=0.0, ema_decay=0.5)
+    )
     optimizer = TorchOptimizer(replica, settings)
     for tensor in replica.stage.parameters():
         tensor.grad = torch.full_like(tensor, 1e-3, dtype=torch.float32)

@@ -13,11 +13,12 @@ from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.errors import CheckpointError
-from megalite.model.options import PLAIN, Dropout
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
+from tests.support.options import NO_DROPOUT, Dropout
 from tests.support.parity import ADAM_UPDATES, FLOAT32_RTOL, LAYOUT_RTOL, assert_close
 from tests.support.ranks import RankPool
 from tests.support.tiny import tiny_shape
@@ -31,7 +32,7 @@ from tests.support.training import (
     whole_weights,
 )
 
-ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
+ADAMW = OptimizerSettings(OptimizerConfig(name="adamw", gradient_clipping=0.5))
 DROPOUT = Dropout(embedding=0.1, residual=0.1, mlp=0.1, attention=0.1)
 
 
@@ -66,7 +67,7 @@ def job_of(
     *,
     tied: bool = False,
     steps: int = 4,
-    dropout: Dropout = PLAIN.dropout,
+    dropout: Dropout = NO_DROPOUT,
 ) -> Job:
     """ZeRO's master weights are float32, so what uses it is float32 too."""
     return Job(

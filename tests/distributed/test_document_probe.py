@@ -15,11 +15,11 @@ from torch import Tensor
 from megalite.data.batches import documents
 from megalite.model import transformer
 from megalite.model.attention import SelfAttention
-from megalite.model.options import Dropout, Recompute
 from megalite.ops import attention, choice
 from megalite.parallel.step_batch import TRAINING
 from megalite.topology.axes import Layout
 from tests.support.document_probe import DocumentFindings, probe_documents
+from tests.support.options import Dropout, Recompute
 from tests.support.tiny import FAMILY_SHAPES
 from tests.support.token_losses import token_losses
 from tests.support.training import Job, build, local_batch

@@ -55,7 +55,7 @@ def test_sums_over_micro_batches_are_as_exact(ranks, layout):
 def test_a_run_is_resumed_with_other_kernels(ranks, tmp_path, order):
     """An overflow is left out on the way; the files are alike, and so is what follows."""
     job = replace(job_of(torch.float16, SMALL_WINDOW, layout=Layout(tensor=2)), micro_batch_size=1)
-    assert job.optimizer.name == ADAMW.name
+    assert job.optimizer.optimizer.name == ADAMW.optimizer.name
 
     def run(name: str, kernels: str, steps: int) -> list:
         folder = str(tmp_path / name)

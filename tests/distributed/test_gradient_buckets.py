@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megalite.model.options import Recompute
 from megalite.parallel import gradient_buckets, pipeline
 from megalite.topology.axes import Layout
+from tests.support.options import Recompute
 from tests.support.tiny import tiny_shape
 from tests.support.training import SEQUENCES, Job, build, local_batch
 

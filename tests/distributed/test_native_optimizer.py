@@ -10,6 +10,7 @@ import torch
 from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.train.optimizer.deepspeed_ops import replay_steps
@@ -25,7 +26,7 @@ BUILD_SECONDS = 900
 
 SHAPE = tiny_shape(tied=True)
 GROUPS = (ParameterGroup("*.mlp.*", learning_rate_ratio=0.5, weight_decay=0.3),)
-OURS = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5, groups=GROUPS)
+OURS = OptimizerSettings(OptimizerConfig(name="adamw", gradient_clipping=0.5), groups=GROUPS)
 NATIVE = replace(OURS, native=True)
 STEPS = 10
 

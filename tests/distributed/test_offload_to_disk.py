@@ -7,6 +7,7 @@ import torch
 from deepspeed.ops.op_builder import AsyncIOBuilder
 
 from megalite.checkpoint.folder import find_latest
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
 from tests.distributed.test_native_optimizer import train_and_save
@@ -24,7 +25,7 @@ BUILD_SECONDS = 900
 
 # DeepSpeed leaves in memory what has less than a MiB: here all but the embedding.
 SHAPE = replace(tiny_shape(tied=True), vocab_size=22001)
-ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
+ADAMW = OptimizerSettings(OptimizerConfig(name="adamw", gradient_clipping=0.5))
 STEPS = 4
 
 

@@ -19,30 +19,32 @@ from torch import Tensor
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.save import save_checkpoint
+from megalite.config.sections.schema import OptimizerConfig
+from megalite.config.sections.training_section import PrecisionSettings
 from megalite.errors import TrainingError
 from megalite.parallel import gradients
 from megalite.topology.axes import Layout
 from megalite.topology.state import MASTER
-from megalite.train.loss_scale import LossScaleSettings
+from megalite.train.loss_scale import LossScale
 from megalite.train.optimizer import torch as torch_path
 from megalite.train.optimizer.protocol import Update
 from megalite.train.optimizer.settings import OptimizerSettings
+from tests.support.options import changed
 from tests.support.parity import BF16_RTOL, NARROW_LOSS, narrow_bound, relative_error
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, Parts, Shard, build, full_tensors, local_batch, shards_of
 
 SHAPE = tiny_shape(tied=True)
 # A fixed batch and a high rate, so that the loss falls far: SGD, since Adam forgives a wrong scale, and clipping.
-SGD = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.1, 0.9, 0.5)
-ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 1.0)
-FP16 = LossScaleSettings()
+SGD = OptimizerSettings(OptimizerConfig(name="sgd", momentum=0.9, gradient_clipping=0.5))
+ADAMW = OptimizerSettings(OptimizerConfig(name="adamw"))
+FP16 = LossScale(PrecisionSettings(precision="fp16"))
 STEPS = 20
 
 
 def job_of(dtype: torch.dtype, settings: OptimizerSettings = ADAMW, **changes: Any) -> Job:
-    scale = FP16 if dtype == torch.float16 and settings.loss_scale is None else settings.loss_scale
-    rate = 1e-1 if settings.name == "sgd" else 3e-3
-    settings = replace(settings, loss_scale=scale)
+    rate = 1e-1 if settings.optimizer.name == "sgd" else 3e-3
+    settings = changed(settings, precision="fp16" if dtype == torch.float16 else settings.training.precision)
     return Job(SHAPE, optimizer=settings, dtype=dtype, learning_rate=rate, micro_batch_size=4, **changes)
 
 
@@ -55,7 +57,7 @@ def _forget_the_scale(scale_gradients: Callable[..., None]) -> Callable[..., Non
 
 def _clip_before_unscaling(clip_gradients: Callable[..., None]) -> Callable[..., None]:
     return lambda gradients, *, norm, max_norm: clip_gradients(
-        gradients, norm=norm * FP16.initial, max_norm=max_norm
+        gradients, norm=norm * FP16.value, max_norm=max_norm
     )
 
 
@@ -141,7 +143,7 @@ def test_a_planted_fault_departs_from_float32(ranks, alone, fault, dtype):
 
 
 def test_steps_smaller_than_the_weights_digits_add_up_in_the_masters(alone):
-    settings = replace(ADAMW, weight_decay=0.0)
+    settings = changed(ADAMW, weight_decay=0.0)
     wide, narrow = (
         alone(replace(job_of(dtype, settings), learning_rate=5e-4))
         for dtype in (torch.float32, torch.bfloat16)
@@ -209,7 +211,7 @@ def test_gradients_of_many_micro_batches_are_summed_in_float32(ranks, fault):
     job = replace(job_of(torch.bfloat16), micro_batch_size=1)
     [exact] = ranks.run(first_gradients, job=job_of(torch.float64), rounded=True, batches=16)
     [summed] = ranks.run(first_gradients, job=job, batches=16, fault=fault)
-    in_model_type = replace(job, optimizer=replace(ADAMW, sum_in_fp32=False))
+    in_model_type = replace(job, optimizer=changed(ADAMW, accumulation="model"))
     [lossy] = ranks.run(first_gradients, job=in_model_type, batches=16)
     error, expected = (sum(gradient_errors(each, exact).values()) for each in (summed, lossy))
     assert (error < 0.5 * expected) == (fault is None), (error, expected)
@@ -218,7 +220,7 @@ def test_gradients_of_many_micro_batches_are_summed_in_float32(ranks, fault):
 # ----------------------------------------------------------------------------------------------------- fp16 overflows
 
 OVERFLOWING = "model.layers.2.self_attn.o_proj.weight"
-SMALL_WINDOW = replace(ADAMW, loss_scale=LossScaleSettings(initial=64.0, window=3))
+SMALL_WINDOW = changed(ADAMW, initial_loss_scale_power=6, loss_scale_window=3)
 
 
 @dataclass
@@ -328,7 +330,7 @@ def overflow_message(job: Job) -> str:
 
 
 def test_an_overflow_at_the_smallest_scale_ends_the_run_and_names_the_tensor(ranks):
-    smallest = replace(ADAMW, loss_scale=LossScaleSettings(initial=1.0))
+    smallest = changed(ADAMW, initial_loss_scale_power=0)
     job = job_of(torch.float16, smallest, layout=Layout(pipeline=2))
     [message] = set(ranks.run(overflow_message, world_size=2, job=job))
     assert OVERFLOWING in message and "smallest loss scale, 1:" in message and '"bf16"' in message

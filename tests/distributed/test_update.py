@@ -14,11 +14,13 @@ from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.save import save_checkpoint
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.state import EMA
 from megalite.train.optimizer.settings import OptimizerSettings
+from tests.support.options import changed
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL, assert_same_tensors
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
@@ -32,7 +34,8 @@ GROUPS = (
 )
 # DeepSpeed wants every group on every stage.
 GROUPS_OF_ALL_STAGES = (ParameterGroup("*_proj.*", 0.25), ParameterGroup("*norm*", 2.0, 0.2))
-SETTINGS = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.1, 0.9, 0.5, groups=GROUPS, ema_decay=0.5)
+SGD = OptimizerConfig(name="sgd", momentum=0.9, gradient_clipping=0.5, ema_decay=0.5)
+SETTINGS = OptimizerSettings(SGD, groups=GROUPS)
 
 
 def train_and_save(job: Job, folder: str, steps: int) -> None:
@@ -81,14 +84,14 @@ def assert_same(one: Path, other: Path, *, rtol: float) -> None:
 )
 def test_groups_and_averages_do_not_depend_on_the_layout(trained, layout, zero_stage):
     groups = GROUPS_OF_ALL_STAGES if zero_stage and layout.pipeline > 1 else GROUPS
-    alone = Job(SHAPE, optimizer=replace(SETTINGS, groups=groups))
+    alone = Job(SHAPE, optimizer=changed(SETTINGS, groups=groups))
     job = replace(alone, layout=layout, zero_stage=zero_stage)
     assert_same(trained(job), trained(alone), rtol=ZERO_RTOL if zero_stage else LAYOUT_RTOL)
 
 
 def test_groups_and_averages_do_something(trained):
     folder = trained(Job(SHAPE, optimizer=SETTINGS))
-    plain = trained(Job(SHAPE, optimizer=replace(SETTINGS, groups=(), ema_decay=0.0)))
+    plain = trained(Job(SHAPE, optimizer=changed(SETTINGS, groups=(), ema_decay=0.0)))
     weights, averages, others = tensors_of(folder, WEIGHT), tensors_of(folder, EMA), tensors_of(plain, WEIGHT)
     frozen = "model.embed_tokens.weight"
     assert torch.equal(weights[frozen], averages[frozen])
@@ -99,15 +102,15 @@ def test_groups_and_averages_do_something(trained):
 
 @pytest.mark.parametrize("clipping", cases([0.0, 0.05], core=[0.05]), ids=["by value", "by value and norm"])
 def test_clipping_by_value_does_not_depend_on_the_layout(trained, clipping):
-    alone = Job(SHAPE, optimizer=replace(SETTINGS, clip_value=1e-3, gradient_clipping=clipping))
+    alone = Job(SHAPE, optimizer=changed(SETTINGS, clip_value=1e-3, gradient_clipping=clipping))
     job = replace(alone, layout=Layout(2, 2, 2))
     assert_same(trained(job), trained(alone), rtol=LAYOUT_RTOL)
 
 
 def test_an_average_starts_from_the_weights_and_may_be_dropped(ranks, tmp_path):
-    plain = Job(SHAPE, optimizer=replace(SETTINGS, ema_decay=0.0))
+    plain = Job(SHAPE, optimizer=changed(SETTINGS, ema_decay=0.0))
     # A decay of almost one: the average stays what it started from.
-    averaging = replace(plain, optimizer=replace(SETTINGS, ema_decay=1 - 1e-12), layout=Layout(tensor=2))
+    averaging = replace(plain, optimizer=changed(SETTINGS, ema_decay=1 - 1e-12), layout=Layout(tensor=2))
     for job, steps in ((plain, 2), (averaging, 4), (plain, 5)):
         ranks.run(
             train_and_save, world_size=job.layout.world_size, job=job, folder=str(tmp_path), steps=steps

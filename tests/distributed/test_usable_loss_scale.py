@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from megalite.topology.axes import Layout
-from megalite.train.loss_scale import LossScaleSettings
+from tests.support.options import changed
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
 from tests.support.training import SGD, Job, build, fp16_allowed, local_batch
 
 # The scale doubles after every step, so that it meets its limit several times.
-CLIMBING = LossScaleSettings(initial=2.0**18, window=1)
-JOB = Job(tiny_shape(tied=True), optimizer=replace(SGD, loss_scale=CLIMBING), dtype=torch.float16, steps=7)
+CLIMBING = {"precision": "fp16", "initial_loss_scale_power": 18, "loss_scale_window": 1}
+JOB = Job(tiny_shape(tied=True), optimizer=changed(SGD, **CLIMBING), dtype=torch.float16, steps=7)
 
 
 def scales_and_skips(job: Job) -> list[tuple[float, bool]]:
@@ -49,7 +49,7 @@ CASES: list[tuple[int, Layout, bool, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("stage", "layout", "fp32", "keys"), cases(CASES, core=CASES[:3]))
 def test_the_same_steps_overflow_at_every_degree_of_data_parallelism(ranks, alone, stage, layout, fp32, keys):
-    job = replace(JOB, optimizer=replace(SGD, loss_scale=CLIMBING, sum_in_fp32=fp32))
+    job = replace(JOB, optimizer=changed(SGD, **CLIMBING, accumulation="fp32" if fp32 else "model"))
     expected = alone(job)
     assert {skipped for _, skipped in expected} == {True, False}
     job = replace(job, layout=layout, zero_stage=stage, deepspeed_keys=keys)

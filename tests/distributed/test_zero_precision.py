@@ -16,13 +16,13 @@ from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.save import save_checkpoint
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.data.batches.loader import StepLoader
 from megalite.errors import TrainingError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import MASTER, WEIGHT
-from megalite.train.loss_scale import LossScaleSettings
 from megalite.train.optimizer.protocol import Update
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.saving import RunSaver
@@ -31,13 +31,14 @@ from megalite.train.step import TrainStep
 from tests.support.matrix.axes import Settings
 from tests.support.matrix.rows import config_of, settings_of
 from tests.support.matrix.train import TinyLoader
+from tests.support.options import changed
 from tests.support.parity import ZERO_NARROW_LOSS, ZERO_RTOL, assert_close, assert_same_tensors
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
 from tests.support.training import SGD, Job, Parts, build, fp16_allowed, local_batch, whole_weights
 
 SHAPE = tiny_shape(tied=True)
-ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
+ADAMW = OptimizerSettings(OptimizerConfig(name="adamw", gradient_clipping=0.5))
 
 
 @dataclass
@@ -102,8 +103,8 @@ JOBS = [
 )
 @pytest.mark.parametrize(("stage", "layout", "offload"), cases(JOBS, core=[JOBS[0], JOBS[-1]]))
 def test_the_masters_are_those_of_the_torch_path(ranks, stage, layout, offload, dtype):
-    scale = LossScaleSettings() if dtype == torch.float16 else None
-    job = Job(SHAPE, layout, optimizer=replace(SGD, loss_scale=scale), dtype=dtype, steps=5)
+    precision = "fp16" if dtype == torch.float16 else "bf16"
+    job = Job(SHAPE, layout, optimizer=changed(SGD, precision=precision), dtype=dtype, steps=5)
     ours = ranks.run(train, world_size=layout.world_size, job=job)
     job = replace(job, zero_stage=stage, offload=offload)
     theirs = ranks.run(train, world_size=layout.world_size, job=job)
@@ -117,7 +118,7 @@ def test_the_masters_are_those_of_the_torch_path(ranks, stage, layout, offload, 
 # ---------------------------------------------------------------------------------------------------------- overflows
 
 OVERFLOWING = "model.layers.2.self_attn.o_proj.weight"
-SMALL_WINDOW = replace(SGD, loss_scale=LossScaleSettings(initial=64.0, window=3))
+SMALL_WINDOW = changed(SGD, precision="fp16", initial_loss_scale_power=6, loss_scale_window=3)
 
 
 @dataclass
@@ -199,7 +200,7 @@ def test_what_is_not_finite_without_a_scale_ends_the_run_and_changes_nothing(
 
 
 def test_an_overflow_at_the_smallest_scale_ends_the_run(ranks):
-    smallest = replace(SGD, loss_scale=LossScaleSettings(initial=1.0))
+    smallest = changed(SGD, precision="fp16", initial_loss_scale_power=0)
     job = Job(SHAPE, Layout(pipeline=2), optimizer=smallest, dtype=torch.float16, zero_stage=1, steps=2)
     for result in ranks.run(train_with_overflow, world_size=2, job=job):
         assert OVERFLOWING in result.error and "smallest loss scale, 1:" in result.error
@@ -244,7 +245,7 @@ def contents(checkpoint: Path) -> dict[str, Tensor]:
     ids=["bf16 zero1 pp2", "bf16 zero2 offload", "fp16 zero3 offload"],
 )
 def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(ranks, tmp_path, stage, layout, offload, dtype):
-    settings = replace(ADAMW, loss_scale=LossScaleSettings(window=3) if dtype == torch.float16 else None)
+    settings = changed(ADAMW, precision="fp16" if dtype == torch.float16 else "bf16", loss_scale_window=3)
     job = Job(
         SHAPE, layout, optimizer=settings, dtype=dtype, zero_stage=stage, offload=offload, learning_rate=1e-3
     )

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.ops.adamw import (
     AdamWRule,
     AdamWTensors,
@@ -27,6 +28,7 @@ from megalite.train.optimizer.adamw import OnePassAdamW
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.torch import TorchOptimizer
 from tests.support.kernels import needs_library
+from tests.support.options import changed
 from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, OPERATOR_RTOL, assert_close, assert_no_worse
 from tests.unit.train.test_optimizer import NORM, made
 
@@ -50,7 +52,7 @@ TYPES = [
 ]
 # Sizes around a chunk of 8192, empty tensors, and more tensors than one launch's table holds.
 SHAPES = [(0,), (1,), (7,), (8191,), (8192,), (8193,), (3, 5, 7), (0, 3), (20011,), *[(5,)] * 80]
-ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
+ADAMW = OptimizerSettings(OptimizerConfig(name="adamw", gradient_clipping=0.5))
 
 
 def lists(
@@ -215,7 +217,7 @@ def state_of(optimizer: TorchOptimizer) -> dict[tuple[str, str], Tensor]:
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_trainers_step_is_the_same(dtype, changes, wide):
-    plain = replace(ADAMW, sum_in_fp32=wide, **changes)
+    plain = changed(ADAMW, accumulation="fp32" if wide else "model", **changes)
     one, other = trained(plain, dtype, 5), trained(replace(plain, operators=ALL_COMPILED), dtype, 5)
     # Clipping bf16 values in place would round them: torch's form clips in float32.
     assert isinstance(other._optimizer, OnePassAdamW) == (
@@ -252,7 +254,7 @@ def test_a_run_goes_on_with_the_other_kernels(first):
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
-    optimizer, tensors = made(replace(ADAMW, operators=ALL_COMPILED, skip_nonfinite=True), torch.bfloat16)
+    optimizer, tensors = made(changed(ADAMW, operators=ALL_COMPILED, nonfinite="skip"), torch.bfloat16)
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     for name, tensor in tensors.items():
         tensor.grad = torch.full(tensor.shape, float("inf") if name == NORM else 1.0)

@@ -114,7 +114,7 @@ def test_linears_add_to_their_gradients_by_it(fake):
 
 
 def test_the_trainer_has_linears_add_by_what_was_chosen(fake):
-    settings = replace(ADAMW, sum_in_fp32=True)
+    settings = ADAMW
     for operators, found in ((CHOSEN, CHOSEN.accumulate), (Operators(), None)):
         _, tensors = made(replace(settings, operators=operators), torch.bfloat16)
         weights = [each for each in tensors.values() if each.dim() == 2]

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.model.options import Dropout, Recompute
 from megalite.topology.axes import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.kernels import needs_library
+from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalite.model.options import Dropout, Recompute
 from megalite.topology.adapter import Prefix
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
+from tests.support.options import Dropout, Recompute
 from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import Job, full_gradients, full_tensors, train_on_rank

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.model.options import Dropout, Recompute
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.topology.axes import Layout
 from megalite.topology.shape import RopeScaling
+from tests.support.options import Dropout, Recompute
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.token_losses import recorded_losses, token_losses

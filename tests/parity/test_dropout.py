@@ -5,9 +5,9 @@ from functools import cache
 
 import pytest
 
-from megalite.model.options import Dropout, Recompute
 from megalite.topology.axes import Layout
 from tests.support.kernels import needs_library
+from tests.support.options import Dropout, Recompute
 from tests.support.parity import assert_close, assert_same_tensors, relative_error
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank

@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 
-from megalite.model.options import Dropout, Recompute
 from megalite.ops import choice, extension
 from megalite.topology.axes import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.kernels import needs_library
+from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import Job, RankResult, train_on_rank

@@ -6,12 +6,14 @@ from functools import cache
 import pytest
 import torch
 
+from megalite.generation.engine import generate_ids
 from megalite.model.options import Dropout, Recompute
 from megalite.model.replica import Replica
 from megalite.topology.axes import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.generation import generate_ids
 from tests.support.kernels import needs_library
+from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL
 from tests.support.tiny import FAMILY_SHAPES
 from tests.support.training import Job, train_on_rank

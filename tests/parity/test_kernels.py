@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.model.options import Dropout, Recompute
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.kernels import needs_library
+from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import Job, train_on_rank

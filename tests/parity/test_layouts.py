@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.topology.adapter import Lora
 from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
@@ -25,7 +26,7 @@ LAYOUTS = [
     if 1 < pipeline * data * tensor <= 8
 ]
 LONG_RUNS = (Layout(2, 2, 2), Layout(4, 2, 1))
-ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 1.0)
+ADAMW = OptimizerSettings(OptimizerConfig(name="adamw"))
 
 
 def _marks(layout: Layout, every_change: Sequence[Layout]) -> tuple[pytest.MarkDecorator, ...]:
@@ -186,7 +187,9 @@ def test_twenty_adamw_steps_in_float32_follow_one_process(ranks, reference, layo
         zero_stage=zero_stage,
     )
     alone = reference(replace(job, layout=Layout(), zero_stage=0))
-    assert sum(norm > ADAMW.gradient_clipping for norm in alone.norms) >= 10, "clipping must be active"
+    assert sum(norm > ADAMW.optimizer.gradient_clipping for norm in alone.norms) >= 10, (
+        "clipping must be active"
+    )
     for result in ranks.run(train_on_rank, world_size=layout.world_size, job=job):
         assert_close(result.losses, alone.losses, rtol=FLOAT32_RTOL, what="losses")
         assert_close(result.norms, alone.norms, rtol=FLOAT32_RTOL, what="norms")

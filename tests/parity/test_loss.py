@@ -9,12 +9,12 @@ import pytest
 from torch import Tensor
 
 from megalite.model import head
-from megalite.model.options import Recompute
 from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.topology.axes import Layout
 from tests.distributed.test_zero import assert_equal_to_one_process
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.kernels import needs_library
+from tests.support.options import Recompute
 from tests.support.parity import LAYOUT_RTOL
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import read_manifest
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.convert.universal.export import export_universal
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
@@ -21,6 +22,7 @@ from megalite.train.optimizer import muon
 from megalite.train.optimizer.settings import OptimizerSettings
 from tests.distributed.test_checkpoint import run as run_and_save
 from tests.support.mutations import OPTIMIZER_FAULTS, planted_fault
+from tests.support.options import changed
 from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, assert_close, assert_same_tensors
 from tests.support.ranks import RankFailed, RankPool, RanksHung
 from tests.support.tiny import tiny_shape
@@ -30,9 +32,9 @@ from tests.support.training import ALONE, Job, RankResult, full_tensors, train_o
 SHAPE = replace(tiny_shape(layers=2), intermediate_size=75)
 SHARED_HEADS = replace(SHAPE, num_key_value_heads=1)
 GROUPS = (ParameterGroup("*.0.mlp.*", 0.25, 0.3), ParameterGroup("*norm*", 2.0, 0.2))
-MUON = OptimizerSettings("muon", (0.9, 0.95), 1e-8, 0.1, 0.95, 0.5, groups=GROUPS, ema_decay=0.5)
-LION = replace(MUON, name="lion", momentum=0.0)
-ADAFACTOR = replace(MUON, name="adafactor", momentum=0.0)
+MUON = OptimizerSettings(OptimizerConfig(name="muon", gradient_clipping=0.5, ema_decay=0.5), groups=GROUPS)
+LION = changed(MUON, name="lion", momentum=0.0)
+ADAFACTOR = changed(MUON, name="adafactor", momentum=0.0)
 SETTINGS = {"muon": MUON, "lion": LION, "adafactor": ADAFACTOR}
 
 
@@ -133,7 +135,7 @@ def test_a_planted_fault_departs_from_one_process(ranks: RankPool, alone, name: 
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.extended), 3])
 def test_lion_updates_the_partitions_of_zero(ranks: RankPool, alone, stage: int) -> None:
-    settings = replace(LION, ema_decay=0.0, groups=())
+    settings = changed(LION, ema_decay=0.0, groups=())
     job = job_of("lion", Layout(data=2), zero_stage=stage, optimizer=settings, dtype=torch.float32)
     require_one_process(ranks, alone, job, FLOAT32_RTOL)
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.model.options import Dropout, Recompute
 from megalite.parallel.objective import Preference
 from megalite.parallel.step_batch import WITHOUT_ADAPTER
 from megalite.topology.adapter import Lora, Prefix
 from megalite.topology.axes import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.mutations import PREFERENCE_FAULTS, planted_fault
+from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL, assert_close, relative_error
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape

@@ -17,7 +17,7 @@ from megalite.checkpoint.save import save_checkpoint
 from megalite.errors import ConfigError
 from megalite.model.context import StepContext
 from megalite.model.kv_cache import CachedStep
-from megalite.model.options import Dropout, ModelOptions, Recompute
+from megalite.model.options import ModelOptions
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
 from megalite.parallel.gradients import first_nonfinite
@@ -35,6 +35,7 @@ from tests.parity.test_transformers import _canonical, _in_their_names, _transfo
 from tests.support.generation import generate_ids, one_slot
 from tests.support.huggingface import names_in_files
 from tests.support.mutations import PREFIX_FAULTS, planted_fault
+from tests.support.options import Dropout, Recompute
 from tests.support.parity import (
     FLOAT32_GRADIENT_RTOL,
     FLOAT32_RTOL,

@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from megalite.model import mlp
-from megalite.model.options import Dropout, Recompute
 from megalite.ops import choice
 from megalite.topology.axes import Layout
+from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import tiny_shape
 from tests.support.training import (

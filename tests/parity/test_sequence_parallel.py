@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 
-from megalite.model.options import Dropout, Recompute
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
 from tests.parity.test_layouts import _assert_equal_to_one_process, _id
+from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megalite.model.options import Dropout, Recompute
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
+from tests.support.options import Dropout, Recompute
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import SGD, Job, build, global_batch, whole_loss
 
-ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5, clip_value=1.0, ema_decay=0.9)
+ADAMW = OptimizerSettings(OptimizerConfig(name="adamw", gradient_clipping=0.5, clip_value=1.0, ema_decay=0.9))
 EVERYTHING_DROPS = Dropout(embedding=0.1, residual=0.1, mlp=0.1, attention=0.1)
 
 

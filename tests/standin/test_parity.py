@@ -6,18 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.model.options import Dropout, Recompute
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.topology.adapter import Prefix
 from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
+from tests.support.options import Dropout, Recompute, changed
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.ranks import RankPool
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank
 
-ADAMW = OptimizerSettings("adamw", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
-MUON = replace(ADAMW, name="muon", momentum=0.95)
+ADAMW = OptimizerSettings(OptimizerConfig(name="adamw", gradient_clipping=0.5))
+MUON = changed(ADAMW, name="muon")
 PARTS = ("initial", "gradients", "final")
 # Where ranks share keys and values, torch's attention on an accelerator adds their gradients, and ours elsewhere; in
 # 16 bits one sees it.

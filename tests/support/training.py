@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.data.batches.transfer import BatchTransfer
-from megalite.model.options import PLAIN, Dropout, ModelOptions, Recompute
 from megalite.model.replica import Replica
 from megalite.model.stages import fill
 from megalite.model.transformer import Stage
@@ -34,13 +34,14 @@ from megalite.train.assemble import StepSchedule, assemble
 from megalite.train.optimizer.protocol import Optimizer, Update
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.reference import is_without_adapter
+from tests.support.options import NO_DROPOUT, NO_RECOMPUTE, Dropout, Recompute, model_options
 from tests.support.parity import assert_copies
 from tests.support.tiny import in_documents, tiny_batch
 
 SEQUENCES = 8
 ALONE = Layout()
 # SGD, because Adam hides a wrong constant factor; the norms are above 0.5, so clipping is active.
-SGD = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.1, 0.0, 0.5)
+SGD = OptimizerSettings(OptimizerConfig(name="sgd", gradient_clipping=0.5))
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Job:
     z_loss: float = 0.0
     steps: int = 1
     seed: int = 7
-    dropout: Dropout = PLAIN.dropout
-    recompute: Recompute = PLAIN.recompute
+    dropout: Dropout = NO_DROPOUT
+    recompute: Recompute = NO_RECOMPUTE
     compile: bool = False
     documents: bool = False
     kernels: Literal["fused", "reference"] = "reference"
@@ -187,7 +188,7 @@ def build(job: Job) -> Parts:
     mesh = ParallelMesh.over_world(job.layout, device, sequence_parallel=job.sequence_parallel)
     if job.compile:  # dynamo's recompilation limit counts earlier jobs of this process too
         torch._dynamo.reset()
-    options = ModelOptions(
+    options = model_options(
         dtype=job.dtype,
         dropout=job.dropout,
         dropout_seed=13,
@@ -285,7 +286,7 @@ def deepspeed_json(job: Job, micro_batches: int) -> dict[str, Any]:
     return further | {
         "train_micro_batch_size_per_gpu": job.micro_batch_size * micro_batches,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": job.optimizer.gradient_clipping,
+        "gradient_clipping": job.optimizer.optimizer.gradient_clipping,
         "zero_optimization": zero,
         "bf16": {"enabled": job.dtype == torch.bfloat16},
         "fp16": {"enabled": job.dtype == torch.float16, "initial_scale_power": 16, "hysteresis": 1},

@@ -13,6 +13,7 @@ from megalite.config.sections.preference_section import PreferenceConfig
 from megalite.config.sections.section import Count, Fraction, Lenient, Section, Text, one_of
 from megalite.config.sections.shape_settings import model_shape, shape_settings
 from megalite.config.sections.text_sections import DataConfig, TokenizerConfig, ValidationConfig
+from megalite.config.sections.training_section import TrainingConfig
 from megalite.families.registry import names_in_files
 from megalite.topology.axes import Layout
 from megalite.topology.learning_rate import DECAYS
@@ -41,6 +42,24 @@ class RunSection(Section):
     folder: Text = Field("runs/default", description="folder for everything the run writes")
     seed: int = Field(
         1234, ge=0, lt=2**63, description="random seed of initial weights, data order and dropout"
+    )
+
+
+class ModelComputeSettings(Section):
+    """How the model computes: dropout, operators, memory of the loss."""
+
+    embedding_dropout: Fraction = Field(0.0, description="dropout probability of the embedding's output")
+    residual_dropout: Fraction = Field(
+        0.0, description="dropout probability of each block's output before the residual sum"
+    )
+    mlp_dropout: Fraction = Field(0.0, description="dropout probability of the MLP's activations")
+    attention_dropout: Fraction = Field(0.0, description="dropout probability of the attention probabilities")
+    kernels: Literal["auto", "fused", "reference"] = Field(
+        "auto",
+        description='"fused": compiled operators, "reference": plain torch, "auto": compiled where built',
+    )
+    chunked_loss: int = Field(
+        0, ge=0, lt=2**31, description="maximum number of tokens whose logits exist at once; 0: no limit"
     )
 
 
@@ -75,22 +94,8 @@ def _readers(setting: str) -> str:
     return ", ".join(record.name for record in optimizers_with(setting))
 
 
-class ModelConfig(_ShapeSettings):
+class ModelConfig(ModelComputeSettings, _ShapeSettings):
     """The model's shape, in the words of Hugging Face's config.json."""
-
-    embedding_dropout: Fraction = Field(0.0, description="dropout probability of the embedding's output")
-    residual_dropout: Fraction = Field(
-        0.0, description="dropout probability of each block's output before the residual sum"
-    )
-    mlp_dropout: Fraction = Field(0.0, description="dropout probability of the MLP's activations")
-    attention_dropout: Fraction = Field(0.0, description="dropout probability of the attention probabilities")
-    kernels: Literal["auto", "fused", "reference"] = Field(
-        "auto",
-        description='"fused": compiled operators, "reference": plain torch, "auto": compiled where built',
-    )
-    chunked_loss: int = Field(
-        0, ge=0, lt=2**31, description="maximum number of tokens whose logits exist at once; 0: no limit"
-    )
 
     def shape(self, vocab_size: int) -> ModelShape:
         """Return the shape; `vocab_size` (the tokenizer's) counts where the setting is "auto"."""
@@ -122,80 +127,6 @@ class ParallelConfig(Section):
     layers_per_stage: Annotated[tuple[Count, ...], Lenient] | Literal["auto"] | None = Field(
         None,
         description='layers of each chunk in order, as in [3, 5]; default: equal numbers; "auto": equal work',
-    )
-
-
-class TrainingConfig(Section):
-    """Length of the run, batch, precision, activation recomputation and loss.
-
-    global_batch_size = micro_batch_size * micro_batches * parallel.data; set two of the first three.
-    """
-
-    steps: Count | None = Field(None, description="number of optimizer steps; set this or epochs")
-    epochs: float | None = Field(None, gt=0, description="passes over the data; set this or steps")
-    stop_after: float | Text | None = Field(
-        None,
-        description='time that a start has until it saves and stops, as in "23h30m" or in seconds',
-    )
-    sequence_length: Count = Field(description="tokens per sequence")
-    micro_batch_size: Count | None = Field(None, description="sequences per forward of one replica")
-    micro_batches: Count | None = Field(
-        None, description="micro batches per step and replica (gradient accumulation steps)"
-    )
-    global_batch_size: Count | None = Field(None, description="sequences per step over all replicas")
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
-        "auto",
-        description='number type; "auto": that of DeepSpeed\'s JSON or the checkpoint, else bf16 if fast',
-    )
-    accumulation: Literal["fp32", "model"] = Field(
-        "fp32", description='number type of accumulated gradients; "model": the type of the weights'
-    )
-    loss_scale: Annotated[float, Field(gt=0)] | Literal["dynamic"] = Field(
-        "dynamic", description='fp16: factor on the loss; a number is a static scale, "dynamic" adapts it'
-    )
-    initial_loss_scale_power: int = Field(
-        16, ge=0, le=64, description="fp16: the dynamic loss scale starts at 2 to this power"
-    )
-    loss_scale_window: Count = Field(
-        1000, description="fp16: steps without overflow after which the loss scale doubles"
-    )
-    loss_scale_hysteresis: Count = Field(
-        1, description="fp16: number of overflows after which the loss scale halves"
-    )
-    minimum_loss_scale: Count = Field(1, description="fp16: an overflow at this loss scale ends the run")
-    nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description='reaction to an inf or nan gradient: "stop" the run or "skip" the step'
-    )
-    nonfinite_limit: Count = Field(
-        10, description='consecutive skipped steps that end the run, with nonfinite = "skip"'
-    )
-    recompute: Literal["none", "selective", "full"] = Field(
-        "none",
-        description='activation recomputation: "selective": attention core, "full": decoder layers',
-    )
-    recompute_layers: Count | None = Field(
-        None, description="recompute only the first N layers of each chunk; default: all"
-    )
-    recompute_ratio: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="fraction of each chunk's layers to recompute, evenly spread, rounded up",
-    )
-    compile: bool = Field(
-        False, description="compile each decoder layer with torch.compile; needs a C++ compiler"
-    )
-    label_smoothing: Fraction = Field(
-        0.0,
-        description="label smoothing of the training loss; validation has none",
-    )
-    z_loss: float = Field(
-        0.0,
-        ge=0,
-        description="weight of the squared log-sum-exp in the training loss; validation has none",
-    )
-    threads: Count | Literal["auto"] = Field(
-        "auto", description='CPU threads per rank; "auto": the machine\'s cores divided by its ranks'
     )
 
 

@@ -106,10 +106,10 @@ class OnePassAdamW(TorchAdamW):
 
 
 def make(parts: OptimizerParts) -> torch.optim.Optimizer:
-    settings, copies = parts.settings, _written_copies(parts)
+    settings, copies = parts.settings.optimizer, _written_copies(parts)
     if copies is None:
         return TorchAdamW(parts.groups(), betas=settings.betas, eps=settings.eps)
-    update = settings.operators.adamw
+    update = parts.settings.operators.adamw
     return OnePassAdamW(parts.groups(), copies, betas=settings.betas, eps=settings.eps, update=update)
 
 
@@ -120,5 +120,5 @@ def _written_copies(parts: OptimizerParts) -> Mapping[Tensor, nn.Parameter] | No
         return None
     faster = settings.operators.of("adamw") != TORCH and (parts.mesh.device.type == "cpu" or bool(copies))
     # In place, clipping values of 16 bits would round them.
-    rounds = bool(copies) and settings.clip_value > 0 and not settings.sum_in_fp32
+    rounds = bool(copies) and settings.optimizer.clip_value > 0 and settings.training.accumulation == "model"
     return copies if faster and not rounds else None

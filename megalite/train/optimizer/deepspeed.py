@@ -48,10 +48,10 @@ class DeepSpeedOptimizer:
         _quieten()
         parameters, mesh = replica.trained, replica.mesh
         self._parameters, self._mesh, self._tensors = parameters, mesh, replica.trained_tensors
-        self._skip_nonfinite = settings.skip_nonfinite
+        self._skip_nonfinite = settings.training.nonfinite == "skip"
         _mark(parameters, self._tensors, mesh)
         low_precision = any(tensor.element_size() < 4 for tensor in self._tensors.values())
-        sum_in_fp32 = low_precision and settings.sum_in_fp32
+        sum_in_fp32 = low_precision and settings.training.accumulation == "fp32"
         if sum_in_fp32:
             accumulate_in_float32(self._tensors)
         handed, self._once_a_step = _handed(config, sum_in_fp32=sum_in_fp32)
@@ -78,7 +78,7 @@ class DeepSpeedOptimizer:
             # DeepSpeed's key for sums is refused under ZeRO 3. The divisor of its mean is 1 for sums.
             self._zero._gradient_averaging_world_size = lambda parameters, ranks: 1
         self.buckets: GradientBuckets | None = None
-        self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
+        self._scale = LossScale.of(settings.training)
         if self._scale is not None:
             self._zero.override_loss_scale(self._scale.value)
         self.state: OptimizerState = zero_state(self._zero, replica, self._scale)

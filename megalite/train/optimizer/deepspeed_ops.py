@@ -110,11 +110,11 @@ def load_operators(wanted: Sequence[Operator]) -> None:
 
 def native_optimizer(config: Mapping[str, Any], parts: OptimizerParts) -> torch.optim.Optimizer:
     """Return DeepSpeed's own AdamW: on the CPU where its state lies there, else fused on the GPU."""
-    settings = parts.settings
+    settings = parts.settings.optimizer
     on_cpu = isinstance(_adam_builder(config["zero_optimization"]), CPUAdamBuilder)
     adam = DeepSpeedCPUAdam if on_cpu else FusedAdam
     optimizer: torch.optim.Optimizer = adam(parts.groups(), lr=0.0, betas=settings.betas, eps=settings.eps)
-    keep_average(optimizer, settings)
+    keep_average(optimizer, parts.settings)
     return optimizer
 
 

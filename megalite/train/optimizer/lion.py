@@ -39,4 +39,4 @@ class Lion(UpdateRule):
 
 
 def make(parts: OptimizerParts) -> torch.optim.Optimizer:
-    return Lion(parts.groups(), betas=parts.settings.betas)
+    return Lion(parts.groups(), betas=parts.settings.optimizer.betas)

@@ -49,11 +49,11 @@ class Muon(UpdateRule):
     """
 
     def __init__(self, parts: OptimizerParts, *, dtype: torch.dtype | None = None):
-        settings = parts.settings
+        settings = parts.settings.optimizer
         self._matrices = parts.groups([each for each in parts.parameters if each.is_hidden_matrix])
         others = parts.groups([each for each in parts.parameters if not each.is_hidden_matrix])
         # AdamW gets the same group objects, so a learning rate set in one is set in both.
-        super().__init__([*self._matrices, *others], {"lr": 0.0, "momentum": settings.momentum})
+        super().__init__([*self._matrices, *others], {"lr": 0.0, "momentum": settings.momentum_or_default})
         self._sharding, self._mesh, self._dtype = parts.sharding, parts.mesh, dtype
         self._adamw: TorchAdamW | None = None
         if others:

@@ -1,40 +1,30 @@
 """The settings of an optimizer, and the groups of parameters that they make."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from megalite.config.sections.schema import OptimizerConfig
+from megalite.config.sections.training_section import PrecisionSettings
 from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.topology.parameter_groups import ParameterGroup, group_of
 from megalite.topology.parameters import Parameter
-from megalite.train.loss_scale import LossScaleSettings
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """Hyperparameters of the optimizer; 0 switches clipping and the average of weights off.
+    """The settings of an update; 0 switches clipping and the average of weights off.
 
-    `assemble` sets operators, the configuration all others (train/options.py).
-
-    sum_in_fp32: gradients of low-precision weights are summed in fp32. skip_nonfinite: leave out an update that is not
-    finite, where no loss scale does so. loss_scale: None where there is none. native: DeepSpeed's own AdamW updates,
-    which ZeRO alone has. operators: which implementation of each is used.
+    optimizer, training: the sections of these names. groups: optimizer.groups with the names of the family's files.
+    native: DeepSpeed's own AdamW updates, which ZeRO alone has. operators: which implementation of each is used;
+    `assemble` sets it.
     """
 
-    name: str
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    momentum: float
-    gradient_clipping: float
-    clip_value: float = 0.0
+    optimizer: OptimizerConfig
+    training: PrecisionSettings = field(default_factory=PrecisionSettings)
     groups: tuple[ParameterGroup, ...] = ()
-    ema_decay: float = 0.0
-    sum_in_fp32: bool = True
-    skip_nonfinite: bool = False
-    loss_scale: LossScaleSettings | None = None
     native: bool = False
     operators: Operators = PLAIN_TORCH
 
@@ -53,13 +43,13 @@ def update_groups(
         given = None if group is None else group.weight_decay
         for decays in (True, False):
             members = [p for p in parameters if group_of(p, settings.groups) == group and p.decay == decays]
-            decay = settings.weight_decay if decays else 0.0
+            decay = settings.optimizer.weight_decay if decays else 0.0
             found.append(
                 {
                     "params": [tensors[each.name] for each in members],
                     "learning_rate_ratio": ratio,
                     "weight_decay": decay if given is None else given,
-                    "ema_decay": settings.ema_decay,
+                    "ema_decay": settings.optimizer.ema_decay,
                 }
             )
     return found

@@ -16,4 +16,4 @@ class SGD(torch.optim.SGD, UpdateRule):
 
 
 def make(parts: OptimizerParts) -> torch.optim.Optimizer:
-    return SGD(parts.groups(), lr=0.0, momentum=parts.settings.momentum)
+    return SGD(parts.groups(), lr=0.0, momentum=parts.settings.optimizer.momentum_or_default)

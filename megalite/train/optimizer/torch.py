@@ -48,7 +48,7 @@ class TorchOptimizer:
     def __init__(self, replica: Replica, settings: OptimizerSettings):
         self._parameters, self._mesh, self._settings = replica.trained, replica.mesh, settings
         self._tensors = replica.trained_tensors
-        if settings.sum_in_fp32:
+        if settings.training.accumulation == "fp32":
             accumulate_in_float32(self._tensors)
             if settings.operators.of("accumulate") != TORCH:
                 sum_in_place(self._tensors.values(), settings.operators.accumulate)
@@ -61,7 +61,7 @@ class TorchOptimizer:
         self._optimizer = torch_optimizer(
             OptimizerParts(settings, self._parameters, self._masters, self._mesh, copies)
         )
-        self._scale = LossScale(settings.loss_scale) if settings.loss_scale is not None else None
+        self._scale = LossScale.of(settings.training)
         self.buckets = _buckets(replica)
         self.state: OptimizerState = _TorchState(replica, self._optimizer, self._masters, self._scale)
 
@@ -110,7 +110,7 @@ class TorchOptimizer:
 
         scale: the factor of the gradients. norm: of the scaled gradients.
         """
-        settings = self._settings
+        settings = self._settings.optimizer
         if settings.clip_value > 0:
             gradients = _gradients(self._tensors)
             scale_gradients(gradients, scale)
@@ -124,7 +124,7 @@ class TorchOptimizer:
     def _skip(self) -> Update:
         """Leave out an update whose gradient is not finite, on every rank alike; raises as `skip_update`."""
         tensor = first_nonfinite(self._parameters, self._tensors, self._mesh)
-        update = skip_update(self._scale, tensor, skip_nonfinite=self._settings.skip_nonfinite)
+        update = skip_update(self._scale, tensor, skip_nonfinite=self._settings.training.nonfinite == "skip")
         for held in self._tensors.values():
             held.grad = None
         return update
@@ -137,7 +137,7 @@ class TorchOptimizer:
 
     def _clip(self, gradients: Sequence[Tensor], norm: float) -> None:
         """Clip by value, then by the global norm of the clipped gradient."""
-        settings = self._settings
+        settings = self._settings.optimizer
         if settings.clip_value > 0:
             clip_values(gradients, limit=settings.clip_value)
             norm = self._norm(self._masters)

@@ -16,7 +16,7 @@ def torch_optimizer(parts: OptimizerParts) -> torch.optim.Optimizer:
 
     The module of its name in this folder makes it (topology/optimizers.py).
     """
-    module = import_module(f"megalite.train.optimizer.{parts.settings.name}")
+    module = import_module(f"megalite.train.optimizer.{parts.settings.optimizer.name}")
     optimizer: torch.optim.Optimizer = module.make(parts)
     keep_average(optimizer, parts.settings)
     return optimizer
@@ -24,7 +24,7 @@ def torch_optimizer(parts: OptimizerParts) -> torch.optim.Optimizer:
 
 def keep_average(optimizer: torch.optim.Optimizer, settings: OptimizerSettings) -> None:
     """Keep the average of the weights, if asked for: by hooks, as it may update masters or ZeRO's partitions."""
-    if settings.ema_decay:
+    if settings.optimizer.ema_decay:
         optimizer.register_step_pre_hook(lambda self, _arguments, _keywords: ensure_state(self))
         optimizer.register_step_post_hook(lambda self, _arguments, _keywords: _average_weights(self))
 

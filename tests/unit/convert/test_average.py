@@ -13,6 +13,7 @@ from megalite.checkpoint.folder import checkpoints_of, last_checkpoints
 from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.tensor_header import read_header
 from megalite.cli import convert
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.convert.average import AveragedWeights
 from megalite.errors import CheckpointError
 from megalite.model.options import ModelOptions
@@ -121,7 +122,7 @@ def bf16_run(run: Path, shape: ModelShape, steps: int) -> None:
     """Each step's checkpoint of a run with float32 masters."""
     split, mesh = pipeline_split(shape.num_hidden_layers), ParallelMesh.single()
     replica = build_replica(shape, mesh, split, ModelOptions(dtype=torch.bfloat16), seed=3)
-    settings = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.0, 0.0, 0.0)
+    settings = OptimizerSettings(OptimizerConfig(name="sgd", weight_decay=0.0, gradient_clipping=0.0))
     optimizer = TorchOptimizer(replica, settings)
     for step in range(1, steps + 1):
         for tensor in replica.stage.parameters():

@@ -6,16 +6,17 @@ import pytest
 import torch
 
 from megalite.model.dropout import DropoutContext, DropoutSites, LayerMasks, dropped_levels
-from megalite.model.options import Dropout, ModelOptions
+from megalite.model.options import ModelOptions
 from megalite.model.stages import build_replica
 from megalite.ops.counter import MASK_LEVELS
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.parallel.step_batch import EVALUATION, TRAINING, ForwardMode
 from megalite.topology.stages import pipeline_split
+from tests.support.options import Dropout, model_options
 from tests.support.tiny import tiny_batch, tiny_shape
 
 SHAPE = tiny_shape()
-OPTIONS = ModelOptions(dropout=Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.4), dropout_seed=3)
+OPTIONS = model_options(dropout=Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.4), dropout_seed=3)
 PLACES = DropoutContext(torch.tensor([4, 9]), 12)
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from megalite.train.loss_scale import LossScale, LossScaleSettings
+from megalite.config.sections.training_section import PrecisionSettings
+from megalite.train.loss_scale import LossScale
 
 
 def after(scale: LossScale, steps: str) -> list[float]:
@@ -15,33 +16,35 @@ def after(scale: LossScale, steps: str) -> list[float]:
 
 
 def test_it_halves_on_an_overflow_and_doubles_after_a_window() -> None:
-    scale = LossScale(LossScaleSettings(window=3))
+    scale = LossScale(PrecisionSettings(loss_scale_window=3))
     assert scale.value == 65536
     assert after(scale, "..o...") == [65536, 65536, 32768, 32768, 32768, 65536]
     assert after(scale, "..o.") == [65536, 65536, 32768, 32768]
 
 
 def test_hysteresis_forgives_the_first_overflows_of_a_window() -> None:
-    scale = LossScale(LossScaleSettings(initial=16, window=2, hysteresis=2))
+    scale = LossScale(
+        PrecisionSettings(initial_loss_scale_power=4, loss_scale_window=2, loss_scale_hysteresis=2)
+    )
     assert after(scale, "oo") == [16, 8]
     assert after(scale, "o..o") == [4, 4, 8, 8]
 
 
 def test_it_is_exhausted_where_it_would_fall_below_the_minimum() -> None:
-    scale = LossScale(LossScaleSettings(initial=4, minimum=2))
+    scale = LossScale(PrecisionSettings(initial_loss_scale_power=2, minimum_loss_scale=2))
     assert not scale.exhausted
     assert after(scale, "o") == [2] and scale.exhausted
 
 
 def test_a_fixed_scale_neither_grows_nor_shrinks() -> None:
-    scale = LossScale(LossScaleSettings(initial=128, window=None, minimum=128))
+    scale = LossScale(PrecisionSettings(loss_scale=128.0))
     assert after(scale, "." * 5000)[-1] == 128 and scale.exhausted
 
 
 @pytest.mark.parametrize("hysteresis", [1, 2])
 @pytest.mark.parametrize("stop", range(12))
 def test_it_goes_on_where_it_was_saved(stop: int, hysteresis: int) -> None:
-    steps, settings = "..o....oo...", LossScaleSettings(window=3, hysteresis=hysteresis)
+    steps, settings = "..o....oo...", PrecisionSettings(loss_scale_window=3, loss_scale_hysteresis=hysteresis)
     whole = after(LossScale(settings), steps)
     first, second = LossScale(settings), LossScale(settings)
     after(first, steps[:stop])
@@ -50,22 +53,24 @@ def test_it_goes_on_where_it_was_saved(stop: int, hysteresis: int) -> None:
 
 
 def test_a_checkpoint_of_another_precision_has_none_to_take_over() -> None:
-    scale = LossScale(LossScaleSettings(initial=8))
+    scale = LossScale(PrecisionSettings(initial_loss_scale_power=3))
     scale.load({"step": 3.0})
     assert scale.value == 8
 
 
 def test_a_fixed_scale_stays_itself_after_a_resume_from_a_dynamic_run() -> None:
-    fixed = LossScale(LossScaleSettings(initial=128, window=None, minimum=128))
-    fixed.load(LossScale(LossScaleSettings()).scalars())
+    fixed = LossScale(PrecisionSettings(loss_scale=128.0))
+    fixed.load(LossScale(PrecisionSettings()).scalars())
     assert fixed.value == 128 and fixed.exhausted
     assert after(fixed, "." * 1500)[-1] == 128
 
 
 def test_a_resume_with_a_smaller_window_or_hysteresis_obeys_the_new_one() -> None:
     slow, quick = (
-        LossScale(LossScaleSettings(initial=64, window=1000, hysteresis=4)),
-        LossScaleSettings(window=3),
+        LossScale(
+            PrecisionSettings(initial_loss_scale_power=6, loss_scale_window=1000, loss_scale_hysteresis=4)
+        ),
+        PrecisionSettings(loss_scale_window=3),
     )
     after(slow, "." * 500)
     resumed = LossScale(quick)
@@ -74,6 +79,6 @@ def test_a_resume_with_a_smaller_window_or_hysteresis_obeys_the_new_one() -> Non
 
 
 def test_a_resume_with_a_larger_minimum_is_not_below_it() -> None:
-    resumed = LossScale(LossScaleSettings(minimum=32))
-    resumed.load(LossScale(LossScaleSettings(initial=4)).scalars())
+    resumed = LossScale(PrecisionSettings(minimum_loss_scale=32))
+    resumed.load(LossScale(PrecisionSettings(initial_loss_scale_power=2)).scalars())
     assert resumed.value == 32

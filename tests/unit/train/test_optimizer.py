@@ -1,11 +1,10 @@
 """The torch path on one process: groups, clipping by value, the average of weights."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
 
+from megalite.config.sections.schema import OptimizerConfig
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
@@ -14,11 +13,12 @@ from megalite.topology.stages import pipeline_split
 from megalite.topology.state import EMA
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.torch import TorchOptimizer
+from tests.support.options import changed
 from tests.support.parity import FLOAT32_RTOL, OPERATOR_RTOL, ZERO_RTOL, about, assert_close
 from tests.support.tiny import tiny_shape
 
 SHAPE = tiny_shape(layers=2)
-SGD = OptimizerSettings("sgd", (0.9, 0.95), 1e-8, 0.0, 0.0, 0.0)
+SGD = OptimizerSettings(OptimizerConfig(name="sgd", weight_decay=0.0, gradient_clipping=0.0))
 NORM, QKV = "model.norm.weight", "model.layers.1.self_attn.qkv_proj.weight"
 
 
@@ -42,7 +42,7 @@ def changes(settings: OptimizerSettings, gradient: float = 1.0) -> dict[str, Ten
 
 def test_a_group_has_its_own_rate_and_decay():
     groups = (ParameterGroup("*.1.self_attn.[qkv]_proj.*", 0.1), ParameterGroup("model.norm.*", 2.0, 0.5))
-    moved = changes(replace(SGD, weight_decay=0.0, groups=groups))
+    moved = changes(changed(SGD, weight_decay=0.0, groups=groups))
     assert_close(moved[QKV], torch.full_like(moved[QKV], -0.05))
     # Norms do not decay unless a group says so: torch's SGD adds decay * weight (1) to the gradient.
     assert_close(moved[NORM], torch.full_like(moved[NORM], -0.5 * 2 * 1.5))
@@ -50,12 +50,12 @@ def test_a_group_has_its_own_rate_and_decay():
 
 
 def test_weights_decay_and_norms_do_not():
-    moved = changes(replace(SGD, weight_decay=0.5), gradient=0.0)
+    moved = changes(changed(SGD, weight_decay=0.5), gradient=0.0)
     assert not moved[NORM].any() and moved[QKV].any()
 
 
 def test_values_are_clipped_before_the_norm():
-    optimizer, tensors = made(replace(SGD, clip_value=0.25, gradient_clipping=1e9))
+    optimizer, tensors = made(changed(SGD, clip_value=0.25, gradient_clipping=1e9))
     spread = torch.linspace(-1, 1, tensors[QKV].numel(), dtype=torch.float64).view_as(tensors[QKV])
     before = tensors[QKV].detach().clone()
     for name, tensor in tensors.items():
@@ -64,7 +64,7 @@ def test_values_are_clipped_before_the_norm():
     assert update.grad_norm == about(spread.norm().item())
     assert_close(before - tensors[QKV].detach(), spread.clamp(-0.25, 0.25), rtol=OPERATOR_RTOL)
 
-    moved = changes(replace(SGD, clip_value=0.25, gradient_clipping=1.0), gradient=-7.0)
+    moved = changes(changed(SGD, clip_value=0.25, gradient_clipping=1.0), gradient=-7.0)
     norm = torch.cat([each.flatten() for each in moved.values()]).norm()
     # By the norm of what clipping by value leaves, so nothing is cut twice.
     assert norm.item() == about(0.5, FLOAT32_RTOL)
@@ -72,7 +72,7 @@ def test_values_are_clipped_before_the_norm():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_average_of_weights_follows_the_masters(dtype):
-    optimizer, tensors = made(replace(SGD, ema_decay=0.75), dtype)
+    optimizer, tensors = made(changed(SGD, ema_decay=0.75), dtype)
     start = {name: tensor.detach().float().clone() for name, tensor in tensors.items()}
     for _ in range(3):
         for tensor in tensors.values():
@@ -93,5 +93,5 @@ def test_a_gradient_that_is_wider_than_its_weight_is_summed_so():
     optimizer, tensors = made(SGD, torch.bfloat16)
     del optimizer
     assert all(tensor.grad_dtype == torch.float32 for tensor in tensors.values())
-    _, tensors = made(replace(SGD, sum_in_fp32=False), torch.bfloat16)
+    _, tensors = made(changed(SGD, accumulation="model"), torch.bfloat16)
     assert all(tensor.grad_dtype == torch.bfloat16 for tensor in tensors.values())

@@ -1,0 +1,96 @@
+"""The settings of [training]: length and batch, number types, and how a step is computed."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megalite.config.sections.section import Count, Fraction, Section, Text
+
+RecomputeMode = Literal["none", "selective", "full"]
+
+
+class _LengthSettings(Section):
+    steps: Count | None = Field(None, description="number of optimizer steps; set this or epochs")
+    epochs: float | None = Field(None, gt=0, description="passes over the data; set this or steps")
+    stop_after: float | Text | None = Field(
+        None,
+        description='time that a start has until it saves and stops, as in "23h30m" or in seconds',
+    )
+    sequence_length: Count = Field(description="tokens per sequence")
+    micro_batch_size: Count | None = Field(None, description="sequences per forward of one replica")
+    micro_batches: Count | None = Field(
+        None, description="micro batches per step and replica (gradient accumulation steps)"
+    )
+    global_batch_size: Count | None = Field(None, description="sequences per step over all replicas")
+
+
+class PrecisionSettings(Section):
+    """Number types, the loss scale, and the reaction to a gradient that is not finite."""
+
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
+        "auto",
+        description='number type; "auto": that of DeepSpeed\'s JSON or the checkpoint, else bf16 if fast',
+    )
+    accumulation: Literal["fp32", "model"] = Field(
+        "fp32", description='number type of accumulated gradients; "model": the type of the weights'
+    )
+    loss_scale: Annotated[float, Field(gt=0)] | Literal["dynamic"] = Field(
+        "dynamic", description='fp16: factor on the loss; a number is a static scale, "dynamic" adapts it'
+    )
+    initial_loss_scale_power: int = Field(
+        16, ge=0, le=64, description="fp16: the dynamic loss scale starts at 2 to this power"
+    )
+    loss_scale_window: Count = Field(
+        1000, description="fp16: steps without overflow after which the loss scale doubles"
+    )
+    loss_scale_hysteresis: Count = Field(
+        1, description="fp16: number of overflows after which the loss scale halves"
+    )
+    minimum_loss_scale: Count = Field(1, description="fp16: an overflow at this loss scale ends the run")
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description='reaction to an inf or nan gradient: "stop" the run or "skip" the step'
+    )
+    nonfinite_limit: Count = Field(
+        10, description='consecutive skipped steps that end the run, with nonfinite = "skip"'
+    )
+
+
+class ComputeSettings(Section):
+    """How a step is computed: recomputation, compilation, terms of the loss."""
+
+    recompute: RecomputeMode = Field(
+        "none",
+        description='activation recomputation: "selective": attention core, "full": decoder layers',
+    )
+    recompute_layers: Count | None = Field(
+        None, description="recompute only the first N layers of each chunk; default: all"
+    )
+    recompute_ratio: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="fraction of each chunk's layers to recompute, evenly spread, rounded up",
+    )
+    compile: bool = Field(
+        False, description="compile each decoder layer with torch.compile; needs a C++ compiler"
+    )
+    label_smoothing: Fraction = Field(
+        0.0,
+        description="label smoothing of the training loss; validation has none",
+    )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="weight of the squared log-sum-exp in the training loss; validation has none",
+    )
+
+
+class TrainingConfig(ComputeSettings, PrecisionSettings, _LengthSettings):
+    """Length of the run, batch, precision, activation recomputation and loss.
+
+    global_batch_size = micro_batch_size * micro_batches * parallel.data; set two of the first three.
+    """
+
+    threads: Count | Literal["auto"] = Field(
+        "auto", description='CPU threads per rank; "auto": the machine\'s cores divided by its ranks'
+    )
