@@ -75,7 +75,7 @@ class DeepSpeedForm:
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """What configuration, memory estimate and checkpoints know of an optimizer.
+    """Facts about an optimizer for the configuration, the memory estimate and checkpoints.
 
     name: `optimizer.name`, and the module of its mathematics. state: all states that it can have. settings: those of
     betas, eps and momentum that it reads; every optimizer reads the others. momentum: its default where it has one.

@@ -1,4 +1,4 @@
-"""What an update rule is made of, its base class, and its state: made before any step, counted, averaged."""
+"""The parts that an update rule is made from, its base class, and its state before any step."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from megalite.train.optimizer.settings import OptimizerSettings, filled_groups
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """What the `make` of an optimizer's module gets.
+    """The argument of `make` in an optimizer's module.
 
     parameters: those to update, which may be some of a model's. tensors: their masters, by name. mesh: over which an
     optimizer sees whole tensors. copies: master -> its low-precision weight; None: ZeRO owns the masters.
