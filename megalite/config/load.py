@@ -12,7 +12,7 @@ from megalite.config.flags import COMMAND_LINE, apply_overrides, as_flags
 from megalite.config.rules.batch import most_ranks, plan_batch
 from megalite.config.rules.every import notes_of, problems_of
 from megalite.config.rules.pipeline import chunks_per_stage, layers_per_chunk
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.toml import read_toml
 from megalite.config.sections.unchecked import DEFAULT, DERIVED, SettingsDraft
@@ -75,20 +75,18 @@ def load_run(
     apply_deepspeed(draft, Path() if path is None else Path(path).parent)
     if starter is not None:
         starter.fill(draft)
-    facts = replace(
-        validate(draft, world_size if launched is None else launched.world_size), launched=launched
-    )
+    run = replace(validate(draft, world_size if launched is None else launched.world_size), launched=launched)
     if slots is not None:
-        facts = replace(facts, world_size=most_ranks(facts, slots))
-    problems = dict.fromkeys([*draft.problems, *problems_of(facts, places=places)])
+        run = replace(run, world_size=most_ranks(run, slots))
+    problems = dict.fromkeys([*draft.problems, *problems_of(run, places=places)])
     if problems:
         raise ConfigError(list(problems), draft.source)
-    resolved = _resolved(facts)
+    resolved = _resolved(run)
     for key, value in resolved.items():
         section, name = key.split(".")
-        if value != getattr(getattr(facts, section), name):
+        if value != getattr(getattr(run, section), name):
             draft.set(section, name, value, DERIVED)
-    return LoadedRun(RunConfig.model_validate(draft.values), draft.origins, (*draft.notes, *notes_of(facts)))
+    return LoadedRun(RunConfig.model_validate(draft.values), draft.origins, (*draft.notes, *notes_of(run)))
 
 
 def load_config(path: Path | str | None, *flags: str, **settings: Any) -> RunConfig:
@@ -116,15 +114,15 @@ def _read_file(draft: SettingsDraft, path: Path) -> None:
             draft.origins[f"{section}.{key}"] = draft.source
 
 
-def _resolved(facts: Facts) -> dict[str, Any]:
+def _resolved(run: CheckedRun) -> dict[str, Any]:
     """Return `section.key` -> value of the settings that follow from the others; for a run without problems."""
-    plan, model = plan_batch(facts), facts.model
-    heads, optimizer = model.num_attention_heads, facts.optimizer
+    plan, model = plan_batch(run), run.model
+    heads, optimizer = model.num_attention_heads, run.optimizer
     momentum = OPTIMIZERS[optimizer.name].momentum or 0.0
     return {
         "parallel.data": plan.data,
-        "parallel.virtual_stages": chunks_per_stage(facts),
-        "parallel.layers_per_stage": layers_per_chunk(facts),
+        "parallel.virtual_stages": chunks_per_stage(run),
+        "parallel.layers_per_stage": layers_per_chunk(run),
         "training.micro_batch_size": plan.micro_batch_size,
         "training.micro_batches": plan.micro_batches,
         "training.global_batch_size": plan.global_batch_size,

@@ -1,4 +1,4 @@
-"""Check a draft against the schema: a Problem for each wrong value, and Facts with the valid ones for the rules."""
+"""Check a draft against the schema: a Problem for each wrong value, and the valid ones for the rules."""
 
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
@@ -7,7 +7,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from megalite.config.sections.checked import Facts, KnownValues
+from megalite.config.sections.checked import CheckedRun, KnownValues
 from megalite.config.sections.describe import item_model, section_models
 from megalite.config.sections.section import Section
 from megalite.config.sections.toml import shown
@@ -27,7 +27,7 @@ _WORDS = {
 }
 
 
-def validate(draft: SettingsDraft, world_size: int | None) -> Facts:
+def validate(draft: SettingsDraft, world_size: int | None) -> CheckedRun:
     """Check each section on its own and add its problems to the draft; return the valid settings."""
     models = section_models()
     for name in draft.values.keys() - models.keys():
@@ -35,9 +35,11 @@ def validate(draft: SettingsDraft, world_size: int | None) -> Facts:
     sections = {name: _known_values(draft, name, model) for name, model in models.items()}
     deepspeed = draft.values.get("deepspeed")
     settings: dict[str, Any] = {
-        name: KnownValues(values) for name, values in sections.items() if name in Facts.__dataclass_fields__
+        name: KnownValues(values)
+        for name, values in sections.items()
+        if name in CheckedRun.__dataclass_fields__
     }
-    return Facts(
+    return CheckedRun(
         **settings
         | {
             "deepspeed": deepspeed if isinstance(deepspeed, Mapping) else {},

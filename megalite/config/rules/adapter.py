@@ -6,7 +6,7 @@ from dataclasses import replace
 from megalite.config.peft_names import fused_with_others
 from megalite.config.rules.pipeline import split_of
 from megalite.config.sections.adapter_section import SETTINGS_OF, AdapterConfig, described_adapter
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.shape_settings import model_shape
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem, listed
@@ -15,32 +15,32 @@ from megalite.topology.parameters import Parameter, model_parameters, names_tied
 from megalite.topology.shape import ModelShape
 
 
-def settings_belong_to_an_adapter(facts: Facts) -> Iterator[Problem]:
-    if "adapter" in facts.incomplete:
+def settings_belong_to_an_adapter(run: CheckedRun) -> Iterator[Problem]:
+    if "adapter" in run.incomplete:
         return
-    kind, fields = facts.adapter.kind, AdapterConfig.model_fields
+    kind, fields = run.adapter.kind, AdapterConfig.model_fields
     idle = {"path": "lora"} if kind == "none" else {}
     idle |= {name: other for other, names in SETTINGS_OF.items() if other != kind for name in names}
     for name, other in idle.items():
-        if getattr(facts.adapter, name) != fields[name].default:
+        if getattr(run.adapter, name) != fields[name].default:
             message = f'has no effect with adapter.kind = "{kind}"'
             yield Problem(f"adapter.{name}", message, f'set adapter.kind = "{other}", or delete the setting')
 
 
-def an_adapter_has_a_model(facts: Facts) -> Iterator[Problem]:
-    if facts.adapter.kind != "none" and facts.model.weights is None:
-        message = f"{shown(facts.adapter.kind)} needs a pretrained model, whose weights stay as they are"
+def an_adapter_has_a_model(run: CheckedRun) -> Iterator[Problem]:
+    if run.adapter.kind != "none" and run.model.weights is None:
+        message = f"{shown(run.adapter.kind)} needs a pretrained model, whose weights stay as they are"
         yield Problem("adapter.kind", message, 'set model.weights, or use "none"')
 
 
-def adapter_patterns_name_modules(facts: Facts) -> Iterator[Problem]:
-    adapter = described_adapter(facts.adapter)
+def adapter_patterns_name_modules(run: CheckedRun) -> Iterator[Problem]:
+    adapter = described_adapter(run.adapter)
     if not isinstance(adapter, Lora):
         return
-    shape = model_shape(facts.model, 1)
+    shape = model_shape(run.model, 1)
     own = model_parameters(shape)
     within = _modules(each for each in own if each.layer is not None and len(each.spec.full_shape) == 2)
-    if facts.adapter.targets != "all":
+    if run.adapter.targets != "all":
         words = list(dict.fromkeys(each.rsplit(".", 1)[-1] for each in within))
         for pattern in adapter.targets:
             if not any(names_module([pattern], module) for module in within):
@@ -54,7 +54,7 @@ def adapter_patterns_name_modules(facts: Facts) -> Iterator[Problem]:
     for pattern in adapter.modules_to_save:
         if names_tied_table(pattern, shape):
             message = f"{shown(pattern)} is the embedding and the head at once (model.tie_word_embeddings)"
-            remedy = "leave it out" if facts.adapter.path is None else "use another adapter"
+            remedy = "leave it out" if run.adapter.path is None else "use another adapter"
             yield Problem("adapter.modules_to_save", message, f"{remedy}: PEFT would train two copies")
         elif not any(names_module([pattern], module) for module in outside):
             message = f"{shown(pattern)} names no module outside of the layers"
@@ -65,11 +65,11 @@ def _modules(parameters: Iterator[Parameter]) -> list[str]:
     return list(dict.fromkeys(part.name.rsplit(".", 1)[0] for each in parameters for part in each.spec.parts))
 
 
-def biases_are_trained_whole(facts: Facts) -> Iterator[Problem]:
-    adapter = described_adapter(facts.adapter)
+def biases_are_trained_whole(run: CheckedRun) -> Iterator[Problem]:
+    adapter = described_adapter(run.adapter)
     if not isinstance(adapter, Lora) or adapter.bias != "lora_only":
         return
-    for parameter in model_parameters(model_shape(facts.model, 1)):
+    for parameter in model_parameters(model_shape(run.model, 1)):
         modules = [part.name.removesuffix(".bias") for part in parameter.spec.parts]
         if not parameter.name.endswith(".bias") or parameter.layer is None:
             continue
@@ -83,14 +83,14 @@ def biases_are_trained_whole(facts: Facts) -> Iterator[Problem]:
             return
 
 
-def every_stage_trains_something(facts: Facts) -> Iterator[Problem]:
-    adapter, stages = described_adapter(facts.adapter), facts.parallel.pipeline
+def every_stage_trains_something(run: CheckedRun) -> Iterator[Problem]:
+    adapter, stages = described_adapter(run.adapter), run.parallel.pipeline
     if adapter is None:
         return
-    split = split_of(facts)
+    split = split_of(run)
     if split is None:
         return
-    shape = _adapted_shape(facts, adapter)
+    shape = _adapted_shape(run, adapter)
     idle = [
         stage
         for stage in range(stages)
@@ -101,19 +101,21 @@ def every_stage_trains_something(facts: Facts) -> Iterator[Problem]:
         yield Problem("adapter.targets", message, "name linears in the layers of every stage")
 
 
-def added_tokens_have_trained_rows(facts: Facts) -> Iterator[Problem]:
-    if facts.adapter.kind != "none" and facts.tokenizer.add_tokens:
+def added_tokens_have_trained_rows(run: CheckedRun) -> Iterator[Problem]:
+    if run.adapter.kind != "none" and run.tokenizer.add_tokens:
         message = "are not supported with an adapter: their rows of the embedding would stay as they begin"
         yield Problem("tokenizer.add_tokens", message, 'use adapter.kind = "none", or leave them out')
 
 
-def an_adapter_can_be_exported(facts: Facts) -> Iterator[Problem]:
-    adapter = described_adapter(facts.adapter)
-    if not isinstance(adapter, Lora) or not facts.checkpoint.export:
+def an_adapter_can_be_exported(run: CheckedRun) -> Iterator[Problem]:
+    adapter = described_adapter(run.adapter)
+    if not isinstance(adapter, Lora) or not run.checkpoint.export:
         return
-    fused = fused_with_others(_adapted_shape(facts, adapter))
+    fused = fused_with_others(_adapted_shape(run, adapter))
     if fused is not None:
-        message = f"PEFT's files cannot say it: {facts.model.family} holds an adapted linear in {fused}, with others"
+        message = (
+            f"PEFT's files cannot say it: {run.model.family} holds an adapted linear in {fused}, with others"
+        )
         message += " or transposed"
         remedy = (
             "set checkpoint.export = false; megalite convert export writes the model with its adapter merged"
@@ -121,13 +123,13 @@ def an_adapter_can_be_exported(facts: Facts) -> Iterator[Problem]:
         yield Problem("adapter.kind", message, remedy)
 
 
-def ranks_above_every_matrix(facts: Facts) -> Iterator[str]:
-    adapter = described_adapter(facts.adapter)
+def ranks_above_every_matrix(run: CheckedRun) -> Iterator[str]:
+    adapter = described_adapter(run.adapter)
     if not isinstance(adapter, Lora):
         return
     linears = [
         part
-        for parameter in model_parameters(model_shape(facts.model, 1))
+        for parameter in model_parameters(model_shape(run.model, 1))
         if parameter.layer is not None and len(parameter.spec.full_shape) == 2
         for part in parameter.spec.parts
         if adapter.adapts(part.name.removesuffix(".weight"))
@@ -140,6 +142,6 @@ def ranks_above_every_matrix(facts: Facts) -> Iterator[str]:
         )
 
 
-def _adapted_shape(facts: Facts, adapter: Adapter) -> ModelShape:
+def _adapted_shape(run: CheckedRun, adapter: Adapter) -> ModelShape:
     # Neither names nor stages depend on the vocabulary's size.
-    return replace(model_shape(facts.model, 1), adapter=adapter)
+    return replace(model_shape(run.model, 1), adapter=adapter)

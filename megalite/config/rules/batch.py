@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megalite.config.sections.checked import Facts, Unknown
+from megalite.config.sections.checked import CheckedRun, Unknown
 from megalite.config.sections.schema import BatchPlan
 from megalite.errors import Problem
 from megalite.topology.axes import Layout
@@ -11,25 +11,25 @@ from megalite.topology.axes import Layout
 _GLOBAL, _SIZE, _COUNT = "training.global_batch_size", "training.micro_batch_size", "training.micro_batches"
 
 
-def data_size(facts: Facts) -> int:
+def data_size(run: CheckedRun) -> int:
     """Return the number of data-parallel replicas. Raises Unknown if the layout does not fit the started ranks."""
-    replica = Layout.of(facts.parallel).replica_size
-    if facts.parallel.data == "auto":
-        if facts.world_size is None:
+    replica = Layout.of(run.parallel).replica_size
+    if run.parallel.data == "auto":
+        if run.world_size is None:
             return 1
-        if facts.world_size % replica:
+        if run.world_size % replica:
             raise Unknown("parallel.data")
-        return facts.world_size // replica
-    if facts.world_size is not None and facts.world_size != replica * facts.parallel.data:
+        return run.world_size // replica
+    if run.world_size is not None and run.world_size != replica * run.parallel.data:
         raise Unknown("parallel.data")
-    return facts.parallel.data
+    return run.parallel.data
 
 
-def most_ranks(facts: Facts, slots: int) -> int | None:
+def most_ranks(run: CheckedRun, slots: int) -> int | None:
     """Return the most ranks that parallel.data = "auto" can use of `slots`; None where the layout alone decides."""
     try:
-        replica = Layout.of(facts.parallel).replica_size
-        return slots // replica * replica or None if facts.parallel.data == "auto" else None
+        replica = Layout.of(run.parallel).replica_size
+        return slots // replica * replica or None if run.parallel.data == "auto" else None
     except Unknown:
         return None
 
@@ -41,33 +41,33 @@ class BatchProblem(Exception):
     problem: Problem
 
 
-def plan_batch(facts: Facts) -> BatchPlan:
+def plan_batch(run: CheckedRun) -> BatchPlan:
     """Solve global_batch_size = micro_batch_size * micro_batches * data for the one of the first three not set.
 
     Raises BatchProblem; Unknown if one of the settings is invalid.
     """
-    training, data = facts.training, data_size(facts)
+    training, data = run.training, data_size(run)
     size, count, total = training.micro_batch_size, training.micro_batches, training.global_batch_size
     if size is not None and count is not None:
         if total is None or total == size * count * data:
             return BatchPlan(size, count, size * count * data, data)
-        raise BatchProblem(_contradiction(facts, total, size, count, data))
+        raise BatchProblem(_contradiction(run, total, size, count, data))
     if total is None or (size is None and count is None):
-        if "deepspeed" in facts.incomplete:
+        if "deepspeed" in run.incomplete:
             raise Unknown("the batch sizes of a JSON that cannot be read")
-        raise BatchProblem(_too_few(facts))
+        raise BatchProblem(_too_few(run))
     known_name, known = (_SIZE, size) if size is not None else (_COUNT, count)
     assert known is not None
     if total % (known * data):
-        raise BatchProblem(_indivisible(facts, total, known_name, known, data))
+        raise BatchProblem(_indivisible(run, total, known_name, known, data))
     other = total // (known * data)
     return BatchPlan(known, other, total, data) if size is not None else BatchPlan(other, known, total, data)
 
 
-def _contradiction(facts: Facts, total: int, size: int, count: int, data: int) -> Problem:
+def _contradiction(run: CheckedRun, total: int, size: int, count: int, data: int) -> Problem:
     message = (
-        f"{total} {facts.source(_GLOBAL)} is not micro_batch_size {size} {facts.source(_SIZE)} "
-        f"* micro_batches {count} {facts.source(_COUNT)} * {_data(facts, data)} = {size * count * data}"
+        f"{total} {run.source(_GLOBAL)} is not micro_batch_size {size} {run.source(_SIZE)} "
+        f"* micro_batches {count} {run.source(_COUNT)} * {_data(run, data)} = {size * count * data}"
     )
     fitting = [f"global_batch_size {size * count * data}"]
     if total % (size * data) == 0:
@@ -75,47 +75,47 @@ def _contradiction(facts: Facts, total: int, size: int, count: int, data: int) -
     if total % (count * data) == 0:
         fitting.append(f"micro_batch_size {total // (count * data)}")
     if total % (size * count) == 0:
-        ranks = Layout.of(facts.parallel, total // (size * count)).world_size
+        ranks = Layout.of(run.parallel, total // (size * count)).world_size
         fitting.append(f"data {total // (size * count)} ({_ranks(ranks)})")
     return Problem(_GLOBAL, message, f"use {' or '.join(fitting)}")
 
 
-def _indivisible(facts: Facts, total: int, name: str, known: int, data: int) -> Problem:
+def _indivisible(run: CheckedRun, total: int, name: str, known: int, data: int) -> Problem:
     share = known * data
     short = name.removeprefix("training.")
     message = (
-        f"{total} {facts.source(_GLOBAL)} is not a multiple of {short} {known} {facts.source(name)} "
-        f"* {_data(facts, data)} = {share}"
+        f"{total} {run.source(_GLOBAL)} is not a multiple of {short} {known} {run.source(name)} "
+        f"* {_data(run, data)} = {share}"
     )
     nearest = [str(each) for each in (total // share * share, (total // share + 1) * share) if each]
     return Problem(_GLOBAL, message, f"use {' or '.join(nearest)}")
 
 
-def _too_few(facts: Facts) -> Problem:
-    found = {key: getattr(facts.training, key.removeprefix("training.")) for key in (_GLOBAL, _SIZE, _COUNT)}
-    given = [f"{key} = {value} {facts.source(key)}" for key, value in found.items() if value is not None]
+def _too_few(run: CheckedRun) -> Problem:
+    found = {key: getattr(run.training, key.removeprefix("training.")) for key in (_GLOBAL, _SIZE, _COUNT)}
+    given = [f"{key} = {value} {run.source(key)}" for key, value in found.items() if value is not None]
     others = [key for key, value in found.items() if value is None]
     message = f"{given[0]} alone does not determine the batch" if given else "the batch size is not set"
     return Problem(others[0], message, f"set {'one' if given else 'two'} of {', '.join(others)}")
 
 
-def _data(facts: Facts, data: int) -> str:
+def _data(run: CheckedRun, data: int) -> str:
     """Return the data-parallel size and its origin: "data 2 (8 ranks / tensor 2 / pipeline 2)"."""
-    if facts.parallel.data != "auto":
-        return f"data {data} {facts.source('parallel.data')}"
-    if facts.world_size is None:
+    if run.parallel.data != "auto":
+        return f"data {data} {run.source('parallel.data')}"
+    if run.world_size is None:
         return f"data {data} (default)"
-    sizes = Layout.of(facts.parallel).named_sizes
+    sizes = Layout.of(run.parallel).named_sizes
     cut = "".join(f" / {name} {size}" for name, size in sizes.items() if size > 1)
-    return f"data {data} ({_ranks(facts.world_size)}{cut})"
+    return f"data {data} ({_ranks(run.world_size)}{cut})"
 
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
 
 
-def batch_numbers_agree(facts: Facts) -> Iterator[Problem]:
+def batch_numbers_agree(run: CheckedRun) -> Iterator[Problem]:
     try:
-        plan_batch(facts)
+        plan_batch(run)
     except BatchProblem as found:
         yield found.problem

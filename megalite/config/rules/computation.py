@@ -2,33 +2,33 @@
 
 from collections.abc import Iterator
 
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.derived import offload_devices
 from megalite.errors import Problem
 from megalite.topology.schedules import SCHEDULES
 
 
-def recomputed_layers_are_chosen_once(facts: Facts) -> Iterator[Problem]:
-    layers, ratio = facts.training.recompute_layers, facts.training.recompute_ratio
+def recomputed_layers_are_chosen_once(run: CheckedRun) -> Iterator[Problem]:
+    layers, ratio = run.training.recompute_layers, run.training.recompute_ratio
     if layers is not None and ratio is not None:
         message = f"{layers} and training.recompute_ratio = {ratio} are both set"
         yield Problem("training.recompute_layers", message, "set only one of them")
 
 
-def chosen_layers_are_recomputed(facts: Facts) -> Iterator[Problem]:
-    if facts.training.recompute != "none":
+def chosen_layers_are_recomputed(run: CheckedRun) -> Iterator[Problem]:
+    if run.training.recompute != "none":
         return
     for name in ("recompute_layers", "recompute_ratio"):
-        value = getattr(facts.training, name)
+        value = getattr(run.training, name)
         if value is not None:
             message = f'{value} has no effect with training.recompute = "none"'
             yield Problem(f"training.{name}", message, 'set training.recompute to "full" or "selective"')
 
 
-def compiled_layers_fit_the_schedule(facts: Facts) -> Iterator[Problem]:
-    if not facts.training.compile or facts.parallel.pipeline == 1:
+def compiled_layers_fit_the_schedule(run: CheckedRun) -> Iterator[Problem]:
+    if not run.training.compile or run.parallel.pipeline == 1:
         return
-    name = facts.parallel.schedule
+    name = run.parallel.schedule
     if SCHEDULES[name].splits_backward:
         others = ", ".join(f'"{each}"' for each in SCHEDULES if not SCHEDULES[each].splits_backward)
         message = (
@@ -39,16 +39,16 @@ def compiled_layers_fit_the_schedule(facts: Facts) -> Iterator[Problem]:
         yield Problem("training.compile", message, remedy)
 
 
-def compiled_layers_hold_no_collectives(facts: Facts) -> Iterator[Problem]:
-    if facts.training.compile and facts.parallel.tensor > 1:
+def compiled_layers_hold_no_collectives(run: CheckedRun) -> Iterator[Problem]:
+    if run.training.compile and run.parallel.tensor > 1:
         message = (
-            f"true does not work with parallel.tensor = {facts.parallel.tensor}: collectives are not compiled"
+            f"true does not work with parallel.tensor = {run.parallel.tensor}: collectives are not compiled"
         )
         yield Problem("training.compile", message, "use parallel.tensor 1, or training.compile = false")
 
 
-def compiled_layers_are_recomputed_whole(facts: Facts) -> Iterator[Problem]:
-    if facts.training.compile and facts.training.recompute == "selective":
+def compiled_layers_are_recomputed_whole(run: CheckedRun) -> Iterator[Problem]:
+    if run.training.compile and run.training.recompute == "selective":
         message = (
             'true does not work with training.recompute = "selective": the attention of a compiled layer cannot be '
             "recomputed alone"
@@ -57,15 +57,15 @@ def compiled_layers_are_recomputed_whole(facts: Facts) -> Iterator[Problem]:
         yield Problem("training.compile", message, remedy)
 
 
-def compiled_layers_hold_their_weights(facts: Facts) -> Iterator[Problem]:
-    if facts.training.compile and facts.zero_stage == 3:
+def compiled_layers_hold_their_weights(run: CheckedRun) -> Iterator[Problem]:
+    if run.training.compile and run.zero_stage == 3:
         message = "true does not work with deepspeed.zero_optimization.stage = 3, which gathers weights inside a layer"
         yield Problem("training.compile", message, "use stage 1 or 2, or training.compile = false")
 
 
-def attention_dropout_costs(facts: Facts) -> Iterator[str]:
-    rate, reference = facts.model.attention_dropout, facts.model.kernels == "reference"
-    if rate > 0 and (reference or facts.training.compile):
+def attention_dropout_costs(run: CheckedRun) -> Iterator[str]:
+    rate, reference = run.model.attention_dropout, run.model.kernels == "reference"
+    if rate > 0 and (reference or run.training.compile):
         why = 'model.kernels = "reference"' if reference else "training.compile = true"
         yield (
             f"model.attention_dropout = {rate} with {why} disables fused attention: attention is 3 to 5 times slower "
@@ -73,13 +73,11 @@ def attention_dropout_costs(facts: Facts) -> Iterator[str]:
         )
 
 
-def soft_caps_cost(facts: Facts) -> Iterator[str]:
-    cap = facts.model.attn_logit_softcapping
+def soft_caps_cost(run: CheckedRun) -> Iterator[str]:
+    cap = run.model.attn_logit_softcapping
     if cap is not None:
         kept = (
-            ""
-            if facts.training.recompute != "none"
-            else ', unless training.recompute is "selective" or "full"'
+            "" if run.training.recompute != "none" else ', unless training.recompute is "selective" or "full"'
         )
         yield (
             f"model.attn_logit_softcapping = {cap} disables fused attention, which has no soft caps: attention is 2 to "
@@ -88,9 +86,9 @@ def soft_caps_cost(facts: Facts) -> Iterator[str]:
         )
 
 
-def sequence_parallel_divides_the_length(facts: Facts) -> Iterator[Problem]:
-    length, tensor = facts.training.sequence_length, facts.parallel.tensor
-    if facts.parallel.sequence and length % tensor:
+def sequence_parallel_divides_the_length(run: CheckedRun) -> Iterator[Problem]:
+    length, tensor = run.training.sequence_length, run.parallel.tensor
+    if run.parallel.sequence and length % tensor:
         message = (
             f"{length} is not divisible by parallel.tensor = {tensor}, as parallel.sequence = true requires"
         )
@@ -99,10 +97,10 @@ def sequence_parallel_divides_the_length(facts: Facts) -> Iterator[Problem]:
         yield Problem("training.sequence_length", message, remedy)
 
 
-def offload_has_its_stage(facts: Facts) -> Iterator[Problem]:
-    stage = facts.zero_stage
+def offload_has_its_stage(run: CheckedRun) -> Iterator[Problem]:
+    stage = run.zero_stage
     least = {"offload_optimizer": (1, "optimizer state"), "offload_param": (3, "weights")}
-    for name, device in _offload_devices(facts):
+    for name, device in _offload_devices(run):
         first, what = least[name]
         if stage < first:
             message = f'device "{device}" has no effect: ZeRO stage {stage} does not partition the {what}'
@@ -110,8 +108,8 @@ def offload_has_its_stage(facts: Facts) -> Iterator[Problem]:
             yield Problem(f"deepspeed.zero_optimization.{name}", message, remedy)
 
 
-def offload_has_a_device(facts: Facts) -> Iterator[Problem]:
-    for name, device in _offload_devices(facts):
+def offload_has_a_device(run: CheckedRun) -> Iterator[Problem]:
+    for name, device in _offload_devices(run):
         if device not in ("cpu", "nvme"):
             key = f"deepspeed.zero_optimization.{name}.device"
             yield Problem(
@@ -119,14 +117,14 @@ def offload_has_a_device(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def offload_to_disk_has_its_folder(facts: Facts) -> Iterator[Problem]:
-    for name, device in _offload_devices(facts):
+def offload_to_disk_has_its_folder(run: CheckedRun) -> Iterator[Problem]:
+    for name, device in _offload_devices(run):
         key = f"deepspeed.zero_optimization.{name}"
-        table = facts.deepspeed["zero_optimization"][name]
+        table = run.deepspeed["zero_optimization"][name]
         if device != "nvme":
             continue
-        if facts.zero_stage in (1, 2):
-            message = f'"nvme" needs ZeRO stage 3, but the stage is {facts.zero_stage}'
+        if run.zero_stage in (1, 2):
+            message = f'"nvme" needs ZeRO stage 3, but the stage is {run.zero_stage}'
             yield Problem(f"{key}.device", message, 'use stage 3, or "cpu"')
         elif not isinstance(table.get("nvme_path"), str):
             yield Problem(
@@ -138,25 +136,25 @@ def offload_to_disk_has_its_folder(facts: Facts) -> Iterator[Problem]:
                 yield Problem(f"{key}.{pipelined}", message, "set it to false")
 
 
-def _offload_devices(facts: Facts) -> Iterator[tuple[str, str]]:
-    yield from offload_devices(facts.deepspeed.get("zero_optimization", {})).items()
+def _offload_devices(run: CheckedRun) -> Iterator[tuple[str, str]]:
+    yield from offload_devices(run.deepspeed.get("zero_optimization", {})).items()
 
 
-def one_rank_has_the_whole_sequence(facts: Facts) -> Iterator[str]:
-    if facts.parallel.sequence and facts.parallel.tensor == 1:
+def one_rank_has_the_whole_sequence(run: CheckedRun) -> Iterator[str]:
+    if run.parallel.sequence and run.parallel.tensor == 1:
         yield "parallel.sequence = true has no effect with parallel.tensor = 1"
 
 
-def compiled_documents_cost(facts: Facts) -> Iterator[str]:
-    masks = facts.data.document_mask or facts.data.kind != "text"
-    if facts.training.compile and masks:
+def compiled_documents_cost(run: CheckedRun) -> Iterator[str]:
+    masks = run.data.document_mask or run.data.kind != "text"
+    if run.training.compile and masks:
         yield (
             "training.compile with documents kept apart computes attention with a dense mask: on a CPU attention is 3 "
             "times slower than without training.compile, where each document is computed alone"
         )
 
 
-def chunks_of_the_loss_are_smaller_than_a_micro_batch(facts: Facts) -> Iterator[str]:
-    chunk, sequences = facts.model.chunked_loss, facts.training.micro_batch_size
-    if sequences and chunk >= (tokens := sequences * facts.training.sequence_length):
+def chunks_of_the_loss_are_smaller_than_a_micro_batch(run: CheckedRun) -> Iterator[str]:
+    chunk, sequences = run.model.chunked_loss, run.training.micro_batch_size
+    if sequences and chunk >= (tokens := sequences * run.training.sequence_length):
         yield f"model.chunked_loss = {chunk} saves no memory: a micro batch has only {tokens} tokens"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.text_sections import DataConfig
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem
@@ -10,31 +10,31 @@ from megalite.errors import Problem
 _LARGEST_ERROR = 1e-6
 
 
-def tokenizer_is_given_once(facts: Facts) -> Iterator[Problem]:
-    path, size = facts.tokenizer.path, facts.tokenizer.vocab_size
+def tokenizer_is_given_once(run: CheckedRun) -> Iterator[Problem]:
+    path, size = run.tokenizer.path, run.tokenizer.vocab_size
     if path is not None and size != "auto":
         message = f"{size} trains a new tokenizer, but tokenizer.path names an existing one"
         yield Problem("tokenizer.vocab_size", message, "set only one of them")
 
 
-def tokens_are_added_to_a_tokenizer(facts: Facts) -> Iterator[Problem]:
-    added = facts.tokenizer.add_tokens
-    if added and facts.tokenizer.path is None:
+def tokens_are_added_to_a_tokenizer(run: CheckedRun) -> Iterator[Problem]:
+    added = run.tokenizer.add_tokens
+    if added and run.tokenizer.path is None:
         remedy = "set tokenizer.path, or delete the setting: a new tokenizer has ids for every text"
         yield Problem("tokenizer.add_tokens", "needs an existing tokenizer", remedy)
     if repeated := {each for each in added if added.count(each) > 1}:
         yield Problem("tokenizer.add_tokens", f"names {shown(min(repeated))} twice", "name every token once")
 
 
-def model_holds_every_token(facts: Facts) -> Iterator[Problem]:
-    rows, ids = facts.model.vocab_size, facts.tokenizer.vocab_size
+def model_holds_every_token(run: CheckedRun) -> Iterator[Problem]:
+    rows, ids = run.model.vocab_size, run.tokenizer.vocab_size
     if rows != "auto" and ids != "auto" and rows < ids:
         message = f"{rows} is less than tokenizer.vocab_size = {ids}"
         yield Problem("model.vocab_size", message, f'use {ids} or more, or "auto"')
 
 
-def text_is_given_once(facts: Facts) -> Iterator[Problem]:
-    source, blend = facts.data.source, facts.data.blend
+def text_is_given_once(run: CheckedRun) -> Iterator[Problem]:
+    source, blend = run.data.source, run.data.blend
     if source is None and blend is None:
         yield Problem(
             "data.source", "is required", "name a text file, or several texts with weights in [[data.blend]]"
@@ -46,8 +46,8 @@ def text_is_given_once(facts: Facts) -> Iterator[Problem]:
         yield Problem("data.blend", "is empty", "add a [[data.blend]] table with source and weight")
 
 
-def blend_weights_are_positive(facts: Facts) -> Iterator[Problem]:
-    blend, later = facts.data.blend or (), facts.data.curriculum
+def blend_weights_are_positive(run: CheckedRun) -> Iterator[Problem]:
+    blend, later = run.data.blend or (), run.data.curriculum
     for number, part in enumerate(blend, start=1):
         comes_later = any(each.weights[number - 1 : number] > (0.0,) for each in later)
         if part.weight < 0 or (part.weight == 0 and not comes_later):
@@ -60,13 +60,13 @@ def blend_weights_are_positive(facts: Facts) -> Iterator[Problem]:
         yield Problem("data.blend", "has the weight 0 in every table", "use a positive weight in one of them")
 
 
-def curriculum_has_a_weight_for_each_set(facts: Facts) -> Iterator[Problem]:
-    sets = len(facts.data.blend or ())
-    if facts.data.curriculum and not sets:
+def curriculum_has_a_weight_for_each_set(run: CheckedRun) -> Iterator[Problem]:
+    sets = len(run.data.blend or ())
+    if run.data.curriculum and not sets:
         remedy = "name the data sets in [[data.blend]], or delete the curriculum"
         yield Problem("data.curriculum", "changes the weights of [[data.blend]], which is not set", remedy)
         return
-    for number, part in enumerate(facts.data.curriculum, start=1):
+    for number, part in enumerate(run.data.curriculum, start=1):
         key, weights = f"data.curriculum[{number}].weights", shown(part.weights)
         if len(part.weights) != sets:
             message = f"{weights} has {len(part.weights)}, but there are {sets} [[data.blend]] tables"
@@ -77,9 +77,9 @@ def curriculum_has_a_weight_for_each_set(facts: Facts) -> Iterator[Problem]:
             yield Problem(key, f"{weights} pauses every data set", "use a positive weight for one of them")
 
 
-def curriculum_steps_rise(facts: Facts) -> Iterator[Problem]:
-    before, steps = 1, facts.training.steps
-    for number, part in enumerate(facts.data.curriculum, start=1):
+def curriculum_steps_rise(run: CheckedRun) -> Iterator[Problem]:
+    before, steps = 1, run.training.steps
+    for number, part in enumerate(run.data.curriculum, start=1):
         key = f"data.curriculum[{number}].step"
         if part.step <= before:
             earlier = f"data.curriculum[{number - 1}].step = {before}" if number > 1 else "the first step"
@@ -92,9 +92,9 @@ def curriculum_steps_rise(facts: Facts) -> Iterator[Problem]:
         before = max(before, part.step)
 
 
-def blend_names_each_set_once(facts: Facts) -> Iterator[Problem]:
+def blend_names_each_set_once(run: CheckedRun) -> Iterator[Problem]:
     seen: dict[tuple[object, ...], int] = {}
-    for number, part in enumerate(facts.data.blend or (), start=1):
+    for number, part in enumerate(run.data.blend or (), start=1):
         first = seen.setdefault((part.source, part.text_column, part.pattern), number)
         if first != number:
             message = f"{shown(part.source)} is also the source of data.blend[{first}]"
@@ -103,8 +103,8 @@ def blend_names_each_set_once(facts: Facts) -> Iterator[Problem]:
             )
 
 
-def split_shares_add_up(facts: Facts) -> Iterator[Problem]:
-    wrong = wrong_shares(facts.data.split) if facts.data.split is not None else None
+def split_shares_add_up(run: CheckedRun) -> Iterator[Problem]:
+    wrong = wrong_shares(run.data.split) if run.data.split is not None else None
     if wrong is not None:
         yield Problem("data.split", *wrong)
 
@@ -125,14 +125,14 @@ def wrong_shares(shares: Sequence[float]) -> tuple[str, str] | None:
     return f"[{', '.join(f'{share:g}' for share in shares)}] {wrong}", remedy
 
 
-def validation_is_other_text(facts: Facts) -> Iterator[Problem]:
-    validation, split = facts.data.validation, facts.data.split
+def validation_is_other_text(run: CheckedRun) -> Iterator[Problem]:
+    validation, split = run.data.validation, run.data.split
     if validation is None:
         return
     if split is not None and len(split) > 1 and split[1] > 0:
         message = f"{split[1]:g} of the documents are for validation, but data.validation is set too"
         yield Problem("data.split", message, "set only one of them, or the second share to 0")
-    trained = [facts.data.source, *(part.source for part in facts.data.blend or ())]
+    trained = [run.data.source, *(part.source for part in run.data.blend or ())]
     if validation in trained:
         yield Problem(
             "data.validation",
@@ -141,23 +141,23 @@ def validation_is_other_text(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def every_loader_worker_has_a_step(facts: Facts) -> Iterator[Problem]:
-    workers, steps = facts.data.loader_workers, facts.data.prefetch
+def every_loader_worker_has_a_step(run: CheckedRun) -> Iterator[Problem]:
+    workers, steps = run.data.loader_workers, run.data.prefetch
     if workers > steps:
         message = f"{workers} threads are more than the data.prefetch = {steps} steps that are read ahead"
         remedy = f"use at most {steps}, or data.prefetch {workers} or more"
         yield Problem("data.loader_workers", message, remedy)
 
 
-def settings_of_conversations_need_some(facts: Facts) -> Iterator[Problem]:
-    kind = facts.data.kind
+def settings_of_conversations_need_some(run: CheckedRun) -> Iterator[Problem]:
+    kind = run.data.kind
     if kind == "instruct":
         return
     fields, names = DataConfig.model_fields, ["train_on", "packing", "length_buckets"]
     if kind == "text":
         names.append("too_long")
-    changed = [f"data.{name}" for name in names if getattr(facts.data, name) != fields[name].default]
-    if kind == "text" and facts.tokenizer.chat_template is not None:
+    changed = [f"data.{name}" for name in names if getattr(run.data, name) != fields[name].default]
+    if kind == "text" and run.tokenizer.chat_template is not None:
         changed.append("tokenizer.chat_template")
     for key in changed:
         yield Problem(
@@ -165,31 +165,31 @@ def settings_of_conversations_need_some(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def concatenated_conversations_have_any_length(facts: Facts) -> Iterator[Problem]:
-    if facts.data.packing == "concatenate" and facts.data.too_long != "truncate":
+def concatenated_conversations_have_any_length(run: CheckedRun) -> Iterator[Problem]:
+    if run.data.packing == "concatenate" and run.data.too_long != "truncate":
         message = 'has no effect with data.packing = "concatenate", which cuts every conversation at the end of a row'
         yield Problem("data.too_long", message, "delete it, or choose another data.packing")
 
 
-def length_buckets_are_for_unpacked_conversations(facts: Facts) -> Iterator[Problem]:
-    if not facts.data.length_buckets or facts.data.kind == "text":
+def length_buckets_are_for_unpacked_conversations(run: CheckedRun) -> Iterator[Problem]:
+    if not run.data.length_buckets or run.data.kind == "text":
         return
-    if facts.data.packing != "none":
-        message = f'is for unpacked conversations, but data.packing is "{facts.data.packing}"'
+    if run.data.packing != "none":
+        message = f'is for unpacked conversations, but data.packing is "{run.data.packing}"'
         yield Problem("data.length_buckets", message, 'delete it, or set data.packing = "none"')
-    if facts.data.blend is not None:
+    if run.data.blend is not None:
         remedy = "delete it, or name all files as data.source"
         yield Problem("data.length_buckets", "is for a single data set, not for [[data.blend]]", remedy)
 
 
-def conversations_have_no_settings_of_text(facts: Facts) -> Iterator[Problem]:
-    if facts.data.kind == "text":
+def conversations_have_no_settings_of_text(run: CheckedRun) -> Iterator[Problem]:
+    if run.data.kind == "text":
         return
-    message = f'has no effect with data.kind = "{facts.data.kind}"'
+    message = f'has no effect with data.kind = "{run.data.kind}"'
     remedy = 'delete it, or set data.kind = "text"'
-    if facts.data.text_column != "text":
+    if run.data.text_column != "text":
         yield Problem("data.text_column", message, remedy)
-    parts = facts.data.blend or ()
+    parts = run.data.blend or ()
     for number, part in enumerate(parts, start=1):
         if part.text_column is not None:
             key = f"data.blend[{number}].text_column"

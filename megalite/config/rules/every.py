@@ -19,19 +19,19 @@ from megalite.config.rules import (
     training,
     validation,
 )
-from megalite.config.sections.checked import Facts, Unknown
+from megalite.config.sections.checked import CheckedRun, Unknown
 from megalite.errors import Problem
 
 
 def _functions_that_yield(kind: type, *modules: ModuleType) -> tuple[Any, ...]:
-    """Return the public functions of modules from facts to an iterator over `kind`, in the order of their lines."""
+    """Return the public functions of modules from a run to an iterator over `kind`, in the order of their lines."""
     return tuple(
         function
         for module in modules
         for name, function in vars(module).items()
         if not name.startswith("_")
         and getattr(function, "__module__", "") == module.__name__
-        and getattr(function, "__annotations__", {}) == {"facts": Facts, "return": Iterator[kind]}  # type: ignore[valid-type]
+        and getattr(function, "__annotations__", {}) == {"run": CheckedRun, "return": Iterator[kind]}  # type: ignore[valid-type]
     )
 
 
@@ -41,7 +41,7 @@ _PLACE_RULES = _functions_that_yield(Problem, places)
 _NOTES = _functions_that_yield(str, computation, optimizer, adapter)
 
 
-def problems_of(facts: Facts, *, places: bool = False) -> list[Problem]:
+def problems_of(run: CheckedRun, *, places: bool = False) -> list[Problem]:
     """Return the problems of all rules, skipping each rule that reads an invalid or missing setting.
 
     places: apply the rules over the files and folders of this machine too.
@@ -49,12 +49,12 @@ def problems_of(facts: Facts, *, places: bool = False) -> list[Problem]:
     problems: list[Problem] = []
     for rule in (*RULES, *(_PLACE_RULES if places else ())):
         try:
-            problems += rule(facts)
+            problems += rule(run)
         except Unknown:
             continue
     return problems
 
 
-def notes_of(facts: Facts) -> list[str]:
+def notes_of(run: CheckedRun) -> list[str]:
     """Return messages about costs and settings without effect, for a run without problems."""
-    return [note for notes in _NOTES for note in notes(facts)]
+    return [note for notes in _NOTES for note in notes(run)]

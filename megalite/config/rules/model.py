@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from math import ceil
 
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.schema import ModelConfig
 from megalite.config.sections.shape_settings import model_shape, rope_setting
 from megalite.config.sections.toml import shown
@@ -13,14 +13,12 @@ from megalite.families.rope import SCALINGS
 from megalite.topology.sharding import divisors
 
 
-def family_can_be_exported(facts: Facts) -> Iterator[Problem]:
-    if not facts.checkpoint.export:
+def family_can_be_exported(run: CheckedRun) -> Iterator[Problem]:
+    if not run.checkpoint.export:
         return
-    for name, value, theirs in inexpressible(model_shape(facts.model, 1)):
+    for name, value, theirs in inexpressible(model_shape(run.model, 1)):
         if name == "rope_scaling":
-            message = (
-                f"{shown(facts.model.rope_type)} cannot be written in a {facts.model.family} config.json"
-            )
+            message = f"{shown(run.model.rope_type)} cannot be written in a {run.model.family} config.json"
             yield Problem("model.rope_type", message, 'use "default", or checkpoint.export = false')
             continue
         has, use = (
@@ -28,27 +26,27 @@ def family_can_be_exported(facts: Facts) -> Iterator[Problem]:
             if theirs is None
             else (shown(theirs), f"use {shown(theirs)}")
         )
-        message = f"{shown(value)} cannot be written in a {facts.model.family} config.json, which has {has}"
+        message = f"{shown(value)} cannot be written in a {run.model.family} config.json, which has {has}"
         remedy = f"{use}, choose another model.family, or set checkpoint.export = false"
         yield Problem(f"model.{name}", message, remedy)
 
 
-def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:
-    kind = facts.model.rope_type
+def rope_settings_belong_to_their_type(run: CheckedRun) -> Iterator[Problem]:
+    kind = run.model.rope_type
     used = SCALINGS.get(kind, ())
     for name in dict.fromkeys(each for names in SCALINGS.values() for each in names):
         setting = rope_setting(name)
-        if name not in used and getattr(facts.model, setting) != ModelConfig.model_fields[setting].default:
+        if name not in used and getattr(run.model, setting) != ModelConfig.model_fields[setting].default:
             message = f"has no effect with model.rope_type = {shown(kind)}"
             kinds = " or ".join(shown(each) for each, names in SCALINGS.items() if name in names)
             yield Problem(
                 f"model.{setting}", message, f"set model.rope_type to {kinds}, or delete the setting"
             )
-    if kind not in ("default", "longrope") and "model.rope_factor" not in facts.origins:
+    if kind not in ("default", "longrope") and "model.rope_factor" not in run.origins:
         message = f"is required with model.rope_type = {shown(kind)}"
         yield Problem("model.rope_factor", message, 'set it, as in 4.0, or model.rope_type = "default"')
-    if kind == "llama3" and facts.model.rope_low_freq_factor >= facts.model.rope_high_freq_factor:
-        message = f"{facts.model.rope_low_freq_factor} is not less than model.rope_high_freq_factor"
+    if kind == "llama3" and run.model.rope_low_freq_factor >= run.model.rope_high_freq_factor:
+        message = f"{run.model.rope_low_freq_factor} is not less than model.rope_high_freq_factor"
         yield Problem(
             "model.rope_low_freq_factor",
             message,
@@ -56,15 +54,15 @@ def rope_settings_belong_to_their_type(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def yarn_and_longrope_have_their_numbers(facts: Facts) -> Iterator[Problem]:
-    model, kind = facts.model, facts.model.rope_type
+def yarn_and_longrope_have_their_numbers(run: CheckedRun) -> Iterator[Problem]:
+    model, kind = run.model, run.model.rope_type
     if kind == "yarn" and model.rope_beta_fast < model.rope_beta_slow:
         message = f"{model.rope_beta_fast} is less than model.rope_beta_slow = {model.rope_beta_slow}"
         yield Problem(
             "model.rope_beta_fast", message, "use 32.0, with model.rope_beta_slow 1.0, as in YaRN's paper"
         )
     # A config.json without the factors is a problem of its own.
-    if kind != "longrope" or "model" in facts.incomplete:
+    if kind != "longrope" or "model" in run.incomplete:
         return
     pairs = model_shape(model, 1).rotary_dim // 2
     for setting in ("rope_short_factor", "rope_long_factor"):
@@ -73,7 +71,7 @@ def yarn_and_longrope_have_their_numbers(facts: Facts) -> Iterator[Problem]:
             yield Problem(f"model.{setting}", message, f"give {pairs} numbers")
     longest, original = model.max_position_embeddings, model.rope_original_positions
     factors = {"model.rope_factor", "model.rope_attention_factor"}
-    if longest > original and not factors & facts.origins.keys():
+    if longest > original and not factors & run.origins.keys():
         message = (
             f"is required where model.max_position_embeddings {longest} is more than "
             f"model.rope_original_positions {original}"
@@ -81,8 +79,8 @@ def yarn_and_longrope_have_their_numbers(facts: Facts) -> Iterator[Problem]:
         yield Problem("model.rope_factor", message, f"use {longest / original:g}")
 
 
-def scaled_rotations_can_be_computed(facts: Facts) -> Iterator[Problem]:
-    model, kind = facts.model, facts.model.rope_type
+def scaled_rotations_can_be_computed(run: CheckedRun) -> Iterator[Problem]:
+    model, kind = run.model, run.model.rope_type
     if kind == "dynamic" and model_shape(model, 1).rotary_dim <= 2:
         yield Problem(
             "model.rope_type", '"dynamic" needs more than one rotated pair per head', 'use "linear"'
@@ -99,12 +97,12 @@ def scaled_rotations_can_be_computed(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def window_leaves_layers(facts: Facts) -> Iterator[Problem]:
-    first, layers = facts.model.full_attention_layers, facts.model.num_hidden_layers
-    every = facts.model.full_attention_every
-    if facts.model.sliding_window is None:
+def window_leaves_layers(run: CheckedRun) -> Iterator[Problem]:
+    first, layers = run.model.full_attention_layers, run.model.num_hidden_layers
+    every = run.model.full_attention_every
+    if run.model.sliding_window is None:
         for name in ("full_attention_layers", "full_attention_every", "rope_local_base_freq"):
-            if value := getattr(facts.model, name):
+            if value := getattr(run.model, name):
                 message = f"{value} has no effect without model.sliding_window"
                 yield Problem(f"model.{name}", message, "set model.sliding_window, or delete the setting")
     elif first >= layers:
@@ -119,40 +117,40 @@ def window_leaves_layers(facts: Facts) -> Iterator[Problem]:
         yield Problem("model.full_attention_every", message, "use 2 or more, or delete model.sliding_window")
 
 
-def query_heads_share_key_value_heads(facts: Facts) -> Iterator[Problem]:
-    query, shared = facts.model.num_attention_heads, facts.model.num_key_value_heads
+def query_heads_share_key_value_heads(run: CheckedRun) -> Iterator[Problem]:
+    query, shared = run.model.num_attention_heads, run.model.num_key_value_heads
     if shared is not None and query % shared:
         message = f"{shared} does not divide model.num_attention_heads = {query}"
         yield Problem("model.num_key_value_heads", message, f"use one of {divisors(query)}")
 
 
-def heads_fill_hidden_size(facts: Facts) -> Iterator[Problem]:
-    hidden, heads = facts.model.hidden_size, facts.model.num_attention_heads
-    if facts.model.head_dim is None and hidden % heads:
+def heads_fill_hidden_size(run: CheckedRun) -> Iterator[Problem]:
+    hidden, heads = run.model.hidden_size, run.model.num_attention_heads
+    if run.model.head_dim is None and hidden % heads:
         message = f"{heads} does not divide model.hidden_size = {hidden}"
         yield Problem(
             "model.num_attention_heads", message, f"use one of {divisors(hidden)}, or set model.head_dim"
         )
 
 
-def head_dim_is_even(facts: Facts) -> Iterator[Problem]:
-    if FAMILIES[facts.model.family].fixed.get("position_embedding") == "learned":
+def head_dim_is_even(run: CheckedRun) -> Iterator[Problem]:
+    if FAMILIES[run.model.family].fixed.get("position_embedding") == "learned":
         return
-    dim = facts.model.head_dim
+    dim = run.model.head_dim
     if dim is not None:
         if dim % 2:
             message = f"{dim} is odd, but rotary embeddings rotate pairs"
             yield Problem("model.head_dim", message, f"use {dim + 1}")
         return
-    hidden, heads = facts.model.hidden_size, facts.model.num_attention_heads
+    hidden, heads = run.model.hidden_size, run.model.num_attention_heads
     if hidden % heads == 0 and hidden // heads % 2:
         message = f"{hidden} / model.num_attention_heads {heads} = {hidden // heads} is an odd head_dim"
         remedy = f"rotary embeddings rotate pairs: use {heads * (hidden // heads + 1)}, or set model.head_dim"
         yield Problem("model.hidden_size", message, remedy)
 
 
-def rotated_share_is_even(facts: Facts) -> Iterator[Problem]:
-    shape = model_shape(facts.model, 1)
+def rotated_share_is_even(run: CheckedRun) -> Iterator[Problem]:
+    shape = model_shape(run.model, 1)
     dim, share = shape.head_dim, shape.partial_rotary_factor
     if dim and dim % 2 == 0 and (shape.rotary_dim % 2 or not shape.rotary_dim):
         # Rounded up, so that the product with head_dim is not below the even number.

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from megalite.config.rules.pipeline import split_of
 from megalite.config.sections.adapter_section import described_adapter
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.schema import OptimizerConfig, warmup_of
 from megalite.config.sections.shape_settings import model_shape
 from megalite.config.sections.toml import shown
@@ -15,11 +15,11 @@ from megalite.topology.parameter_groups import group_problems, update_rules
 from megalite.topology.parameters import model_parameters, stage_parameters
 
 
-def patterns_choose_whole_parameters(facts: Facts) -> Iterator[Problem]:
-    if facts.optimizer.groups:
+def patterns_choose_whole_parameters(run: CheckedRun) -> Iterator[Problem]:
+    if run.optimizer.groups:
         # Parameter names do not depend on the vocabulary's size.
-        shape = replace(model_shape(facts.model, 1), adapter=described_adapter(facts.adapter))
-        groups = [each.group(shape.base) for each in facts.optimizer.groups]
+        shape = replace(model_shape(run.model, 1), adapter=described_adapter(run.adapter))
+        groups = [each.group(shape.base) for each in run.optimizer.groups]
         trained = [each for each in model_parameters(shape) if each.trained]
         for message in group_problems(trained, groups):
             remedy = (
@@ -28,18 +28,18 @@ def patterns_choose_whole_parameters(facts: Facts) -> Iterator[Problem]:
             yield Problem("optimizer.groups", message, remedy)
 
 
-def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
+def zero_finds_every_group_on_every_stage(run: CheckedRun) -> Iterator[Problem]:
     """DeepSpeed's norm is one collective per group over all stages: stages with unequal groups would deadlock."""
-    stages = facts.parallel.pipeline
-    unequal = bool(facts.optimizer.groups) or facts.adapter.kind != "none"
-    if not unequal or not facts.zero_stage or stages == 1:
+    stages = run.parallel.pipeline
+    unequal = bool(run.optimizer.groups) or run.adapter.kind != "none"
+    if not unequal or not run.zero_stage or stages == 1:
         return
-    split = split_of(facts)
+    split = split_of(run)
     if split is None:
         return
     # Parameter names do not depend on the vocabulary's size.
-    shape = replace(model_shape(facts.model, 1), adapter=described_adapter(facts.adapter))
-    groups = [each.group(shape.base) for each in facts.optimizer.groups]
+    shape = replace(model_shape(run.model, 1), adapter=described_adapter(run.adapter))
+    groups = [each.group(shape.base) for each in run.optimizer.groups]
     held = [
         update_rules((each for each in stage_parameters(shape, split, stage) if each.trained), groups)
         for stage in range(stages)
@@ -54,12 +54,12 @@ def zero_finds_every_group_on_every_stage(facts: Facts) -> Iterator[Problem]:
             f"{name} are not on each of the {stages} stages, but DeepSpeed needs every group on every stage"
         )
         remedy = 'choose patterns that match on every stage, such as "*norm*", or delete [deepspeed]'
-        key = "optimizer.groups" if facts.optimizer.groups else "adapter.modules_to_save"
+        key = "optimizer.groups" if run.optimizer.groups else "adapter.modules_to_save"
         yield Problem(key, message, remedy)
 
 
-def values_are_clipped_without_zero(facts: Facts) -> Iterator[Problem]:
-    limit, stage = facts.optimizer.clip_value, facts.zero_stage
+def values_are_clipped_without_zero(run: CheckedRun) -> Iterator[Problem]:
+    limit, stage = run.optimizer.clip_value, run.zero_stage
     if limit and stage:
         message = (
             f"{limit} is not supported with ZeRO {stage}: DeepSpeed clips in its own step, and only by norm"
@@ -67,11 +67,11 @@ def values_are_clipped_without_zero(facts: Facts) -> Iterator[Problem]:
         yield Problem("optimizer.clip_value", message, "use 0, and optimizer.gradient_clipping instead")
 
 
-def the_native_optimizer_is_adamw_under_zero(facts: Facts) -> Iterator[Problem]:
-    if facts.deepspeed.get("native_optimizer") is not True:
+def the_native_optimizer_is_adamw_under_zero(run: CheckedRun) -> Iterator[Problem]:
+    if run.deepspeed.get("native_optimizer") is not True:
         return
-    key, name = "deepspeed.native_optimizer", facts.optimizer.name
-    if not facts.zero_stage:
+    key, name = "deepspeed.native_optimizer", run.optimizer.name
+    if not run.zero_stage:
         message = "true has no effect without ZeRO: DeepSpeed is used only for ZeRO"
         yield Problem(key, message, "set deepspeed.zero_optimization.stage to 1, 2 or 3, or use false")
     if not OPTIMIZERS[name].native:
@@ -83,24 +83,24 @@ def the_native_optimizer_is_adamw_under_zero(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def ema_works_without_zero_3(facts: Facts) -> Iterator[Problem]:
-    decay, stage = facts.optimizer.ema_decay, facts.zero_stage
+def ema_works_without_zero_3(run: CheckedRun) -> Iterator[Problem]:
+    decay, stage = run.optimizer.ema_decay, run.zero_stage
     if decay and stage == 3:
         message = f"{decay} is not supported with ZeRO 3: no rank holds the updated weights to average"
         yield Problem("optimizer.ema_decay", message, "use 0, or deepspeed.zero_optimization.stage 1 or 2")
 
 
-def the_warmup_is_said_once(facts: Facts) -> Iterator[Problem]:
-    steps, ratio = facts.optimizer.warmup_steps, facts.optimizer.warmup_ratio
+def the_warmup_is_said_once(run: CheckedRun) -> Iterator[Problem]:
+    steps, ratio = run.optimizer.warmup_steps, run.optimizer.warmup_ratio
     if steps and ratio:
-        source = facts.source("optimizer.warmup_steps")
+        source = run.source("optimizer.warmup_steps")
         message = f"{ratio} is set together with optimizer.warmup_steps = {steps} {source}"
         yield Problem("optimizer.warmup_ratio", message, "set only one of them")
 
 
-def the_stable_rate_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
-    optimizer, (warmup, said) = facts.optimizer, _warmup(facts)
-    end = optimizer.decay_steps or facts.training.steps
+def the_stable_rate_follows_the_warmup(run: CheckedRun) -> Iterator[Problem]:
+    optimizer, (warmup, said) = run.optimizer, _warmup(run)
+    end = optimizer.decay_steps or run.training.steps
     if optimizer.schedule != "wsd" or end is None or warmup >= end:
         return
     start = round(end * (1 - optimizer.decay_fraction))
@@ -116,9 +116,9 @@ def the_stable_rate_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
         )
 
 
-def _warmup(facts: Facts) -> tuple[int, str]:
+def _warmup(run: CheckedRun) -> tuple[int, str]:
     """Return the steps of warm-up, 0 for a share of an unknown number of steps, and the setting as a message has it."""
-    optimizer, steps = facts.optimizer, facts.training.steps or 0
+    optimizer, steps = run.optimizer, run.training.steps or 0
     warmup = warmup_of(optimizer, steps)
     if optimizer.warmup_steps or not optimizer.warmup_ratio:
         return warmup, f"optimizer.warmup_steps = {warmup}"
@@ -128,31 +128,31 @@ def _warmup(facts: Facts) -> tuple[int, str]:
     )
 
 
-def the_loss_scale_starts_above_its_minimum(facts: Facts) -> Iterator[Problem]:
-    training = facts.training
+def the_loss_scale_starts_above_its_minimum(run: CheckedRun) -> Iterator[Problem]:
+    training = run.training
     power, minimum = training.initial_loss_scale_power, training.minimum_loss_scale
     if training.loss_scale == "dynamic" and minimum > 2**power:
         message = f"{minimum} is more than 2 ** training.initial_loss_scale_power {power} = {2**power}"
         yield Problem("training.minimum_loss_scale", message, f"use at most {2**power}")
 
 
-def deepspeeds_schedule_is_there(facts: Facts) -> Iterator[Problem]:
-    if facts.optimizer.schedule == "deepspeed" and "scheduler" not in facts.deepspeed:
+def deepspeeds_schedule_is_there(run: CheckedRun) -> Iterator[Problem]:
+    if run.optimizer.schedule == "deepspeed" and "scheduler" not in run.deepspeed:
         message = '"deepspeed" needs a scheduler in DeepSpeed\'s JSON or in [deepspeed.scheduler]'
         yield Problem("optimizer.schedule", message, 'add one, or use "cosine"')
 
 
-def decay_follows_the_warmup(facts: Facts) -> Iterator[Problem]:
-    (warmup, said), end = _warmup(facts), facts.optimizer.decay_steps
-    if end is not None and end <= warmup and facts.optimizer.schedule != "deepspeed":
+def decay_follows_the_warmup(run: CheckedRun) -> Iterator[Problem]:
+    (warmup, said), end = _warmup(run), run.optimizer.decay_steps
+    if end is not None and end <= warmup and run.optimizer.schedule != "deepspeed":
         message = f"{end} is not more than {said}"
         yield Problem("optimizer.decay_steps", message, f"use {warmup + 1} or more")
 
 
-def settings_are_read_by_the_optimizer(facts: Facts) -> Iterator[Problem]:
-    name = facts.optimizer.name
+def settings_are_read_by_the_optimizer(run: CheckedRun) -> Iterator[Problem]:
+    name = run.optimizer.name
     for setting in ("betas", "eps", "momentum"):
-        value, default = getattr(facts.optimizer, setting), OptimizerConfig.model_fields[setting].default
+        value, default = getattr(run.optimizer, setting), OptimizerConfig.model_fields[setting].default
         # The run.toml of a run without momentum has 0.
         if setting not in OPTIMIZERS[name].settings and value not in (default, 0):
             message = f'{shown(value)} has no effect with optimizer.name = "{name}"'
@@ -160,8 +160,8 @@ def settings_are_read_by_the_optimizer(facts: Facts) -> Iterator[Problem]:
             yield Problem(f"optimizer.{setting}", message, f"delete it, or use optimizer.name {others}")
 
 
-def zero_cuts_no_matrix_of_the_optimizer(facts: Facts) -> Iterator[Problem]:
-    name, stage = facts.optimizer.name, facts.zero_stage
+def zero_cuts_no_matrix_of_the_optimizer(run: CheckedRun) -> Iterator[Problem]:
+    name, stage = run.optimizer.name, run.zero_stage
     if OPTIMIZERS[name].whole_matrices and stage:
         message = f'"{name}" is not supported with ZeRO {stage}: its partitions cut through matrices'
         others = _names(record for record in OPTIMIZERS.values() if not record.whole_matrices)
@@ -169,16 +169,16 @@ def zero_cuts_no_matrix_of_the_optimizer(facts: Facts) -> Iterator[Problem]:
         yield Problem("optimizer.name", message, remedy)
 
 
-def the_run_ends_in_the_warmup(facts: Facts) -> Iterator[str]:
-    warmup, steps = facts.optimizer.warmup_steps, facts.training.steps
+def the_run_ends_in_the_warmup(run: CheckedRun) -> Iterator[str]:
+    warmup, steps = run.optimizer.warmup_steps, run.training.steps
     if steps is not None and warmup >= steps:
         yield f"the run ends in the warm-up: optimizer.warmup_steps = {warmup}, training.steps = {steps}"
 
 
-def an_optimizer_has_its_momentum(facts: Facts) -> Iterator[str]:
+def an_optimizer_has_its_momentum(run: CheckedRun) -> Iterator[str]:
     # The run.toml of a run with another optimizer has 0.
-    name = facts.optimizer.name
-    if (default := OPTIMIZERS[name].momentum) and facts.optimizer.momentum == 0:
+    name = run.optimizer.name
+    if (default := OPTIMIZERS[name].momentum) and run.optimizer.momentum == 0:
         yield f"{name} runs without momentum: optimizer.momentum = 0; its default is {default}"
 
 

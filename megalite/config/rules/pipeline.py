@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from megalite.config.rules.batch import BatchProblem, plan_batch
-from megalite.config.sections.checked import Facts, Unknown
+from megalite.config.sections.checked import CheckedRun, Unknown
 from megalite.config.sections.derived import vocabulary
 from megalite.config.sections.schema import BatchPlan
 from megalite.config.sections.shape_settings import model_shape
@@ -15,13 +15,13 @@ from megalite.topology.schedules import SCHEDULES, Schedule
 from megalite.topology.stages import PipelineSplit, pipeline_split
 
 
-def chunks_per_stage(facts: Facts) -> int:
+def chunks_per_stage(run: CheckedRun) -> int:
     """Return parallel.virtual_stages; for "auto" the schedule's default, or 1 with a single stage.
 
     Raises Unknown if the schedule does not run that number of chunks.
     """
-    stages, schedule = facts.parallel.pipeline, SCHEDULES[facts.parallel.schedule]
-    given = facts.parallel.virtual_stages
+    stages, schedule = run.parallel.pipeline, SCHEDULES[run.parallel.schedule]
+    given = run.parallel.virtual_stages
     if given == "auto":
         return schedule.default_chunks if stages > 1 else 1
     if not (given == 1 if stages == 1 else schedule.takes_chunks(given)):
@@ -29,70 +29,70 @@ def chunks_per_stage(facts: Facts) -> int:
     return given
 
 
-def layers_per_chunk(facts: Facts) -> tuple[int, ...] | None:
+def layers_per_chunk(run: CheckedRun) -> tuple[int, ...] | None:
     """Return parallel.layers_per_stage, None for equal numbers; for "auto" those that make equal work.
 
     Raises Unknown if the work is not known.
     """
-    given: tuple[int, ...] | Literal["auto"] | None = facts.parallel.layers_per_stage
+    given: tuple[int, ...] | Literal["auto"] | None = run.parallel.layers_per_stage
     if given != "auto":
         return given
-    rows = vocabulary(facts)
+    rows = vocabulary(run)
     if rows is None:
         raise Unknown("model.vocab_size")
-    flops = forward_flops(model_shape(facts.model, rows), facts.training.sequence_length)
+    flops = forward_flops(model_shape(run.model, rows), run.training.sequence_length)
     try:
         return balanced_layers(
             flops.layers,
             flops.head,
-            facts.parallel.pipeline,
-            chunks_per_stage=chunks_per_stage(facts),
-            v_shaped=SCHEDULES[facts.parallel.schedule].v_shaped,
+            run.parallel.pipeline,
+            chunks_per_stage=chunks_per_stage(run),
+            v_shaped=SCHEDULES[run.parallel.schedule].v_shaped,
         )
     except ValueError:
         raise Unknown("parallel.pipeline") from None
 
 
-def split_of(facts: Facts) -> PipelineSplit | None:
+def split_of(run: CheckedRun) -> PipelineSplit | None:
     """Return which layers each stage holds; None where that is the problem of another rule."""
     try:
         return pipeline_split(
-            facts.model.num_hidden_layers,
-            facts.parallel.pipeline,
-            chunks_per_stage=chunks_per_stage(facts),
-            v_shaped=SCHEDULES[facts.parallel.schedule].v_shaped,
-            given=layers_per_chunk(facts),
+            run.model.num_hidden_layers,
+            run.parallel.pipeline,
+            chunks_per_stage=chunks_per_stage(run),
+            v_shaped=SCHEDULES[run.parallel.schedule].v_shaped,
+            given=layers_per_chunk(run),
         )
     except ValueError:
         return None
 
 
-def balanced_layers_know_the_vocabulary(facts: Facts) -> Iterator[Problem]:
-    if facts.parallel.layers_per_stage == "auto" and vocabulary(facts) is None:
+def balanced_layers_know_the_vocabulary(run: CheckedRun) -> Iterator[Problem]:
+    if run.parallel.layers_per_stage == "auto" and vocabulary(run) is None:
         message = '"auto" needs the size of the vocabulary, which decides what the head costs'
         yield Problem(
             "parallel.layers_per_stage", message, "set model.vocab_size or tokenizer.vocab_size to a number"
         )
 
 
-def chunks_suit_the_schedule(facts: Facts) -> Iterator[Problem]:
-    key, given = "parallel.virtual_stages", facts.parallel.virtual_stages
-    schedule = SCHEDULES[facts.parallel.schedule]
+def chunks_suit_the_schedule(run: CheckedRun) -> Iterator[Problem]:
+    key, given = "parallel.virtual_stages", run.parallel.virtual_stages
+    schedule = SCHEDULES[run.parallel.schedule]
     if given == "auto":
         return
-    if facts.parallel.pipeline == 1:
+    if run.parallel.pipeline == 1:
         if given > 1:
             message = f"{given} chunks per stage need at least 2 stages, but parallel.pipeline is 1"
             yield Problem(key, message, 'use "auto", or parallel.pipeline 2 or more')
     elif not schedule.takes_chunks(given):
         chunks = f"{schedule.only_chunks} chunk{'s' * (schedule.only_chunks != 1)} per stage"
         message = f'is {given}, but parallel.schedule "{schedule.name}" runs {chunks}'
-        other = _nearest_schedule(schedule, facts, given)
+        other = _nearest_schedule(schedule, run, given)
         yield Problem(key, message, f'use "auto", or parallel.schedule "{other}"')
 
 
-def every_chunk_has_a_layer(facts: Facts) -> Iterator[Problem]:
-    stages, chunks, layers = facts.parallel.pipeline, chunks_per_stage(facts), facts.model.num_hidden_layers
+def every_chunk_has_a_layer(run: CheckedRun) -> Iterator[Problem]:
+    stages, chunks, layers = run.parallel.pipeline, chunks_per_stage(run), run.model.num_hidden_layers
     if stages * chunks <= layers:
         return
     pieces = f"{stages} stages"
@@ -101,7 +101,7 @@ def every_chunk_has_a_layer(facts: Facts) -> Iterator[Problem]:
     message = f"{pieces} cannot each have one of model.num_hidden_layers = {layers}"
     most, fewer = layers // chunks, layers // stages
     ways = [f"at most {most}"] if most > 1 or chunks == 1 else []
-    if fewer and SCHEDULES[facts.parallel.schedule].takes_chunks(fewer):
+    if fewer and SCHEDULES[run.parallel.schedule].takes_chunks(fewer):
         ways.append(f"parallel.virtual_stages {fewer}")
     elif fewer:
         ways.append('parallel.schedule "1f1b"')
@@ -109,11 +109,11 @@ def every_chunk_has_a_layer(facts: Facts) -> Iterator[Problem]:
     yield Problem("parallel.pipeline", message, f"use {remedy}")
 
 
-def layers_per_stage_cover_the_model(facts: Facts) -> Iterator[Problem]:
-    given, key = facts.parallel.layers_per_stage, "parallel.layers_per_stage"
+def layers_per_stage_cover_the_model(run: CheckedRun) -> Iterator[Problem]:
+    given, key = run.parallel.layers_per_stage, "parallel.layers_per_stage"
     if given is None or given == "auto":
         return
-    stages, chunks, layers = facts.parallel.pipeline, chunks_per_stage(facts), facts.model.num_hidden_layers
+    stages, chunks, layers = run.parallel.pipeline, chunks_per_stage(run), run.model.num_hidden_layers
     if len(given) != stages * chunks:
         message = f"has {len(given)} numbers, but parallel.pipeline is {stages}"
         if chunks > 1:
@@ -127,13 +127,13 @@ def layers_per_stage_cover_the_model(facts: Facts) -> Iterator[Problem]:
         yield Problem(key, message, f"give numbers whose sum is {layers}")
 
 
-def schedule_has_micro_batches(facts: Facts) -> Iterator[Problem]:
+def schedule_has_micro_batches(run: CheckedRun) -> Iterator[Problem]:
     schedule, stages, chunks = (
-        SCHEDULES[facts.parallel.schedule],
-        facts.parallel.pipeline,
-        chunks_per_stage(facts),
+        SCHEDULES[run.parallel.schedule],
+        run.parallel.pipeline,
+        chunks_per_stage(run),
     )
-    plan = _batch(facts)
+    plan = _batch(run)
     # With one stage every schedule is gradient accumulation.
     if plan is None or stages == 1:
         return
@@ -141,14 +141,14 @@ def schedule_has_micro_batches(facts: Facts) -> Iterator[Problem]:
         nearest = schedule.nearest_micro_batches(stages, plan.micro_batches, chunks)
         remedy = (
             f"use {nearest} (training.global_batch_size {plan.micro_batch_size * nearest * plan.data}), "
-            f'or parallel.schedule "{_nearest_schedule(schedule, facts, chunks)}"'
+            f'or parallel.schedule "{_nearest_schedule(schedule, run, chunks)}"'
         )
         yield Problem("training.micro_batches", reason, remedy)
 
 
-def _nearest_schedule(schedule: Schedule, facts: Facts, chunks: int) -> str:
+def _nearest_schedule(schedule: Schedule, run: CheckedRun, chunks: int) -> str:
     """Return the most similar schedule among those that run these chunks and the run's micro batches."""
-    plan, stages = _batch(facts), facts.parallel.pipeline
+    plan, stages = _batch(run), run.parallel.pipeline
     fitting = [
         each
         for each in SCHEDULES.values()
@@ -160,9 +160,9 @@ def _nearest_schedule(schedule: Schedule, facts: Facts, chunks: int) -> str:
     return min(unlike, key=lambda name: unlike[name])
 
 
-def _batch(facts: Facts) -> BatchPlan | None:
+def _batch(run: CheckedRun) -> BatchPlan | None:
     """Return the batch sizes; None if they are wrong, which another rule reports."""
     try:
-        return plan_batch(facts)
+        return plan_batch(run)
     except (BatchProblem, Unknown):
         return None

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 
@@ -14,8 +14,8 @@ _LONGEST_PATH = 200
 _RESUME_WORDS = ("auto", "never")
 
 
-def run_folder_can_be_written(facts: Facts) -> Iterator[Problem]:
-    folder = Path(facts.run.folder)
+def run_folder_can_be_written(run: CheckedRun) -> Iterator[Problem]:
+    folder = Path(run.run.folder)
     try:
         standing = next(each for each in (folder, *folder.parents) if each.exists() or each.is_symlink())
         why = _refusal(standing)
@@ -23,7 +23,7 @@ def run_folder_can_be_written(facts: Facts) -> Iterator[Problem]:
         why = error.strerror or str(error)
     if not why:
         return
-    message = f"{_named(facts.run.folder)} cannot be written: {why}"
+    message = f"{_named(run.run.folder)} cannot be written: {why}"
     yield Problem("run.folder", message, "name another folder, for example runs/default")
 
 
@@ -41,16 +41,16 @@ def _refusal(standing: Path) -> str:
     return ""
 
 
-def checkpoint_to_resume_exists(facts: Facts) -> Iterator[Problem]:
-    resume = facts.checkpoint.resume
+def checkpoint_to_resume_exists(run: CheckedRun) -> Iterator[Problem]:
+    resume = run.checkpoint.resume
     if resume in _RESUME_WORDS or exists(Path(resume)):
         return
     remedy = 'name a checkpoint or a run folder, or use "auto" or "never"'
     yield Problem("checkpoint.resume", f"{_named(resume)} does not exist", remedy)
 
 
-def text_exists(facts: Facts) -> Iterator[Problem]:
-    for key, source in _sources(facts):
+def text_exists(run: CheckedRun) -> Iterator[Problem]:
+    for key, source in _sources(run):
         if not (source == STANDARD_LIBRARY or exists(Path(source).expanduser()) or is_prepared(source)):
             if _is_partly_prepared(source):
                 message = (
@@ -64,8 +64,8 @@ def text_exists(facts: Facts) -> Iterator[Problem]:
             yield Problem(key, f"{_named(source)} does not exist", remedy)
 
 
-def tokenizer_exists(facts: Facts) -> Iterator[Problem]:
-    path = facts.tokenizer.path
+def tokenizer_exists(run: CheckedRun) -> Iterator[Problem]:
+    path = run.tokenizer.path
     if path is not None and not exists(Path(path)):
         remedy = "name a Hugging Face folder, tokenizer.json or sentencepiece .model, or run megalite tokenizer train"
         yield Problem("tokenizer.path", f"{_named(path)} does not exist", remedy)
@@ -98,9 +98,9 @@ def exists(path: Path) -> bool:
         return False
 
 
-def _sources(facts: Facts) -> Iterator[tuple[str, str]]:
+def _sources(run: CheckedRun) -> Iterator[tuple[str, str]]:
     """Yield (setting, source) of every text of the run."""
-    data = facts.data
+    data = run.data
     named: list[tuple[str, str | Sequence[str] | None]] = [("data.source", data.source)]
     named += [
         (f"data.blend[{number}].source", part.source) for number, part in enumerate(data.blend or (), start=1)

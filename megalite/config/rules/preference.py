@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.config.rules.batch import BatchProblem, plan_batch
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.preference_section import PreferenceConfig
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem
@@ -11,26 +11,26 @@ from megalite.errors import Problem
 _SIZE, _GLOBAL = "training.micro_batch_size", "training.global_batch_size"
 
 
-def settings_of_preferences_need_some(facts: Facts) -> Iterator[Problem]:
-    if facts.data.kind == "preference":
+def settings_of_preferences_need_some(run: CheckedRun) -> Iterator[Problem]:
+    if run.data.kind == "preference":
         return
     for name, field in PreferenceConfig.model_fields.items():
-        if getattr(facts.preference, name) != field.default:
-            message = f'has no effect with data.kind = "{facts.data.kind}"'
+        if getattr(run.preference, name) != field.default:
+            message = f'has no effect with data.kind = "{run.data.kind}"'
             yield Problem(f"preference.{name}", message, 'delete it, or set data.kind = "preference"')
 
 
-def micro_batches_hold_pairs(facts: Facts) -> Iterator[Problem]:
-    if facts.data.kind != "preference":
+def micro_batches_hold_pairs(run: CheckedRun) -> Iterator[Problem]:
+    if run.data.kind != "preference":
         return
     try:
-        plan = plan_batch(facts)
+        plan = plan_batch(run)
     except BatchProblem:
         return
     if plan.micro_batch_size % 2 == 0:
         return
     rows = "the chosen and the rejected answer of a pair are two rows of one micro batch"
-    if facts.training.micro_batch_size is not None:
+    if run.training.micro_batch_size is not None:
         least = plan.micro_batch_size + 1
         yield Problem(_SIZE, f"{plan.micro_batch_size} is odd, but {rows}", f"use {least}")
     else:
@@ -40,16 +40,16 @@ def micro_batches_hold_pairs(facts: Facts) -> Iterator[Problem]:
         yield Problem(_GLOBAL, message, f"use {nearest}")
 
 
-def preferences_have_no_loss_of_tokens(facts: Facts) -> Iterator[Problem]:
-    if facts.data.kind != "preference":
+def preferences_have_no_loss_of_tokens(run: CheckedRun) -> Iterator[Problem]:
+    if run.data.kind != "preference":
         return
     for key, value, remedy in (
         (
             "training.label_smoothing",
-            facts.training.label_smoothing,
+            run.training.label_smoothing,
             "delete it, or set preference.label_smoothing",
         ),
-        ("training.z_loss", facts.training.z_loss, "delete it"),
+        ("training.z_loss", run.training.z_loss, "delete it"),
     ):
         if value:
             message = (
@@ -58,14 +58,14 @@ def preferences_have_no_loss_of_tokens(facts: Facts) -> Iterator[Problem]:
             yield Problem(key, message, remedy)
 
 
-def pairs_are_kept_whole(facts: Facts) -> Iterator[Problem]:
-    if facts.data.kind == "preference" and facts.data.min_length:
-        message = f"{facts.data.min_length} would leave out one answer of a pair"
+def pairs_are_kept_whole(run: CheckedRun) -> Iterator[Problem]:
+    if run.data.kind == "preference" and run.data.min_length:
+        message = f"{run.data.min_length} would leave out one answer of a pair"
         yield Problem("data.min_length", message, "delete it, or leave such pairs out of the data")
 
 
-def label_smoothing_is_of_the_sigmoid(facts: Facts) -> Iterator[Problem]:
-    preference = facts.preference
+def label_smoothing_is_of_the_sigmoid(run: CheckedRun) -> Iterator[Problem]:
+    preference = run.preference
     if preference.loss != "sigmoid" and preference.label_smoothing:
         message = (
             f"{preference.label_smoothing:g} has no effect with preference.loss = {shown(preference.loss)}"
@@ -73,10 +73,10 @@ def label_smoothing_is_of_the_sigmoid(facts: Facts) -> Iterator[Problem]:
         yield Problem("preference.label_smoothing", message, 'delete it, or set preference.loss = "sigmoid"')
 
 
-def chunked_losses_of_pairs_have_a_frozen_head(facts: Facts) -> Iterator[Problem]:
-    chunk, adapter = facts.model.chunked_loss, facts.adapter
+def chunked_losses_of_pairs_have_a_frozen_head(run: CheckedRun) -> Iterator[Problem]:
+    chunk, adapter = run.model.chunked_loss, run.adapter
     frozen = adapter.kind != "none" and not adapter.modules_to_save
-    if facts.data.kind != "preference" or not chunk or frozen:
+    if run.data.kind != "preference" or not chunk or frozen:
         return
     message = f"{chunk} computes the head's gradient before the loss of the pair, which weighs it, is known"
     yield Problem(

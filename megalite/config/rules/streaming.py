@@ -2,41 +2,41 @@
 
 from collections.abc import Iterator
 
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.errors import Problem
 
 
-def streams_are_one_set_of_documents(facts: Facts) -> Iterator[Problem]:
-    if not facts.data.streaming:
+def streams_are_one_set_of_documents(run: CheckedRun) -> Iterator[Problem]:
+    if not run.data.streaming:
         return
-    if facts.data.kind != "text":
-        message = f'is for documents, but data.kind is "{facts.data.kind}"'
+    if run.data.kind != "text":
+        message = f'is for documents, but data.kind is "{run.data.kind}"'
         yield Problem("data.streaming", message, 'set it to false, or data.kind = "text"')
-    if facts.data.blend is not None:
+    if run.data.blend is not None:
         remedy = "name all files as data.source, or set data.streaming = false"
         yield Problem("data.blend", "has several data sets, but data.streaming reads one", remedy)
 
 
-def streams_are_not_split(facts: Facts) -> Iterator[Problem]:
-    split = facts.data.split
-    if facts.data.streaming and split is not None and len(split) > 1:
+def streams_are_not_split(run: CheckedRun) -> Iterator[Problem]:
+    split = run.data.split
+    if run.data.streaming and split is not None and len(split) > 1:
         message = "needs a pass over all documents, which data.streaming does not make"
         yield Problem("data.split", message, "delete it, and name other text as data.validation")
 
 
-def streams_have_a_tokenizer(facts: Facts) -> Iterator[Problem]:
-    if facts.data.streaming and facts.tokenizer.path is None:
+def streams_have_a_tokenizer(run: CheckedRun) -> Iterator[Problem]:
+    if run.data.streaming and run.tokenizer.path is None:
         remedy = "train one on a part of the text (megalite tokenizer train), and set tokenizer.path"
         yield Problem("data.streaming", "needs an existing tokenizer", remedy)
 
 
-def streams_have_a_last_step(facts: Facts) -> Iterator[Problem]:
-    if facts.data.streaming and facts.training.steps is None:
+def streams_have_a_last_step(run: CheckedRun) -> Iterator[Problem]:
+    if run.data.streaming and run.training.steps is None:
         message = "is required with data.streaming, since the length of the text is not known"
         yield Problem("training.steps", message, "set it, and delete training.epochs")
 
 
-def one_thread_reads_a_stream(facts: Facts) -> Iterator[Problem]:
-    workers = facts.data.loader_workers
-    if facts.data.streaming and workers > 1:
+def one_thread_reads_a_stream(run: CheckedRun) -> Iterator[Problem]:
+    workers = run.data.loader_workers
+    if run.data.streaming and workers > 1:
         yield Problem("data.loader_workers", f"{workers} threads cannot read a stream in order", "use 1")

@@ -4,15 +4,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megalite.config.sections.adapter_section import described_adapter
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.duration import seconds_of
 from megalite.config.sections.shape_settings import longest_sequence_setting, model_shape
 from megalite.config.sections.toml import format_value
 from megalite.errors import Problem
 
 
-def length_is_given_once(facts: Facts) -> Iterator[Problem]:
-    steps, epochs = facts.training.steps, facts.training.epochs
+def length_is_given_once(run: CheckedRun) -> Iterator[Problem]:
+    steps, epochs = run.training.steps, run.training.epochs
     if steps is None and epochs is None:
         yield Problem(
             "training.steps", "the length of the run is not set", "set training.steps or training.epochs"
@@ -25,9 +25,9 @@ def length_is_given_once(facts: Facts) -> Iterator[Problem]:
         yield Problem("training.steps", message, remedy)
 
 
-def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
-    shape = replace(model_shape(facts.model, 1), adapter=described_adapter(facts.adapter))
-    length, longest = facts.training.sequence_length, shape.longest_sequence
+def sequences_fit_the_model(run: CheckedRun) -> Iterator[Problem]:
+    shape = replace(model_shape(run.model, 1), adapter=described_adapter(run.adapter))
+    length, longest = run.training.sequence_length, shape.longest_sequence
     if length > longest:
         message = f"{length} is longer than {longest_sequence_setting(shape)} = {longest}"
         remedy = f"use at most {longest}, or raise model.max_position_embeddings"
@@ -36,8 +36,8 @@ def sequences_fit_the_model(facts: Facts) -> Iterator[Problem]:
         yield Problem("training.sequence_length", message, remedy)
 
 
-def stop_after_is_a_duration(facts: Facts) -> Iterator[Problem]:
-    given = facts.training.stop_after
+def stop_after_is_a_duration(run: CheckedRun) -> Iterator[Problem]:
+    given = run.training.stop_after
     if given is None:
         return
     try:

@@ -2,23 +2,23 @@
 
 from collections.abc import Iterator
 
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.text_sections import ValidationConfig
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 
 
-def has_validation_text(facts: Facts) -> bool:
+def has_validation_text(run: CheckedRun) -> bool:
     """Whether data.validation or the second share of data.split gives validation text."""
-    split = facts.data.split
-    return facts.data.validation is not None or (split is not None and len(split) > 1 and split[1] > 0)
+    split = run.data.split
+    return run.data.validation is not None or (split is not None and len(split) > 1 and split[1] > 0)
 
 
-def validation_has_text(facts: Facts) -> Iterator[Problem]:
-    if has_validation_text(facts):
+def validation_has_text(run: CheckedRun) -> Iterator[Problem]:
+    if has_validation_text(run):
         return
     for name in ValidationConfig.model_fields:
-        if value := getattr(facts.validation, name):
+        if value := getattr(run.validation, name):
             message = f"{shown(value)} needs validation text"
             yield Problem(
                 f"validation.{name}", message, "set data.validation or data.split, or delete the setting"
@@ -26,39 +26,39 @@ def validation_has_text(facts: Facts) -> Iterator[Problem]:
             return
 
 
-def patience_needs_validations(facts: Facts) -> Iterator[Problem]:
-    if facts.validation.patience is not None and facts.validation.every is None:
-        message = f"{facts.validation.patience} has no effect: the only validation is after the last step"
+def patience_needs_validations(run: CheckedRun) -> Iterator[Problem]:
+    if run.validation.patience is not None and run.validation.every is None:
+        message = f"{run.validation.patience} has no effect: the only validation is after the last step"
         yield Problem("validation.patience", message, "set validation.every, for example 100")
 
 
-def improvement_is_for_patience(facts: Facts) -> Iterator[Problem]:
-    if facts.validation.minimum_improvement and facts.validation.patience is None:
-        message = f"{facts.validation.minimum_improvement:g} has no effect without validation.patience"
+def improvement_is_for_patience(run: CheckedRun) -> Iterator[Problem]:
+    if run.validation.minimum_improvement and run.validation.patience is None:
+        message = f"{run.validation.minimum_improvement:g} has no effect without validation.patience"
         yield Problem(
             "validation.minimum_improvement", message, "set validation.patience, or delete the setting"
         )
 
 
-def best_checkpoint_needs_text(facts: Facts) -> Iterator[Problem]:
-    if facts.checkpoint.best and not has_validation_text(facts):
+def best_checkpoint_needs_text(run: CheckedRun) -> Iterator[Problem]:
+    if run.checkpoint.best and not has_validation_text(run):
         message = "true needs validation text, whose loss decides which checkpoint is the best"
         yield Problem("checkpoint.best", message, "set data.validation or data.split")
 
 
-def best_export_needs_its_checkpoint(facts: Facts) -> Iterator[Problem]:
-    if facts.checkpoint.export == "best" and not facts.checkpoint.best:
+def best_export_needs_its_checkpoint(run: CheckedRun) -> Iterator[Problem]:
+    if run.checkpoint.export == "best" and not run.checkpoint.best:
         yield Problem("checkpoint.export", '"best" needs a best checkpoint', "set checkpoint.best = true")
 
 
-def keeping_some_means_deleting_others(facts: Facts) -> Iterator[Problem]:
-    if facts.checkpoint.keep_every is not None and facts.checkpoint.keep_last is None:
-        message = f"{facts.checkpoint.keep_every} has no effect: no checkpoint is deleted"
+def keeping_some_means_deleting_others(run: CheckedRun) -> Iterator[Problem]:
+    if run.checkpoint.keep_every is not None and run.checkpoint.keep_last is None:
+        message = f"{run.checkpoint.keep_every} has no effect: no checkpoint is deleted"
         yield Problem("checkpoint.keep_every", message, "set checkpoint.keep_last, or delete the setting")
 
 
-def loss_scale_skips_by_itself(facts: Facts) -> Iterator[Problem]:
-    if facts.training.nonfinite == "skip" and facts.training.precision == "fp16":
+def loss_scale_skips_by_itself(run: CheckedRun) -> Iterator[Problem]:
+    if run.training.nonfinite == "skip" and run.training.precision == "fp16":
         message = (
             '"skip" has no effect with training.precision = "fp16", whose loss scale skips such steps itself'
         )

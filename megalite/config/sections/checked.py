@@ -36,7 +36,7 @@ class KnownValues:
 
 
 @dataclass(frozen=True)
-class Facts:
+class CheckedRun:
     """The valid settings of a run, for rules over several of them. Reading an invalid one raises Unknown."""
 
     run: RunSection

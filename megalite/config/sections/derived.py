@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megalite.config.sections.checked import Facts
+from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.schema import RunConfig
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
 
-def vocabulary(config: RunConfig | Facts) -> int | None:
+def vocabulary(config: RunConfig | CheckedRun) -> int | None:
     """Return the rows of the embedding; None where a tokenizer that is not read or trained yet decides."""
     rows: int | Literal["auto"] = config.model.vocab_size
     rows = config.tokenizer.vocab_size if rows == "auto" else rows

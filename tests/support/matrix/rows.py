@@ -16,7 +16,7 @@ from unittest import mock
 from megalite.config.load import load_run
 from megalite.config.rules import every
 from megalite.config.rules.adapter import an_adapter_has_a_model
-from megalite.config.sections.checked import Facts, Unknown
+from megalite.config.sections.checked import CheckedRun, Unknown
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.toml import format_value
 from megalite.config.sections.unchecked import SettingsDraft
@@ -94,7 +94,7 @@ def _reasons(row: Row) -> Iterator[str]:
     yield from _not_worth_a_row(row)
     if len(row) < len(AXES):
         with _any_base():
-            yield from map(_reason, every.problems_of(_facts(row)))
+            yield from map(_reason, every.problems_of(_checked(row)))
         return
     try:
         config_of(settings_of(row))
@@ -118,7 +118,7 @@ def _not_worth_a_row(row: Row) -> Iterator[str]:
         yield "the model's own type accumulates already"
 
 
-def _facts(row: Row) -> Facts:
+def _checked(row: Row) -> CheckedRun:
     """Return the known settings of a partial row as a draft."""
     draft = SettingsDraft("the row")
     for key, value in settings_of(row).items():
@@ -127,14 +127,14 @@ def _facts(row: Row) -> Facts:
         for name in path[:-1]:
             table = table.setdefault(name, {})
         table[path[-1]] = value
-    facts = validate(draft, None)
+    run = validate(draft, None)
     still_open = open_keys(frozenset(row))
     sections = {
-        name: _Open(getattr(facts, name), still_open[name])
+        name: _Open(getattr(run, name), still_open[name])
         for name in ("model", "adapter", "parallel", "training", "optimizer", "data", "preference")
     }
-    deepspeed = _OpenTable() if "deepspeed" in still_open else facts.deepspeed
-    return replace(facts, **cast(dict[str, Any], sections), deepspeed=deepspeed)
+    deepspeed = _OpenTable() if "deepspeed" in still_open else run.deepspeed
+    return replace(run, **cast(dict[str, Any], sections), deepspeed=deepspeed)
 
 
 @cache
