@@ -33,7 +33,7 @@ from benchmarks import report
 from benchmarks.ranks import run_ranks
 from megalite.parallel.gradient_sums import now_or_later
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, pipeline_runner, weight_share
+from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, weight_share
 from megalite.parallel.step_batch import ForwardMode, StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.schedule_timeline import (
@@ -164,7 +164,7 @@ class CaseOnRank:
             for index in split.chunks_of(mesh.at.pp)
         ]
         shapes = PipelineShapes(case.micro_batches, HIDDEN, torch.float32)
-        self._runner = pipeline_runner(held, split, mesh, shapes, schedule=case.schedule)
+        self._runner = PipelineRunner(held, split, mesh, shapes, schedule=case.schedule)
         ids = torch.zeros(case.micro_batches, TOKENS, dtype=torch.int64)
         self._batch = StepBatch(ids, ids, ids, torch.ones(ids.shape), torch.arange(case.micro_batches))
         self._weight = mesh.reduce_over_world(weight_share(self._batch, mesh))

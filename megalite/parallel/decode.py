@@ -1,15 +1,18 @@
 """One input through all chunks of a pipeline, without gradients and without a schedule."""
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.launcher.control.progress import now
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import PipelineSplit
+
+T = TypeVar("T")
 
 
 class Sends:
@@ -32,10 +35,10 @@ class Sends:
 
 
 def along_chunks(
-    chunks: Sequence[nn.Module],
+    chunks: Sequence[T],
     split: PipelineSplit,
     mesh: ParallelMesh,
-    run: Callable[[nn.Module, Tensor | None], Tensor],
+    run: Callable[[T, Tensor | None], Tensor],
     hidden: Tensor,
     sends: Sends | None = None,
 ) -> Tensor | None:

@@ -1,12 +1,12 @@
-"""Runners of one step's micro batches: through the stages by a schedule, or a plain loop at pp = 1."""
+"""Runs one step's micro batches through the stages by a schedule; that of one stage accumulates gradients."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.parallel.decode import along_chunks
 from megalite.parallel.gradient_buckets import GradientBuckets
@@ -31,11 +31,36 @@ class PipelineShapes:
     dtype: torch.dtype
 
 
-class PipelineRunner(Protocol):
+class PipelineRunner:
     """Forward and backward of one global batch; leaves gradients in `.grad`, not yet summed over dp.
 
     Batches and returned tensors are on the mesh's device; no method makes the host wait for the device.
     """
+
+    def __init__(
+        self,
+        chunks: Sequence[Callable[..., Tensor]],
+        split: PipelineSplit,
+        mesh: ParallelMesh,
+        shapes: PipelineShapes,
+        *,
+        schedule: str,
+        buckets: GradientBuckets | None = None,
+        objective: Objective = NEXT_TOKEN,
+    ):
+        """
+        chunks: this rank's chunks of the model, ascending; at pp = 1 the only one may be a DeepSpeed engine's forward.
+        buckets: the sums over the data-parallel ranks, which start as soon as gradients are complete.
+        objective: the loss of a micro batch, from the loss sums of its rows.
+        """
+        self._chunks, self._split, self._mesh, self._shapes = chunks, split, mesh, shapes
+        self._buckets, self._objective = buckets, objective
+        self._by_index = dict(zip(split.chunks_of(mesh.at.pp), chunks, strict=True))
+        name = (
+            schedule if split.stages > 1 else "1f1b"
+        )  # with one stage all others would keep more activations
+        orders = orders_of(name, split.stages, shapes.micro_batches, split.chunks_per_stage)
+        self._stage = StageSchedule(scheduled_actions(orders, split, mesh.at.pp), mesh)
 
     def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
         """Return this rank's shares of the step's loss and of the objective's figures, [1 + figures] float64; those of
@@ -43,130 +68,37 @@ class PipelineRunner(Protocol):
 
         weight: the sum of `weight_share` over all ranks. loss_scale: factor of the gradients; the loss is unscaled.
         """
-        ...
+        weighted = self._objective.weighted(batch, _mean_factor(weight) * loss_scale)
+        micro_batches = weighted.micro_batches(self._shapes.micro_batches)
+        sums = _LossSums(self._objective)
 
+        def run(chunk: int, index: int, hidden_states: Tensor | None) -> Tensor:
+            micro_batch = micro_batches[index]
+            with _watched(self._buckets, self._stage.completes_in_backward(chunk, index)):
+                output = _run_chunk(self._by_index[chunk], micro_batch, hidden_states)
+            return sums.loss(output, micro_batch) if chunk == len(self._split.layers) - 1 else output
+
+        complete = _nothing if self._buckets is None else self._buckets.chunk_complete
+        self._stage.run(run, self._hidden(micro_batches[0]), complete)
+        return sums.shares(weight, loss_scale, self._mesh)
+
+    @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Tensor:
         """Run forward only, without dropout, with the plain cross entropy or the loss of preferences; return
         [2 + figures] float64 over the global batch: the sums of weighted losses, of weights and of figures."""
-        ...
+        sums = _LossSums(self._objective)
+        for micro_batch in batch.micro_batches(self._shapes.micro_batches):
+            losses = self._losses_of(micro_batch, EVALUATION)
+            if losses is not None:
+                sums.loss(losses, micro_batch)
+        return sums.over_replicas(batch, self._mesh)
 
+    @torch.no_grad()
     def row_losses(self, batch: StepBatch, mode: ForwardMode = EVALUATION) -> Tensor | None:
         """Run forward only; return the loss sum of each row of this rank's batch, [M * b] float64.
 
         None on stages without the last chunk; equal on the tensor-parallel ranks of one batch.
         """
-        ...
-
-
-def pipeline_runner(
-    chunks: Sequence[nn.Module],
-    split: PipelineSplit,
-    mesh: ParallelMesh,
-    shapes: PipelineShapes,
-    *,
-    schedule: str,
-    forward: Callable[..., Tensor] | None = None,
-    buckets: GradientBuckets | None = None,
-    objective: Objective = NEXT_TOKEN,
-) -> PipelineRunner:
-    """Return the runner for this mesh.
-
-    chunks: this rank's chunks of the model, ascending.
-    forward: called instead of the only chunk at pp = 1 (a DeepSpeed engine's forward).
-    buckets: the sums over the data-parallel ranks, which start as soon as gradients are complete.
-    objective: the loss of a micro batch, from the loss sums of its rows.
-    """
-    if mesh.pp.size == 1:
-        (only,) = chunks
-        return _LoopRunner(forward or only, mesh, shapes, buckets, objective)
-    return _ScheduleRunner(chunks, split, mesh, shapes, schedule, buckets, objective)
-
-
-class _LoopRunner:
-    """Gradient accumulation: the one-stage schedule."""
-
-    def __init__(
-        self,
-        forward: Callable[..., Tensor],
-        mesh: ParallelMesh,
-        shapes: PipelineShapes,
-        buckets: GradientBuckets | None,
-        objective: Objective,
-    ):
-        self._forward, self._mesh, self._shapes, self._buckets = forward, mesh, shapes, buckets
-        self._objective = objective
-
-    def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
-        weighted = self._objective.weighted(batch, _mean_factor(weight) * loss_scale)
-        found = _Found(self._objective)
-        micro_batches = weighted.micro_batches(self._shapes.micro_batches)
-        for index, micro_batch in enumerate(micro_batches):
-            with _watched(self._buckets, index + 1 == len(micro_batches)):
-                loss = found.loss(self._run(micro_batch), micro_batch)
-            loss.backward()
-        return found.shares(weight, loss_scale, self._mesh)
-
-    @torch.no_grad()
-    def evaluate(self, batch: StepBatch) -> Tensor:
-        found = _Found(self._objective)
-        for micro_batch in batch.micro_batches(self._shapes.micro_batches):
-            found.loss(self._run(micro_batch, EVALUATION), micro_batch)
-        return found.sums_over_replicas(batch, self._mesh)
-
-    @torch.no_grad()
-    def row_losses(self, batch: StepBatch, mode: ForwardMode = EVALUATION) -> Tensor | None:
-        micro_batches = batch.micro_batches(self._shapes.micro_batches)
-        return torch.cat([self._run(each, mode) for each in micro_batches]).double()
-
-    def _run(self, micro_batch: StepBatch, mode: ForwardMode = TRAINING) -> Tensor:
-        return self._forward(micro_batch.input_ids, **_stage_arguments(micro_batch, mode))
-
-
-class _ScheduleRunner:
-    """Runs the chunks of one of several stages by a schedule."""
-
-    def __init__(
-        self,
-        chunks: Sequence[nn.Module],
-        split: PipelineSplit,
-        mesh: ParallelMesh,
-        shapes: PipelineShapes,
-        schedule: str,
-        buckets: GradientBuckets | None,
-        objective: Objective,
-    ):
-        self._chunks, self._split, self._mesh, self._shapes = chunks, split, mesh, shapes
-        self._buckets, self._objective = buckets, objective
-        self._by_index = dict(zip(split.chunks_of(mesh.at.pp), chunks, strict=True))
-        orders = orders_of(schedule, split.stages, shapes.micro_batches, split.chunks_per_stage)
-        self._stage = StageSchedule(scheduled_actions(orders, split, mesh.at.pp), mesh)
-
-    def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
-        weighted = self._objective.weighted(batch, _mean_factor(weight) * loss_scale)
-        micro_batches = weighted.micro_batches(self._shapes.micro_batches)
-        found = _Found(self._objective)
-
-        def run(chunk: int, index: int, hidden_states: Tensor | None) -> Tensor:
-            micro_batch = micro_batches[index]
-            with _watched(self._buckets, self._stage.completes_in_backward(chunk, index)):
-                output = self._run_chunk(self._by_index[chunk], micro_batch, hidden_states)
-            return found.loss(output, micro_batch) if chunk == len(self._split.layers) - 1 else output
-
-        complete = _nothing if self._buckets is None else self._buckets.chunk_complete
-        self._stage.run(run, self._hidden(micro_batches[0]), complete)
-        return found.shares(weight, loss_scale, self._mesh)
-
-    @torch.no_grad()
-    def evaluate(self, batch: StepBatch) -> Tensor:
-        found = _Found(self._objective)
-        for micro_batch in batch.micro_batches(self._shapes.micro_batches):
-            losses = self._losses_of(micro_batch, EVALUATION)
-            if losses is not None:
-                found.loss(losses, micro_batch)
-        return found.sums_over_replicas(batch, self._mesh)
-
-    @torch.no_grad()
-    def row_losses(self, batch: StepBatch, mode: ForwardMode = EVALUATION) -> Tensor | None:
         losses = [self._losses_of(each, mode) for each in batch.micro_batches(self._shapes.micro_batches)]
         here = [each for each in losses if each is not None]
         return torch.cat(here).double() if here else None
@@ -174,27 +106,26 @@ class _ScheduleRunner:
     def _losses_of(self, micro_batch: StepBatch, mode: ForwardMode) -> Tensor | None:
         """Return the output of the last chunk on the stage that holds it."""
 
-        def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
-            return self._run_chunk(chunk, micro_batch, hidden_states, mode)
+        def run(chunk: Callable[..., Tensor], hidden_states: Tensor | None) -> Tensor:
+            return _run_chunk(chunk, micro_batch, hidden_states, mode)
 
         return along_chunks(self._chunks, self._split, self._mesh, run, self._hidden(micro_batch))
-
-    @staticmethod
-    def _run_chunk(
-        chunk: nn.Module,
-        micro_batch: StepBatch,
-        hidden_states: Tensor | None,
-        mode: ForwardMode = TRAINING,
-    ) -> Tensor:
-        inputs = micro_batch.input_ids if hidden_states is None else hidden_states
-        output: Tensor = chunk(inputs, **_stage_arguments(micro_batch, mode))
-        return output
 
     def _hidden(self, micro_batch: StepBatch) -> Tensor:
         """Return an empty tensor like the hidden states between chunks, which costs no memory."""
         rows, length = micro_batch.input_ids.shape
         between = (rows, len(self._mesh.sequence_range(length)), self._shapes.hidden_size)
         return torch.empty((), dtype=self._shapes.dtype, device=self._mesh.device).expand(between)
+
+
+def _run_chunk(
+    chunk: Callable[..., Tensor],
+    micro_batch: StepBatch,
+    hidden_states: Tensor | None,
+    mode: ForwardMode = TRAINING,
+) -> Tensor:
+    inputs = micro_batch.input_ids if hidden_states is None else hidden_states
+    return chunk(inputs, **_stage_arguments(micro_batch, mode))
 
 
 def _watched(buckets: GradientBuckets | None, completes: bool) -> AbstractContextManager[None]:
@@ -236,7 +167,7 @@ def _mean_factor(weight: Tensor) -> Tensor:
     return torch.where(weight > 0, 1 / weight, 0.0)
 
 
-class _Found:
+class _LossSums:
     """The losses and figures of the micro batches whose last chunk is on this rank."""
 
     def __init__(self, objective: Objective):
@@ -259,7 +190,7 @@ class _Found:
             (loss, *(torch.where(weight > 0, each / weight, 0.0) for each in self._sums(mesh)))
         )
 
-    def sums_over_replicas(self, batch: StepBatch, mesh: ParallelMesh) -> Tensor:
+    def over_replicas(self, batch: StepBatch, mesh: ParallelMesh) -> Tensor:
         """Sum each rank's losses, its batch's weight and its figures over the replicas: [2 + figures]."""
         own = (_counted(self._losses, mesh), weight_share(batch, mesh, self._objective), *self._sums(mesh))
         return mesh.reduce_over_world(torch.stack(own))

@@ -37,8 +37,8 @@ class StageSchedule:
         last = self._last[chunk]
         return last.kind == BACKWARD and last.micro_batch == micro_batch
 
-    def run(self, run_chunk: RunChunk, hidden: Tensor, complete: Callable[[int], None]) -> list[Tensor]:
-        """Run forward and backward of all micro batches; return the losses of the last chunk, if it is on this stage.
+    def run(self, run_chunk: RunChunk, hidden: Tensor, complete: Callable[[int], None]) -> None:
+        """Run forward and backward of all micro batches.
 
         hidden: a tensor of the shape, type and device of the hidden states between chunks; its values are not used.
         complete: called with each chunk once the gradients of its weights are complete.
@@ -47,7 +47,6 @@ class StageSchedule:
         for action in step.run():
             if action == self._last[action.chunk]:
                 complete(action.chunk)
-        return step.losses
 
 
 def _connect(actions: Sequence[ScheduledAction], mesh: ParallelMesh) -> None:
@@ -70,7 +69,6 @@ class _Step:
 
     def __init__(self, actions: Sequence[ScheduledAction], transfers: "_Transfers", run_chunk: RunChunk):
         self._actions, self._transfers, self._run_chunk = actions, transfers, run_chunk
-        self.losses: list[Tensor] = []
         # (chunk, micro batch) -> the hidden states that entered, and where the gradient enters the graph.
         self._graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | Tensor]] = {}
         self._weight_gradients: dict[tuple[int, int], list[Callable[[], None]]] = {}
@@ -125,7 +123,6 @@ class _Step:
             hidden.requires_grad_()
         output = self._run_chunk(chunk, micro_batch, hidden)
         if output.dim() == 0:
-            self.losses.append(output.detach())
             self._graphs[chunk, micro_batch] = hidden, output
             return None
         # The edge, not the tensor: its memory is free once the next stage has it.
@@ -177,7 +174,8 @@ class _Transfers:
 
     def finish(self) -> None:
         """Wait until all sent messages have arrived."""
-        now.collective("send", self._mesh.pp.role)
+        if self._going:
+            now.collective("send", self._mesh.pp.role)
         for message in [*self._going]:
             self.arrived(message)
 

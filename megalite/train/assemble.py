@@ -13,7 +13,7 @@ from megalite.model.stages import build_replica
 from megalite.parallel.gradient_sums import allow_deferral
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.objective import NEXT_TOKEN, Objective
-from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, pipeline_runner
+from megalite.parallel.pipeline import PipelineRunner, PipelineShapes
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit
@@ -55,13 +55,13 @@ def assemble(
         allow_deferral(replica.trained_tensors.values())
     settings = replace(settings, operators=options.operators)
     optimizer = _optimizer(replica, settings, deepspeed)
-    pipeline = pipeline_runner(
-        replica.stage.chunks,
+    forward = optimizer.wrap(replica.stage)
+    pipeline = PipelineRunner(
+        [forward] if split.stages == 1 else replica.stage.chunks,
         split,
         mesh,
         PipelineShapes(schedule.micro_batches, shape.hidden_size, options.dtype),
         schedule=schedule.name,
-        forward=optimizer.wrap(replica.stage),
         buckets=optimizer.buckets,
         objective=objective,
     )

@@ -8,7 +8,7 @@ import torch
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
+from megalite.parallel.pipeline import PipelineRunner, PipelineShapes
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
@@ -29,7 +29,7 @@ def losses_and_gradients(
     split = pipeline_split(SHAPE.num_hidden_layers, stages, chunks_per_stage=chunks, v_shaped=v_shaped)
     stage = build_replica(SHAPE, mesh, split, ModelOptions(dtype=torch.float64), seed=0).stage
     shapes = PipelineShapes(MICRO_BATCHES, SHAPE.hidden_size, torch.float64)
-    runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
+    runner = PipelineRunner(stage.chunks, split, mesh, shapes, schedule=schedule)
     losses = []
     for batch in batches:
         total, weight = runner.evaluate(batch).tolist()

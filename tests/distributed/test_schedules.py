@@ -21,7 +21,7 @@ from megalite.model.stages import build_replica
 from megalite.model.transformer import Stage
 from megalite.parallel.gradient_sums import allow_deferral
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.pipeline import PipelineShapes, pipeline_runner
+from megalite.parallel.pipeline import PipelineRunner, PipelineShapes
 from megalite.parallel.schedule import _Step
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES, Action
@@ -63,7 +63,7 @@ def step_on_rank(schedule: str, layout: Layout, micro_batches: int, chunks: int)
     if SCHEDULES[schedule].splits_backward:
         allow_deferral(stage.parameters())
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32)
-    runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
+    runner = PipelineRunner(stage.chunks, split, mesh, shapes, schedule=schedule)
     executed = Executed()
     with recorded(stage, executed), CountedFlops(executed):
         whole_loss(runner, tiny_batch(SHAPE, micro_batches), mesh)
@@ -191,7 +191,7 @@ def accumulation_on_rank(schedule: str, micro_batches: int) -> list[Action]:
 
     stage.whole.register_forward_hook(record)
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32)
-    runner = pipeline_runner(stage.chunks, split, mesh, shapes, schedule=schedule)
+    runner = PipelineRunner(stage.chunks, split, mesh, shapes, schedule=schedule)
     whole_loss(runner, tiny_batch(SHAPE, micro_batches), mesh)
     return actions
 
