@@ -20,7 +20,8 @@ from megalite.config.load import LoadedRun, load_run
 from megalite.config.output.memory import least_memory
 from megalite.config.smaller_layout import smaller_layout
 from megalite.errors import LaunchError, RankFailure
-from megalite.launcher.control.coordinator import Coordinator
+from megalite.launcher.control.connection import RendezvousLimits
+from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
 from megalite.launcher.control.messages import counted_ranks
 from megalite.launcher.hosts.backends import Job, shell_lines
 from megalite.launcher.hosts.commands import BACKENDS, choose_backend, ssh_options
@@ -312,15 +313,12 @@ def _attempt(plan: _Plan, environ: Mapping[str, str]) -> Result:
     if plan.backend != "local":
         listener = listen([] if job.local else [host.name for host in job.hosts])
         nonce = secrets.token_hex(16)
+        config, hosts = plan.loaded.config, [host.name for host in job.hosts for _ in host.ranks]
         coordinator = Coordinator(
             listener,
-            job.world_size,
+            CoordinatedJob(job.world_size, nonce=nonce, layout=config.layout, hosts=hosts),
+            RendezvousLimits(config.launch.rendezvous_seconds, config.launch.heartbeat_seconds),
             say=_say,
-            nonce=nonce,
-            rendezvous_seconds=plan.loaded.config.launch.rendezvous_seconds,
-            heartbeat_seconds=plan.loaded.config.launch.heartbeat_seconds,
-            layout=plan.loaded.config.layout,
-            hosts=[host.name for host in job.hosts for _ in host.ranks],
         )
         address, port = coordinator.address
         meeting = {"MEGALITE_COORDINATOR": f"{address}:{port}/{nonce}"}

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
@@ -168,16 +169,12 @@ class _LocalJob:
 
     def start(self, worker: Worker, arguments: Sequence[Any], method: Literal["fork", "spawn"]) -> None:
         """Start one process per rank; LaunchError if the system cannot start one."""
-        parent = os.getpid()
         context: Any = multiprocessing.get_context(method)
         # A forked rank inherits the signal handlers of this process, a spawned one does not.
         signals = self._signals if method == "fork" else None
+        task = _RankTask(worker, arguments, os.getpid(), self._folder, signals, self._progress)
         for info in self._infos:
-            process: BaseProcess = context.Process(
-                target=_run_new_rank,
-                args=(worker, info, arguments, parent, self._folder, signals, self._progress),
-                name=f"rank {info.rank}",
-            )
+            process: BaseProcess = context.Process(target=task.run, args=(info,), name=f"rank {info.rank}")
             try:
                 with _signals_blocked(), warnings.catch_warnings():
                     # Python warns of forks in a process with threads; the threads of numpy's BLAS are fork-safe.
@@ -292,43 +289,46 @@ class _LocalJob:
                 os.kill(process.pid or 0, number)
 
 
-def _run_new_rank(
-    worker: Worker,
-    info: RankInfo,
-    arguments: Sequence[Any],
-    parent: int,
-    folder: FailureFolder,
-    signals: _Signals | None,
-    progress: Path,
-) -> NoReturn:
-    """Run a rank in a new process, whose signals are blocked at first. signals: the inherited handlers, if forked."""
-    code = 1
-    try:
-        die_with_parent(parent)
-        # Ctrl-C reaches the parent alone, which decides; and its other children differ from those of the ranks.
-        os.setsid()
-        if signals is None:
-            keep_freed_memory()
-        else:
-            # A collection writes to every object it looks at, which would copy the parent's: 80 MB with DeepSpeed.
-            gc.freeze()
-            signals.restore()
-        now.restart()
-        now.keep_in(progress, info.local_rank)
-        export_rank(info)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
-        code = worker(info, *arguments)
-    except KeyboardInterrupt:
-        end_process(INTERRUPTED)
-    except Terminated:
-        end_process(NOT_BEGUN)
-    except SystemExit:
-        raise
-    except BaseException as error:
-        report = folder.of_exception(info, error)
-        folder.write(report)
-        end_process(report.exit_code)
-    sys.exit(code)
+@dataclass(frozen=True)
+class _RankTask:
+    """What each new process of a job does. signals: the inherited handlers, if forked."""
+
+    worker: Worker
+    arguments: Sequence[Any]
+    parent: int
+    folder: FailureFolder
+    signals: _Signals | None
+    progress: Path
+
+    def run(self, info: RankInfo) -> NoReturn:
+        """Run a rank in a new process, whose signals are blocked at first."""
+        code = 1
+        try:
+            die_with_parent(self.parent)
+            # Ctrl-C reaches the parent alone, which decides; and its other children differ from those of the ranks.
+            os.setsid()
+            if self.signals is None:
+                keep_freed_memory()
+            else:
+                # A collection writes to every object it looks at, which would copy the parent's: 80 MB with DeepSpeed.
+                gc.freeze()
+                self.signals.restore()
+            now.restart()
+            now.keep_in(self.progress, info.local_rank)
+            export_rank(info)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
+            code = self.worker(info, *self.arguments)
+        except KeyboardInterrupt:
+            end_process(INTERRUPTED)
+        except Terminated:
+            end_process(NOT_BEGUN)
+        except SystemExit:
+            raise
+        except BaseException as error:
+            report = self.folder.of_exception(info, error)
+            self.folder.write(report)
+            end_process(report.exit_code)
+        sys.exit(code)
 
 
 @contextmanager

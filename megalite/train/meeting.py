@@ -3,9 +3,11 @@
 from megalite.config.output.dotted_keys import flat_settings
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import LaunchError, MegaliteError
+from megalite.launcher.control.connection import RendezvousLimits
+from megalite.launcher.control.member import NO_CALLS, RankCalls
 from megalite.launcher.control.progress import Activity, now
 from megalite.launcher.control.rank_process import RankEnd
-from megalite.launcher.control.rendezvous import AgentStore, Meeting, RendezvousLimits, meet
+from megalite.launcher.control.rendezvous import AgentStore, Meeting, meet
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import prepare_process, variables
 from megalite.launcher.rank.placement import tensor_warning
@@ -30,13 +32,11 @@ def meet_ranks(info: RankInfo, config: RunConfig, end: RankEnd) -> Meeting:
     limits = RendezvousLimits(config.launch.rendezvous_seconds, config.launch.heartbeat_seconds)
     meeting = meet(
         info,
-        say=announce,
-        limits=limits,
+        limits,
+        RankCalls(announce, now.heartbeat, end.job_ended),
+        agent_store=_agent_store,
         layout=config.layout,
         interface=config.launch.interface,
-        agent_store=_agent_store,
-        progress=now.heartbeat,
-        ended=end.told,
     )
     end.judge = meeting
     meeting.member.agree("start", flat_settings(config) | software(), _SAME_START)
@@ -53,7 +53,7 @@ def tell_others(info: RankInfo, error: MegaliteError) -> bool:
     """Report an error of a rank that could not read its settings to the other ranks; whether they got to know it."""
     try:
         prepare_process(info=info)
-        meeting = meet(info, say=lambda _: None, limits=_BRIEFLY, agent_store=_agent_store)
+        meeting = meet(info, _BRIEFLY, NO_CALLS, agent_store=_agent_store)
     except (LaunchError, OSError):
         return False
     text = f"rank {info.rank} on {info.node}: {error}"

@@ -49,7 +49,8 @@ if sys.argv[1] != "train" or os.environ["TOY"].startswith("alone"):
     sys.modules["megalite.train.rank"] = types.SimpleNamespace(train_rank=train_rank, RankJob=lambda *job: job)
     sys.exit(main())
 from megalite.launcher.rank.detect import rank_info
-from megalite.launcher.control.member import Member
+from megalite.launcher.control.connection import DEFAULT_LIMITS
+from megalite.launcher.control.member import Member, RankCalls
 from megalite.launcher.control.messages import Hello
 info, toy, place = rank_info(), os.environ["TOY"], Path(os.environ["TOY_FOLDER"])
 if toy == "exits early" and info.rank == 3:
@@ -60,8 +61,10 @@ if toy == "is late" and info.rank == 3:
 address, nonce = os.environ["MEGALITE_COORDINATOR"].split("/")
 host, port = address.rsplit(":", 1)
 member = Member.join(
-    lambda: (host, int(port), nonce), Hello(info.rank, info.world_size, info.node, os.getpid()), seconds=30,
-    progress=lambda: {"step": 5, "activity": "computing"}, ended=lambda verdict: os._exit(verdict.exit_code),
+    lambda: (host, int(port), nonce), Hello(info.rank, info.world_size, info.node, os.getpid()), DEFAULT_LIMITS,
+    RankCalls(
+        progress=lambda: {"step": 5, "activity": "computing"}, ended=lambda verdict: os._exit(verdict.exit_code)
+    ),
 )
 def say(line):
     # One write: an unbuffered print makes two, and lines of ranks mix.

@@ -5,9 +5,21 @@ import resource
 import socket
 import struct
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 _PROBE_SECONDS = 5
+
+
+@dataclass(frozen=True)
+class RendezvousLimits:
+    """The times that `[launch]` sets, in seconds: for ranks to come, and for a host to answer."""
+
+    rendezvous_seconds: float = 300.0
+    heartbeat_seconds: float = 30.0
+
+
+DEFAULT_LIMITS = RendezvousLimits()
 # The begin of Linux's struct tcp_info, up to tcpi_last_ack_recv, in milliseconds.
 _TCP_INFO = struct.Struct("8B13I")
 

@@ -17,7 +17,14 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from megalite.launcher.control.connection import host_answers, raise_file_limit, watch_link, why_lost
+from megalite.launcher.control.connection import (
+    DEFAULT_LIMITS,
+    RendezvousLimits,
+    host_answers,
+    raise_file_limit,
+    watch_link,
+    why_lost,
+)
 from megalite.launcher.control.failures import FailureReport
 from megalite.launcher.control.messages import (
     Hello,
@@ -28,7 +35,7 @@ from megalite.launcher.control.messages import (
     differences,
     encode,
 )
-from megalite.launcher.control.verdicts import of_lost, report_from, verdict_of
+from megalite.launcher.control.verdicts import report_from, verdict_of
 from megalite.topology.axes import Layout
 
 WAITING_SECONDS = 10.0
@@ -37,6 +44,7 @@ _HELLO_SECONDS = 10.0  # a connection that says nothing for so long is closed
 _PRIMARY_SECONDS, _SECONDARY_SECONDS = 0.3, 2.0
 """The time to wait for earlier causes after a failure, and after the loss of a peer, which has another cause."""
 _LATE_SECONDS = 2.0  # in which ranks that were not there yet are told the verdict
+_RECENT_SECONDS = 5.0  # the report of a lost rank that was heard of less lately says so
 _UNSENT_BYTES = 2**24  # a rank that does not read for so long is lost
 
 
@@ -58,6 +66,21 @@ class RankState:
     silent: bool = False
 
 
+@dataclass(frozen=True)
+class CoordinatedJob:
+    """The job whose ranks meet at a coordinator.
+
+    name, nonce: a rank with others is refused. layout: None: unknown, so ranks are named by their numbers. hosts: the
+    host on which each rank is to run, if known.
+    """
+
+    world_size: int
+    name: str = ""
+    nonce: str = ""
+    layout: Layout | None = None
+    hosts: Sequence[str] = ()
+
+
 @dataclass(eq=False)
 class _Connection:
     socket: socket.socket
@@ -72,29 +95,21 @@ class _Connection:
 class Coordinator:
     """Collects the ranks of one job, compares their facts, passes values on, and decides the first cause of a failure.
 
-    listener: a listening socket, which the coordinator closes. job, nonce: a rank with others is refused. say: called
-    with the lines for the user, in the thread that serves. layout: None: unknown, so ranks are named by their numbers.
-    hosts: the host on which each rank is to run, if known.
+    listener: a listening socket, which the coordinator closes. say: called with the lines for the user, in the thread
+    that serves.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        world_size: int,
+        job: CoordinatedJob,
+        limits: RendezvousLimits = DEFAULT_LIMITS,
         *,
         say: Callable[[str], None],
-        job: str = "",
-        nonce: str = "",
-        rendezvous_seconds: float = 300.0,
-        heartbeat_seconds: float = 30.0,
-        layout: Layout | None = None,
-        hosts: Sequence[str] = (),
     ):
-        self.world_size, self.ranks = world_size, dict[int, RankState]()
+        self.world_size, self.ranks = job.world_size, dict[int, RankState]()
         self.verdict: Verdict | None = None
-        self._listener, self._say, self._job, self._nonce = listener, say, job, nonce
-        self._rendezvous_seconds, self._heartbeat_seconds = rendezvous_seconds, heartbeat_seconds
-        self._layout, self._hosts = layout, hosts
+        self._listener, self._job, self._limits, self._say = listener, job, limits, say
         self._connections: list[_Connection] = []
         self._facts: dict[str, dict[int, Mapping[str, str]]] = {}
         self._values: dict[str, Any] = {}
@@ -107,7 +122,7 @@ class Coordinator:
         self._calls = deque[Callable[[], None]]()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        raise_file_limit(world_size + 100)
+        raise_file_limit(self.world_size + 100)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -123,10 +138,10 @@ class Coordinator:
     @property
     def over(self) -> bool:
         """Whether no rank is connected any more, after all left or a verdict was told, also to late ranks."""
-        connected = any(each.rank >= 0 for each in self._connections)
+        connected = any(connection.rank >= 0 for connection in self._connections)
         left = self.complete and all(state.left for state in self.ranks.values())
-        told = self.complete or time.monotonic() - self._ended > _LATE_SECONDS
-        return not connected and (left or (self.verdict is not None and told))
+        all_heard = self.complete or time.monotonic() - self._ended > _LATE_SECONDS
+        return not connected and (left or (self.verdict is not None and all_heard))
 
     @property
     def only_lost(self) -> bool:
@@ -152,7 +167,7 @@ class Coordinator:
 
     def serve(self) -> Verdict | None:
         """Serve until every rank has left or was told the verdict; return the verdict, None without a failure."""
-        self._began = self._told = time.monotonic()
+        self._began = self._reminded = time.monotonic()
         self._listener.setblocking(False)
         for wake_socket in (self._wake_receiver, self._wake_sender):
             wake_socket.setblocking(False)
@@ -230,22 +245,23 @@ class Coordinator:
 
     def _watch_arrivals(self, now: float) -> None:
         missing = self.missing()
-        if now - self._began > self._rendezvous_seconds:
+        if now - self._began > self._limits.rendezvous_seconds:
             text = (
-                f"{missing} did not arrive within {self._rendezvous_seconds:g} s (launch.rendezvous_seconds); "
+                f"{missing} did not arrive within {self._limits.rendezvous_seconds:g} s (launch.rendezvous_seconds); "
                 f"{self._here()}; look at the output of the missing ranks, and whether their hosts reach this one"
             )
             self._end(Verdict(text, 1))
-        elif now - self._told >= WAITING_SECONDS:
-            self._told = now
+        elif now - self._reminded >= WAITING_SECONDS:
+            self._reminded = now
             self._say(f"waiting for {missing} ({now - self._began:.0f} s); {self._here()}")
 
     def missing(self) -> str:
         """Return the ranks that have not come, with their hosts where these are known: "ranks 2-3 on host n1"."""
         missing = [rank for rank in range(self.world_size) if rank not in self.ranks]
-        names = list(dict.fromkeys(self._hosts[rank] for rank in missing)) if self._hosts else []
-        hosts = f" on {'host' if len(names) == 1 else 'hosts'} {', '.join(names)}" if names else ""
-        return counted_ranks(missing) + hosts
+        hosts = self._job.hosts
+        names = list(dict.fromkeys(hosts[rank] for rank in missing)) if hosts else []
+        places = f" on {'host' if len(names) == 1 else 'hosts'} {', '.join(names)}" if names else ""
+        return counted_ranks(missing) + places
 
     def _here(self) -> str:
         ranks_of: dict[str, list[int]] = {}
@@ -257,18 +273,19 @@ class Coordinator:
     def _watch_silence(self) -> None:
         for rank, state in self.ranks.items():
             silence = time.time() - state.heard
-            if state.left or state.silent or silence <= self._heartbeat_seconds:
+            if state.left or state.silent or silence <= self._limits.heartbeat_seconds:
                 continue
-            connection = next((each for each in self._connections if each.rank == rank), None)
+            connection = next((known for known in self._connections if known.rank == rank), None)
             if connection is None:
                 continue
-            answers = host_answers(connection.socket, self._heartbeat_seconds)
+            answers = host_answers(connection.socket, self._limits.heartbeat_seconds)
             if answers is False:
                 continue  # the kernel ends the connection soon, and the rank is lost
             checked = ", though its host answers" if answers else ""
             state.silent = True
+            name = self._job.layout.describe(rank) if self._job.layout is not None else f"rank {rank}"
             self._say(
-                f"{self._name(rank)} on {state.host} has been silent for {silence:.0f} s{checked}: the process is "
+                f"{name} on {state.host} has been silent for {silence:.0f} s{checked}: the process is "
                 f"stopped, or busy outside of Python{'' if answers else ', or its host is gone'}"
             )
 
@@ -278,7 +295,7 @@ class Coordinator:
         except OSError:
             return
         accepted.setblocking(False)
-        watch_link(accepted, self._heartbeat_seconds)
+        watch_link(accepted, self._limits.heartbeat_seconds)
         connection = _Connection(accepted, str(peer[0]), time.monotonic())
         self._connections.append(connection)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
@@ -354,8 +371,8 @@ class Coordinator:
 
     def _refusal(self, hello: Hello) -> tuple[str, bool]:
         """Return why a rank is refused, or "", and whether another attempt of the same process is in vain."""
-        same = hmac.compare_digest(hello.nonce.encode(), self._nonce.encode()) and hello.job == self._job
-        if not same:
+        same_nonce = hmac.compare_digest(hello.nonce.encode(), self._job.nonce.encode())
+        if not same_nonce or hello.job != self._job.name:
             return "another job is at work there", False
         if hello.world_size != self.world_size:
             return f"the job there has {self.world_size} ranks, this one has {hello.world_size}", False
@@ -376,11 +393,11 @@ class Coordinator:
     def _compare(self, rank: int, message: dict[str, Any]) -> None:
         """Note the facts of a rank; once all ranks have told theirs, pass on that they agree, or end the job."""
         name = message["name"]
-        told = self._facts.setdefault(name, {})
-        told[rank] = message["facts"]
-        if len(told) < self.world_size:
+        facts_of = self._facts.setdefault(name, {})
+        facts_of[rank] = message["facts"]
+        if len(facts_of) < self.world_size:
             return
-        lines = differences(told, {rank: state.host for rank, state in self.ranks.items()})
+        lines = differences(facts_of, {rank: state.host for rank, state in self.ranks.items()})
         if lines:
             self._end(Verdict("\n  ".join([message["about"], *lines]), 2))
         else:
@@ -398,22 +415,25 @@ class Coordinator:
         known = {report.rank for report in self._reports}
         if state is None or state.left or self.verdict is not None or connection.rank in known:
             return
+        now, layout = time.time(), self._job.layout
+        silence = (
+            f", last heard {now - state.heard:.0f} s ago" if now - state.heard >= _RECENT_SECONDS else ""
+        )
         self._fail(
-            of_lost(
-                connection.rank,
-                self._layout,
-                host=state.host,
+            FailureReport(
+                rank=connection.rank,
+                coordinates=layout.named_places(connection.rank) if layout is not None else {},
+                node=state.host,
                 pid=state.pid,
-                job=self._job,
+                job=self._job.name,
+                time=now,
+                exception="",
+                message=f"vanished (pid {state.pid}{silence}): {reason}",
+                lost=True,
                 step=state.step,
                 activity=state.activity,
-                reason=reason,
-                heard=state.heard,
             )
         )
-
-    def _name(self, rank: int) -> str:
-        return self._layout.describe(rank) if self._layout is not None else f"rank {rank}"
 
     def _broadcast(self, kind: str, **fields: Any) -> None:
         line = encode(kind, **fields)

@@ -6,11 +6,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalite.errors import LaunchError
-from megalite.launcher.control.connection import watch_link, why_lost
+from megalite.launcher.control.connection import RendezvousLimits, watch_link, why_lost
 from megalite.launcher.control.failures import FailureReport
 from megalite.launcher.control.messages import Hello, LineReader, MessageError, Verdict, encode
 
@@ -23,6 +23,23 @@ _VERDICT_SECONDS = 4.0
 _STRANGER_SECONDS = 15.0
 
 Find = Callable[[], tuple[str, int, str]]
+
+
+@dataclass(frozen=True)
+class RankCalls:
+    """The functions that the connection of a rank calls.
+
+    say: with a line for the user: what the rank waits for, after 10 s. progress: every two seconds, for the
+    coordinator. ended: in another thread, with the verdict when another rank failed, or the coordinator is gone, so
+    that it can end the process; None: `Member.wait` and `agree` raise JobEnded instead.
+    """
+
+    say: Callable[[str], None] = lambda _: None
+    progress: Callable[[], Mapping[str, Any]] | None = None
+    ended: Callable[[Verdict], None] | None = None
+
+
+NO_CALLS = RankCalls()
 
 
 class JobEnded(LaunchError):
@@ -40,22 +57,9 @@ class NotJoined(LaunchError):
 
 
 class Member:
-    """One rank among the ranks of its job; made by `join`.
+    """One rank among the ranks of its job; made by `join`."""
 
-    progress: called every two seconds, for the coordinator. ended: called in a thread of this object with the verdict
-    when another rank failed, or the coordinator is gone, so that it can end the process; None: `wait` and `agree`
-    raise JobEnded instead.
-    """
-
-    def __init__(
-        self,
-        connection: socket.socket,
-        reader: LineReader,
-        hello: Hello,
-        *,
-        progress: Callable[[], Mapping[str, Any]] | None = None,
-        ended: Callable[[Verdict], None] | None = None,
-    ):
+    def __init__(self, connection: socket.socket, reader: LineReader, hello: Hello, calls: RankCalls):
         self.hello = hello
         self.verdict: Verdict | None = None
         self.local_address: str = connection.getsockname()[0]
@@ -63,7 +67,7 @@ class Member:
         self.coordinator_address: str
         self.coordinator_port: int
         self.coordinator_address, self.coordinator_port = connection.getpeername()[:2]
-        self._socket, self._reader, self._progress, self._ended = connection, reader, progress, ended
+        self._socket, self._reader, self._calls = connection, reader, calls
         self._values: dict[str, Any] = {}
         self._unread: list[dict[str, Any]] = []
         self._changed = threading.Condition()
@@ -73,30 +77,22 @@ class Member:
 
     @classmethod
     def join(
-        cls,
-        find: Find,
-        hello: Hello,
-        *,
-        seconds: float,
-        heartbeat_seconds: float = 30.0,
-        say: Callable[[str], None] = lambda _: None,
-        progress: Callable[[], Mapping[str, Any]] | None = None,
-        ended: Callable[[Verdict], None] | None = None,
+        cls, find: Find, hello: Hello, limits: RendezvousLimits, calls: RankCalls = NO_CALLS
     ) -> "Member":
         """Connect to the coordinator, trying again until it takes this rank.
 
-        find: returns address, port and nonce, asked before each attempt, as they may change. say: called once with
-        what this rank waits for, after 10 s. Raises NotJoined after `seconds`, at once where no attempt can help, and
-        soon where only another program answers there: rank 0 gives up too at a port that is taken.
+        find: returns address, port and nonce, asked before each attempt, as they may change. Raises NotJoined after
+        `limits.rendezvous_seconds`, at once where no attempt can help, and soon where only another program answers
+        there: rank 0 gives up too at a port that is taken.
         """
-        began, told = time.monotonic(), False
+        began, said = time.monotonic(), False
         stranger_since: float | None = None
         while True:
             address, port, nonce = "", 0, ""
             try:
                 address, port, nonce = find()
                 whole = Hello(**{**asdict(hello), "nonce": nonce})
-                connection, reader, rest = _attempt((address, port), whole, heartbeat_seconds)
+                connection, reader, rest = _attempt((address, port), whole, limits.heartbeat_seconds)
             except (OSError, MessageError, _Refused) as error:
                 reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
                 if isinstance(error, _Refused) and error.final:
@@ -106,16 +102,16 @@ class Member:
                 elif stranger_since is None:
                     stranger_since = time.monotonic()
             else:
-                member = cls(connection, reader, whole, progress=progress, ended=ended)
+                member = cls(connection, reader, whole, calls)
                 member._unread = rest
                 member._thread.start()
                 return member
             waited = time.monotonic() - began
             where = f"{address}:{port}" if address else "rank 0"
             who = f"rank {hello.rank} on {hello.host}"
-            if waited >= seconds:
+            if waited >= limits.rendezvous_seconds:
                 raise NotJoined(
-                    f"{who} did not reach the coordinator of the job at {where} within {seconds:g} s "
+                    f"{who} did not reach the coordinator of the job at {where} within {limits.rendezvous_seconds:g} s "
                     f"(launch.rendezvous_seconds): {reason}; check that rank 0 runs, that MASTER_ADDR and MASTER_PORT "
                     "are the same on every host, and that no firewall is between them"
                 )
@@ -124,9 +120,9 @@ class Member:
                     f"{who} finds another program at {where}, the place of rank 0 (MASTER_ADDR, MASTER_PORT): "
                     f"{reason}; give the job a port that is free on that host"
                 )
-            if waited >= NOTE_SECONDS and not told:
-                told = True
-                say(f"{who} waits for the coordinator of the job at {where} ({waited:.0f} s): {reason}")
+            if waited >= NOTE_SECONDS and not said:
+                said = True
+                calls.say(f"{who} waits for the coordinator of the job at {where} ({waited:.0f} s): {reason}")
             time.sleep(_PAUSE_SECONDS)
 
     def agree(self, name: str, facts: Mapping[str, str], about: str) -> None:
@@ -156,7 +152,7 @@ class Member:
                 return self._values[name]
             verdict = self.verdict
         assert verdict is not None
-        if self._ended is not None:
+        if self._calls.ended is not None:
             self._thread.join()  # `ended` ends the process
         raise JobEnded(verdict)
 
@@ -198,10 +194,8 @@ class Member:
         while self.verdict is None:
             if time.monotonic() >= beat and not self._left:
                 beat = time.monotonic() + ALIVE_SECONDS
-                now: Mapping[str, Any] = (
-                    self._progress() if self._progress else {"step": None, "activity": ""}
-                )
-                self._send("alive", step=now["step"], activity=now["activity"])
+                progress = self._calls.progress() if self._calls.progress else {"step": None, "activity": ""}
+                self._send("alive", step=progress["step"], activity=progress["activity"])
             try:
                 received = self._socket.recv(2**16)
                 if received:
@@ -235,8 +229,8 @@ class Member:
         with self._changed:
             self.verdict = verdict
             self._changed.notify_all()
-        if self._ended is not None and not self._reporting and not self._left:
-            self._ended(verdict)
+        if self._calls.ended is not None and not self._reporting and not self._left:
+            self._calls.ended(verdict)
 
 
 class _Refused(Exception):

@@ -76,12 +76,12 @@ class RankEnd:
         if verdict is None:
             nothing: list[FailureReport] = []
             known = within(_WRITE_SECONDS, self.folder.read, nothing)
-            others = [each for each in known if each.rank != report.rank]
-            self._tell(f"error: {describe_own(report, others)}")
+            others = [other for other in known if other.rank != report.rank]
+            self._print(f"error: {describe_own(report, others)}")
             end_process(report.exit_code)
         self._end(verdict)
 
-    def told(self, verdict: Verdict) -> NoReturn:
+    def job_ended(self, verdict: Verdict) -> NoReturn:
         """End the process, whose main thread may wait for others in a collective, because the job has ended."""
         self._ending.acquire()
         self._end(verdict)
@@ -113,17 +113,17 @@ class RankEnd:
         info = self.info
         if verdict.coordinator_lost and self._shows_verdict:
             if info.local_rank == int(self._beside_rank_0):
-                self._tell(f"error: {self._without_rank_0(verdict.coordinator_lost)}")
+                self._print(f"error: {self._without_rank_0(verdict.coordinator_lost)}")
             return
         in_good_order = verdict.exit_code in _IN_GOOD_ORDER
         if self._shows_verdict and info.rank == 0:
-            self._tell(verdict.text if in_good_order else f"error: {verdict.text}")
+            self._print(verdict.text if in_good_order else f"error: {verdict.text}")
         if info.rank == 0 or in_good_order:
             return
         at_fault = verdict.rank == info.rank - 1 and verdict.host == info.node
         first_left = info.local_rank == 0 or (info.local_rank == 1 and at_fault)
         if first_left and verdict.rank >= 0 and not self._beside_rank_0:
-            self._tell(describe_end(info.node, verdict.text))
+            self._print(describe_end(info.node, verdict.text))
 
     @property
     def _beside_rank_0(self) -> bool:
@@ -138,7 +138,7 @@ class RankEnd:
             lines.append(f"rank {self.info.rank} was after step {now.step}: {now.activity}")
         return "\n  ".join(lines)
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         within(_SAY_SECONDS, lambda: self._say(text), None)
 
 

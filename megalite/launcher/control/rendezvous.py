@@ -9,15 +9,15 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from megalite.errors import LaunchError
-from megalite.launcher.control.connection import owner_of_port
-from megalite.launcher.control.coordinator import Coordinator
+from megalite.launcher.control.connection import RendezvousLimits, owner_of_port
+from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
 from megalite.launcher.control.failures import FailureReport
-from megalite.launcher.control.member import Find, Member
+from megalite.launcher.control.member import Find, Member, RankCalls
 from megalite.launcher.control.messages import Hello, Verdict
 from megalite.launcher.process import arguments_of
 from megalite.launcher.rank.address import Route, route_to_master
@@ -41,14 +41,6 @@ class AgentStore(Protocol):
 
     def get(self, key: str) -> str:
         """Return the text; OSError if there is none, or the agent does not answer."""
-
-
-@dataclass(frozen=True)
-class RendezvousLimits:
-    """The times that `[launch]` sets, in seconds."""
-
-    rendezvous_seconds: float = 300.0
-    heartbeat_seconds: float = 30.0
 
 
 @dataclass
@@ -97,25 +89,23 @@ class Meeting:
 
 def meet(
     info: RankInfo,
-    *,
-    say: Callable[[str], None],
     limits: RendezvousLimits,
+    calls: RankCalls,
+    *,
+    agent_store: Callable[[RankInfo], AgentStore],
     layout: Layout | None = None,
     interface: str = "auto",
-    agent_store: Callable[[RankInfo], AgentStore],
-    progress: Callable[[], Mapping[str, Any]] | None = None,
-    ended: Callable[[Verdict], None] | None = None,
 ) -> Meeting:
     """Join the job of this rank, whoever started it.
 
-    layout: None if the configuration could not be read. agent_store: opens the store of torchrun's agents. ended: as
-    in Member, called in another thread. Raises LaunchError, also for a port in use or a MASTER_ADDR of another host.
+    layout: None if the configuration could not be read. agent_store: opens the store of torchrun's agents. Raises
+    LaunchError, also for a port in use or a MASTER_ADDR of another host.
     """
     exported = coordinator_address()
     route = None if info.on_one_node else route_to_master(info, variables(), interface)
     own = LOOPBACK if route is None else route.address
     if route is not None and route.note and info.rank == 0:
-        say(f"note: {route.note}")
+        calls.say(f"note: {route.note}")
     if exported is not None:
         place = _Place(lambda: exported, None, exported[2], "")
     elif agent_owns_port():
@@ -124,35 +114,28 @@ def meet(
         place = _at_master(info, route)
     coordinator = None
     if place.listener is not None:
-        coordinator = Coordinator(
-            place.listener,
-            info.world_size,
-            say=say,
-            job=place.job,
-            nonce=place.nonce,
-            rendezvous_seconds=limits.rendezvous_seconds,
-            heartbeat_seconds=limits.heartbeat_seconds,
-            layout=layout,
-            hosts=hosts_of_ranks(info, variables(), arguments_of(os.getppid())),
-        )
+        hosts = hosts_of_ranks(info, variables(), arguments_of(os.getppid()))
+        job = CoordinatedJob(info.world_size, place.job, place.nonce, layout, hosts)
+        coordinator = Coordinator(place.listener, job, limits, say=calls.say)
         coordinator.start()
     made: list[Meeting] = []
 
     def verdict_came(verdict: Verdict) -> None:
-        assert ended is not None
+        assert calls.ended is not None
         while not made:  # the verdict may come before `join` has returned
             time.sleep(_PAUSE_SECONDS)
-        ended(verdict)
+        calls.ended(verdict)
 
     member = Member.join(
         place.find,
         Hello(info.rank, info.world_size, info.node, os.getpid(), place.job),
         # The coordinator has the same limit, and names the ranks that are missing: it speaks first.
-        seconds=limits.rendezvous_seconds + _FIRST_SECONDS,
-        heartbeat_seconds=limits.heartbeat_seconds,
-        say=say if info.local_rank == 0 else lambda _: None,
-        progress=progress,
-        ended=None if ended is None else verdict_came,
+        replace(limits, rendezvous_seconds=limits.rendezvous_seconds + _FIRST_SECONDS),
+        RankCalls(
+            calls.say if info.local_rank == 0 else lambda _: None,
+            calls.progress,
+            None if calls.ended is None else verdict_came,
+        ),
     )
     host = member.coordinator_address
     meets_at = f"[{host}]" if ":" in host else host
@@ -177,14 +160,14 @@ def _beside_agent(info: RankInfo, own: str, store: AgentStore) -> _Place:
     this attempt has written its own.
     """
     if info.rank > 0:
-        return _Place(lambda: _told(store.get(_KEY)), None, "", info.job)
+        return _Place(lambda: _parsed(store.get(_KEY)), None, "", info.job)
     listener, nonce = _listen(own, 0, info), secrets.token_hex(16)
     port: int = listener.getsockname()[1]
     store.put(_KEY, f"{own} {port} {nonce}")
     return _Place(lambda: (own, port, nonce), listener, nonce, info.job)
 
 
-def _told(text: str) -> tuple[str, int, str]:
+def _parsed(text: str) -> tuple[str, int, str]:
     address, port, nonce = text.split()
     return address, int(port), nonce
 

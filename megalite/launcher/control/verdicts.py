@@ -8,10 +8,6 @@ from typing import Any
 from megalite.launcher.control.failures import FailureReport, first_cause
 from megalite.launcher.control.messages import MessageError, Verdict, counted_ranks
 from megalite.launcher.control.progress import Activity
-from megalite.topology.axes import Layout
-
-# A report of a rank that is heard of less often than this says so.
-_RECENT_SECONDS = 5.0
 
 
 def report_from(message: Mapping[str, Any]) -> FailureReport:
@@ -22,39 +18,6 @@ def report_from(message: Mapping[str, Any]) -> FailureReport:
         raise MessageError(f"failed: {error}") from error
     age = max(0.0, message["sent"] - report.time)
     return replace(report, time=time.time() - age)
-
-
-def of_lost(
-    rank: int,
-    layout: Layout | None,
-    *,
-    host: str,
-    pid: int,
-    job: str,
-    step: int | None,
-    activity: str,
-    reason: str,
-    heard: float,
-) -> FailureReport:
-    """Return the report of a rank whose connection ended without a word.
-
-    step, activity: of its last heartbeat, which came at `heard` (time.time()). reason: what its end says.
-    """
-    now = time.time()
-    silence = f", last heard {now - heard:.0f} s ago" if now - heard >= _RECENT_SECONDS else ""
-    return FailureReport(
-        rank=rank,
-        coordinates=layout.named_places(rank) if layout is not None else {},
-        node=host,
-        pid=pid,
-        job=job,
-        time=now,
-        exception="",
-        message=f"vanished (pid {pid}{silence}): {reason}",
-        lost=True,
-        step=step,
-        activity=activity,
-    )
 
 
 def verdict_of(reports: Sequence[FailureReport], world_size: int) -> Verdict:

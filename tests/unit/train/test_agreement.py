@@ -9,7 +9,8 @@ import pytest
 from megalite.config.load import load_run
 from megalite.data.batches.stream_files import StreamFile
 from megalite.data.ensure import RunData
-from megalite.launcher.control.coordinator import Coordinator
+from megalite.launcher.control.connection import RendezvousLimits
+from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
 from megalite.launcher.control.member import JobEnded, Member
 from megalite.launcher.control.messages import Hello
 from megalite.launcher.control.rendezvous import Meeting
@@ -34,12 +35,14 @@ def inputs(folder: Path) -> RunInputs:
 def agree(monkeypatch):
     """Run `agreed_inputs` on rank 0 and 1, of two hosts, with a folder each; return their results or errors."""
     monkeypatch.setattr(agreement, "_SHARED_SECONDS", 0.1)
-    coordinator = Coordinator(socket.create_server(("127.0.0.1", 0)), 2, say=print)
+    coordinator = Coordinator(socket.create_server(("127.0.0.1", 0)), CoordinatedJob(2), say=print)
     coordinator.start()
     results: dict[int, object] = {}
 
     def run(rank: int, folder: Path) -> None:
-        member = Member.join(lambda: (*coordinator.address, ""), Hello(rank, 2, f"n{rank}", 1), seconds=5)
+        member = Member.join(
+            lambda: (*coordinator.address, ""), Hello(rank, 2, f"n{rank}", 1), RendezvousLimits(5)
+        )
         try:
             met = Meeting(member, None, "127.0.0.1", "")
             results[rank] = agreed_inputs(met, CONFIG, RunFolder(folder), leads_node=True)

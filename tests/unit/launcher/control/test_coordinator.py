@@ -13,10 +13,10 @@ from dataclasses import asdict
 import pytest
 
 from megalite.launcher.control import coordinator, member
-from megalite.launcher.control.connection import host_answers, why_lost
-from megalite.launcher.control.coordinator import Coordinator, RankState
+from megalite.launcher.control.connection import RendezvousLimits, host_answers, why_lost
+from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator, RankState
 from megalite.launcher.control.failures import FailureReport
-from megalite.launcher.control.member import JobEnded, Member, NotJoined
+from megalite.launcher.control.member import JobEnded, Member, NotJoined, RankCalls
 from megalite.launcher.control.messages import (
     LINE_BYTES,
     Hello,
@@ -30,6 +30,7 @@ from megalite.launcher.control.verdicts import report_from
 from megalite.topology.axes import Layout
 
 SECONDS = 10.0
+LIMITS = ("rendezvous_seconds", "heartbeat_seconds")
 
 
 class Job:
@@ -39,7 +40,9 @@ class Job:
         listener = socket.create_server(("127.0.0.1", 0))
         self.said: list[str] = []
         layout = Layout(tensor=1, pipeline=1, data=ranks)
-        self.coordinator = Coordinator(listener, ranks, say=self.said.append, layout=layout, **settings)
+        limits = RendezvousLimits(**{name: settings.pop(name) for name in LIMITS if name in settings})
+        job = CoordinatedJob(ranks, settings.pop("job", ""), layout=layout, **settings)
+        self.coordinator = Coordinator(listener, job, limits, say=self.said.append)
         self.address = self.coordinator.address
         self.members: list[Member] = []
         self.coordinator.start()
@@ -53,7 +56,8 @@ class Job:
             job=settings.pop("job", ""),
         )
         nonce = settings.pop("nonce", "")
-        self.members.append(Member.join(lambda: (*self.address, nonce), hello, seconds=seconds, **settings))
+        limits, calls = RendezvousLimits(seconds), RankCalls(**settings)
+        self.members.append(Member.join(lambda: (*self.address, nonce), hello, limits, calls))
         return self.members[-1]
 
     def join_all(self, **settings) -> list[Member]:
@@ -366,7 +370,7 @@ def test_ranks_that_were_just_heard_need_no_look_at_the_connections():
         def __iter__(self):
             pytest.fail("the connections were searched")
 
-    coordinator_ = Coordinator(socket.create_server(("127.0.0.1", 0)), 2, say=pytest.fail)
+    coordinator_ = Coordinator(socket.create_server(("127.0.0.1", 0)), CoordinatedJob(2), say=pytest.fail)
     coordinator_._connections = Connections()
     coordinator_.ranks |= {rank: RankState("n0", 1, time.time()) for rank in range(2)}
     coordinator_._watch_silence()
@@ -437,7 +441,7 @@ def test_a_rank_does_not_wait_for_long_where_another_program_answers(monkeypatch
         threading.Thread(target=answer, daemon=True).start()
         address = listener.getsockname()
         with pytest.raises(NotJoined, match=f"rank 2 on n1 finds another program at 127.0.0.1:{address[1]}"):
-            Member.join(lambda: (*address, ""), Hello(2, 4, "n1", 1), seconds=60)
+            Member.join(lambda: (*address, ""), Hello(2, 4, "n1", 1), RendezvousLimits(60))
 
 
 def test_a_coordinator_that_comes_late_or_moves_is_found():
@@ -453,7 +457,7 @@ def test_a_coordinator_that_comes_late_or_moves_is_found():
             return places[0]
         return places[1]
 
-    found = Member.join(find, Hello(0, 1, "n0", 1), seconds=SECONDS)
+    found = Member.join(find, Hello(0, 1, "n0", 1), RendezvousLimits(SECONDS))
     found.agree("start", {}, "")
     found.leave()
     assert job[0].coordinator.join(SECONDS)
@@ -465,7 +469,9 @@ def test_a_rank_says_what_it_waits_for(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         address = closed.getsockname()
     with pytest.raises(NotJoined, match="rank 2 on n1 did not reach the coordinator of the job at 127"):
-        Member.join(lambda: (*address, ""), Hello(2, 4, "n1", 1), seconds=0.3, say=said.append)
+        Member.join(
+            lambda: (*address, ""), Hello(2, 4, "n1", 1), RendezvousLimits(0.3), RankCalls(said.append)
+        )
     [line] = said
     assert line.startswith(f"rank 2 on n1 waits for the coordinator of the job at 127.0.0.1:{address[1]}")
     assert "refused" in line
@@ -485,7 +491,7 @@ def test_more_ranks_than_open_files_by_default(monkeypatch):
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 4096))
     monkeypatch.setattr("resource.setrlimit", lambda _, new: limits.append(new))
     listener = socket.create_server(("127.0.0.1", 0))
-    Coordinator(listener, 1000, say=print)
+    Coordinator(listener, CoordinatedJob(1000), say=print)
     listener.close()
     assert limits == [(1356, 4096)]
 

@@ -68,7 +68,7 @@ class Rank:
 
     def is_told(self, verdict: Verdict) -> int:
         with pytest.raises(Ended) as ended:
-            self.end.told(verdict)
+            self.end.job_ended(verdict)
         return ended.value.code
 
     def report(self) -> dict:
@@ -225,7 +225,7 @@ from megalite.launcher.control.messages import Verdict
 from megalite.topology.axes import Layout
 info = RankInfo(0, 2, 0, 2, "n0", 1, "slurm", "n0")
 end = RankEnd(info, Layout(tensor=2), Path(sys.argv[1]), say=lambda text: print(text, flush=True))
-threading.Timer(0.1, end.told, [Verdict("rank 1 on n0: gone", 1, 1, "n0")]).start()
+threading.Timer(0.1, end.job_ended, [Verdict("rank 1 on n0: gone", 1, 1, "n0")]).start()
 try:
     ctypes.CDLL(None).sleep(60)
 finally:

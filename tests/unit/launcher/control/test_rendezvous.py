@@ -10,9 +10,11 @@ import pytest
 
 from megalite.errors import LaunchError
 from megalite.launcher.control import rendezvous as module
-from megalite.launcher.control.coordinator import Coordinator
+from megalite.launcher.control.connection import RendezvousLimits
+from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
+from megalite.launcher.control.member import NO_CALLS, RankCalls
 from megalite.launcher.control.messages import Verdict
-from megalite.launcher.control.rendezvous import Meeting, RendezvousLimits, meet
+from megalite.launcher.control.rendezvous import Meeting, meet
 from megalite.launcher.rank.address import Route
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import agent_owns_port, coordinator_address
@@ -40,7 +42,7 @@ def together(ranks: list[RankInfo], act: Callable[[Meeting], object], agent_stor
 
     def run(info: RankInfo) -> None:
         try:
-            met = meet(info, say=lambda _: None, limits=LIMITS, agent_store=agent_store)
+            met = meet(info, LIMITS, NO_CALLS, agent_store=agent_store)
             results[info.rank] = act(met)
             met.leave()
         except Exception as error:
@@ -84,7 +86,7 @@ def test_a_port_in_use_is_named_with_its_owner(monkeypatch, launcher, remedy):
             match=rf"^port {info.master_port} on n0 is in use by pid {os.getpid()} \(.+\); {remedy}$",
         ),
     ):
-        meet(info, say=print, limits=LIMITS, agent_store=no_store)
+        meet(info, LIMITS, NO_CALLS, agent_store=no_store)
 
 
 def test_a_master_address_of_another_host_is_an_error(monkeypatch):
@@ -95,7 +97,7 @@ def test_a_master_address_of_another_host_is_an_error(monkeypatch):
         LaunchError,
         match=r"MASTER_ADDR = n9 \(10\.77\.0\.99\) is no address of n0, .* set MASTER_ADDR to 10\.77\.0\.10",
     ):
-        meet(info, say=print, limits=LIMITS, agent_store=no_store)
+        meet(info, LIMITS, NO_CALLS, agent_store=no_store)
 
 
 def test_an_address_that_cannot_be_listened_at_is_an_error(monkeypatch):
@@ -105,12 +107,12 @@ def test_an_address_that_cannot_be_listened_at_is_an_error(monkeypatch):
     )
     info = replace(infos(2)[0], local_world_size=1)
     with pytest.raises(LaunchError, match=r"rank 0 cannot listen at 192\.0\.2\.1:\d+ on n0"):
-        meet(info, say=print, limits=LIMITS, agent_store=no_store)
+        meet(info, LIMITS, NO_CALLS, agent_store=no_store)
 
 
 def test_the_launching_process_may_be_the_coordinator(monkeypatch):
     listener = socket.create_server(("127.0.0.1", 0))
-    coordinator = Coordinator(listener, 2, say=print, nonce="a1")
+    coordinator = Coordinator(listener, CoordinatedJob(2, nonce="a1"), say=print)
     coordinator.start()
     monkeypatch.setenv("MEGALITE_COORDINATOR", f"127.0.0.1:{coordinator.address[1]}/a1")
     assert together(infos(2, job="slurm 7.0"), lambda met: met.coordinator) == [None, None]
@@ -165,7 +167,7 @@ def test_under_torchrun_a_stale_address_is_passed_over(monkeypatch):
 def test_an_attempt_that_is_still_there_refuses_the_next_one(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "7")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    old = Coordinator(socket.create_server(("127.0.0.1", 0)), 2, say=print, nonce="fresh")
+    old = Coordinator(socket.create_server(("127.0.0.1", 0)), CoordinatedJob(2, nonce="fresh"), say=print)
     old.start()
     store = Store(f"127.0.0.1 {old.address[1]} stale")
     assert together(infos(2), lambda met: met.hosts, lambda _: store) == [["n0"] * 2] * 2
@@ -198,13 +200,13 @@ def test_a_rank_that_is_lost_while_others_leave_is_told(monkeypatch):
 
 def test_a_verdict_that_is_there_before_a_rank_comes_ends_it(monkeypatch):
     listener = socket.create_server(("127.0.0.1", 0))
-    coordinator = Coordinator(listener, 2, say=print, nonce="a1")
+    coordinator = Coordinator(listener, CoordinatedJob(2, nonce="a1"), say=print)
     coordinator.start()
     coordinator.end(Verdict("rank 1 cannot read run.toml", 2, 1, "n1"))
     monkeypatch.setenv("MEGALITE_COORDINATOR", f"127.0.0.1:{coordinator.address[1]}/a1")
     ended: list[Verdict] = []
     came = threading.Thread(
-        target=lambda: meet(infos(2)[0], say=print, limits=LIMITS, agent_store=no_store, ended=ended.append)
+        target=lambda: meet(infos(2)[0], LIMITS, RankCalls(ended=ended.append), agent_store=no_store)
     )
     came.start()
     came.join(5)

@@ -8,19 +8,20 @@ SCRIPT = """
 import sys
 from megalite.launcher.hosts import supervise as module
 from megalite.launcher.hosts.backends import Command, Start
-from megalite.launcher.control.coordinator import Coordinator
+from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
 
 RANK = '''
 import sys, time
+from megalite.launcher.control.connection import DEFAULT_LIMITS
 from megalite.launcher.control.member import Member
 from megalite.launcher.control.messages import Hello
-member = Member.join(lambda: ("127.0.0.1", int(sys.argv[1]), ""), Hello(0, 1, "n0", 1), seconds=30)
+member = Member.join(lambda: ("127.0.0.1", int(sys.argv[1]), ""), Hello(0, 1, "n0", 1), DEFAULT_LIMITS)
 member.leave(int(sys.argv[2]))
 time.sleep(600)
 '''
 module._LEFT_SECONDS = module._END_SECONDS = 0.2
 listener = module.listen([])
-coordinator = Coordinator(listener, 1, say=print)
+coordinator = Coordinator(listener, CoordinatedJob(1), say=print)
 command = Command((sys.executable, "-c", RANK, str(coordinator.address[1]), sys.argv[1]))
 result = module.supervise(Start((command,)), coordinator, backend="mpirun", environ={}, say=print)
 print(result.exit_code, result.text)
