@@ -6,8 +6,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -237,12 +237,15 @@ def test_a_trainer_put_elsewhere_reads_what_belongs_there(file: TokenFile) -> No
     assert found.sample_indices.tolist() == [12, 13, 14, 15]
 
 
+def loader_of(file: TokenFile, **order: Any) -> StepLoader:
+    return StepLoader(file, BatchShare(8, 4, 1), SampleOrder(3, **order))
+
+
 def test_validation_batches_are_read_ahead_and_give_the_same_loss(file: TokenFile) -> None:
     losses, readers = [], set()
     for workers in (0, 1):
         each = trainer(file, workers)
-        load = partial(StepLoader, sequence_length=8, micro_batch_size=4, micro_batches=1, seed=3)
-        held_out = held_out_set(load, file, 11)
+        held_out = held_out_set(loader_of, file, 11)
         assert held_out.steps == 3
         read = held_out.loader.step_batch
 
