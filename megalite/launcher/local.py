@@ -244,10 +244,10 @@ class _LocalJob:
             caused_by_us |= code == TERMINATED and bool(self._signals.terminations)
             if code not in _ORDERLY and rank not in reports and not caused_by_us:
                 left = Progress.read(self._progress, self._infos[rank].local_rank)
-                found = self._folder.of_exit(
+                report = self._folder.of_exit(
                     self._infos[rank], self._pids[rank], code, self._ended[rank], left
                 )
-                reports[rank] = self._folder.write(found)
+                reports[rank] = self._folder.write(report)
         return list(reports.values())
 
     def _handle_signals(self) -> None:

@@ -87,8 +87,8 @@ def kill_descendants(seconds: float = 5.0) -> None:
     """
     deadline = time.monotonic() + seconds
     # The children of a killed child become children of this process, hence the loop.
-    while (found := children()) and time.monotonic() < deadline:
-        for child in found:
+    while (running := children()) and time.monotonic() < deadline:
+        for child in running:
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
             with suppress(ChildProcessError):
@@ -99,14 +99,14 @@ def kill_descendants(seconds: float = 5.0) -> None:
 def session(process: int) -> int | None:
     """Return the id of the session of a process: of the process that began it, or of the terminal's shell; None without
     /proc."""
-    found = _status(process)[3:4]
-    return int(found[0]) if found else None
+    fields = _status(process)[3:4]
+    return int(fields[0]) if fields else None
 
 
 def parent_of(process: int) -> int:
     """Return the id of a process's parent; 0 if it is unknown."""
-    found = _status(process)[1:2]
-    return int(found[0]) if found else 0
+    fields = _status(process)[1:2]
+    return int(fields[0]) if fields else 0
 
 
 def arguments_of(process: int) -> list[str]:

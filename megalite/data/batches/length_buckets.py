@@ -68,8 +68,8 @@ def _least_padding(
     total = len(candidates)
     before = np.concatenate([[0], np.cumsum(counts)])
     # held[i, j]: conversations of candidates i to j; cost[i, j]: the positions of a bucket of them.
-    held = before[None, 1:] - before[:-1, None]
-    cost = np.where(held >= rows[None, :], held * candidates[None, :].astype(float), np.inf)
+    members = before[None, 1:] - before[:-1, None]
+    cost = np.where(members >= rows[None, :], members * candidates[None, :].astype(float), np.inf)
     cost[np.tril_indices(total, -1)] = np.inf
     best, froms = cost[0], []
     least, used = best[-1], 1

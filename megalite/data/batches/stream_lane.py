@@ -136,9 +136,9 @@ class Lane:
 
     def _encoded(self, place: LanePlace) -> Iterator[tuple[LanePlace, NDArray[np.int64]]]:
         """Yield the tokens of each document from `place` on with its own place, endlessly."""
-        first, found = place.document, place.epoch
+        first, last_epoch = place.document, place.epoch
         for begin, texts in self._blocks(place):
-            if begin.epoch > found + 1:
+            if begin.epoch > last_epoch + 1:
                 raise DataError(
                     f"data.source: all documents in part {self._number + 1} of {self._lanes} equal parts of the text "
                     f"have fewer than {self._text.min_length} tokens; lower data.min_length"
@@ -147,7 +147,7 @@ class Lane:
             for number in range(first, len(texts)):
                 ids = self._encode(texts[order[number]])
                 if len(ids) > max(1, self._text.min_length):
-                    found = begin.epoch
+                    last_epoch = begin.epoch
                     yield replace(begin, document=number), ids
             first = 0
 
@@ -159,13 +159,13 @@ class Lane:
         epoch, segments = place.epoch, [each for each in self._segments if each.file >= place.file]
         first = place.start
         while True:
-            found = epoch == place.epoch and place != self._begin
+            has_documents = epoch == place.epoch and place != self._begin
             for segment in segments:
                 start = max(segment.start, first) if segment.file == place.file else segment.start
                 for begin, texts in self._blocks_of(replace(segment, start=start)):
-                    found = True
+                    has_documents = True
                     yield LanePlace(epoch, segment.file, begin), texts
-            if not found:
+            if not has_documents:
                 raise _no_document(len(self._text.files), self._number, self._lanes)
             epoch, first, segments = epoch + 1, 0, self._segments
 

@@ -133,8 +133,8 @@ class ChatTemplate:
                     'or set data.train_on = "all"'
                 )
         answers = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = answers[-1:] if train_on == "last" else answers
-        return [place for place in wanted if place >= conversation.prompt and marks.get(place, True)]
+        chosen = answers[-1:] if train_on == "last" else answers
+        return [place for place in chosen if place >= conversation.prompt and marks.get(place, True)]
 
     def _all_but_untrained(self, conversation: Conversation, whole: str) -> Iterator[Span]:
         """Yield the spans of `whole` between the messages that their row says not to train. Raises DataError."""
@@ -292,28 +292,28 @@ def has_chat_template(tokenizer: Path) -> bool:
 
 def _own_templates(folder: Path) -> dict[str, str]:
     """Return the tokenizer's templates by name, from all places where transformers saves them."""
-    found: dict[str, str] = {}
-    given = _json(folder / "tokenizer_config.json").get("chat_template")
-    if isinstance(given, str):
-        found["default"] = given
-    elif isinstance(given, Sequence):
-        found |= {each["name"]: each["template"] for each in given if isinstance(each, Mapping)}
+    templates: dict[str, str] = {}
+    configured = _json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(configured, str):
+        templates["default"] = configured
+    elif isinstance(configured, Sequence):
+        templates |= {each["name"]: each["template"] for each in configured if isinstance(each, Mapping)}
     if (folder / "chat_template.jinja").is_file():
-        found["default"] = _text(folder / "chat_template.jinja")
+        templates["default"] = _text(folder / "chat_template.jinja")
     for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-        found[file.stem] = _text(file)
-    return found
+        templates[file.stem] = _text(file)
+    return templates
 
 
 def _special_tokens(folder: Path, end_of_document: str) -> dict[str, str]:
     """Return the special tokens that templates name."""
-    found = {"bos_token": "", "eos_token": end_of_document}
+    tokens = {"bos_token": "", "eos_token": end_of_document}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         for key, token in _json(folder / name).items():
             content = token.get("content") if isinstance(token, Mapping) else token
             if key in _SPECIAL and isinstance(content, str):
-                found[key] = content
-    return found
+                tokens[key] = content
+    return tokens
 
 
 def _remedy(setting: str) -> str:

@@ -92,19 +92,19 @@ def conversation(row: Mapping[str, Any], form: Form, where: str) -> Conversation
             f"{sorted(row)}{f', the form {other!r}' if other else ''}; give all rows one form"
         )
     if form in ("messages", "sharegpt"):
-        found = _listed(row, columns[0], where, TEMPLATE_KEYS if form == "messages" else SHAREGPT_KEYS)
+        read = _listed(row, columns[0], where, TEMPLATE_KEYS if form == "messages" else SHAREGPT_KEYS)
     elif form == "prompt_completion":
         asked, answers = _prompt_completion(row, columns[0], columns[1], where)
-        found, prompt = asked + answers, len(asked) if isinstance(row[columns[0]], list) else 0
+        read, prompt = asked + answers, len(asked) if isinstance(row[columns[0]], list) else 0
     else:
-        found = _alpaca(row, columns[1], where)
-    return _of_messages(row, found, prompt, where, columns)
+        read = _alpaca(row, columns[1], where)
+    return _of_messages(row, read, prompt, where, columns)
 
 
 def answered(row: Mapping[str, Any], prompt: str, answer: str, where: str) -> Conversation:
     """Convert a row whose columns `prompt` and `answer` are two texts or two lists, as of "prompt_completion"."""
-    asked, found = _prompt_completion(row, prompt, answer, where)
-    return _of_messages(row, asked + found, len(asked), where, (prompt, answer))
+    asked, answers = _prompt_completion(row, prompt, answer, where)
+    return _of_messages(row, asked + answers, len(asked), where, (prompt, answer))
 
 
 def whole(row: Mapping[str, Any], column: str, where: str) -> Conversation:
@@ -114,29 +114,29 @@ def whole(row: Mapping[str, Any], column: str, where: str) -> Conversation:
 
 
 def _of_messages(
-    row: Mapping[str, Any], found: list[ReadMessage], prompt: int, where: str, columns: Collection[str]
+    row: Mapping[str, Any], messages: list[ReadMessage], prompt: int, where: str, columns: Collection[str]
 ) -> Conversation:
     """Return the conversation of the messages that the `columns` of the form have, and of the row's other columns."""
     refuse_untrained(row, where)
     for system in _optional_texts(row, ["system"], where):
-        found.insert(0, ReadMessage("system", {"role": "system", "content": system}))
+        messages.insert(0, ReadMessage("system", {"role": "system", "content": system}))
         prompt += prompt > 0
-    for read in found[1:]:
-        if read.message["role"] == "system":
+    for message in messages[1:]:
+        if message.message["role"] == "system":
             raise DataError(
-                f"{where}: {read.field} is a system message after another message; put it first, or remove it"
+                f"{where}: {message.field} is a system message after another message; put it first, or remove it"
             )
     used = {*columns, "system", "tools"}
     if isinstance(row[next(iter(columns))], str):
         used.update(_APPENDED.get(next(iter(columns)), ()))
     unused = [column for column, value in row.items() if column not in used and value is not None]
     return Conversation(
-        tuple(read.message for read in found),
+        tuple(message.message for message in messages),
         where,
         _tools(row, where),
         prompt,
-        {index: read.trained for index, read in enumerate(found) if read.trained is not None},
-        (*unused, *_unused_instances(row, columns), *(key for read in found for key in read.unused)),
+        {index: message.trained for index, message in enumerate(messages) if message.trained is not None},
+        (*unused, *_unused_instances(row, columns), *(key for message in messages for key in message.unused)),
     )
 
 
@@ -171,12 +171,12 @@ def _form_of_items(items: Any) -> Form | None:
 
 def _listed(row: Mapping[str, Any], column: str, where: str, keys: MessageKeys) -> list[ReadMessage]:
     """Return the messages of a column, a list; at least one must be an assistant's."""
-    found = message_list(row[column], column, where, keys)
-    if not any(read.message["role"] == "assistant" for read in found):
+    messages = message_list(row[column], column, where, keys)
+    if not any(message.message["role"] == "assistant" for message in messages):
         raise DataError(
             f"{where}: {column} has no assistant message, so it teaches nothing; add the answer, or remove the row"
         )
-    return found
+    return messages
 
 
 def _prompt_completion(

@@ -31,10 +31,10 @@ class ConversationCorpus(Corpus):
         form: Form | None = None
         for row, where, position in records(file):
             form = form or form_of(row, where)
-            found = conversation(row, form, where)
+            talk = conversation(row, form, where)
             yield (
                 ConversationPiece(
-                    text=_text(found), ends_document=True, unused=found.unused, conversation=found
+                    text=_text(talk), ends_document=True, unused=talk.unused, conversation=talk
                 ),
                 position,
             )

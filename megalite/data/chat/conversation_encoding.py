@@ -68,9 +68,9 @@ def encode_conversation(
 def _encoded(
     text: TrainedText, conversation: Conversation, encoding: ChatEncoding, tokenizer: Tokenizer
 ) -> tuple[NDArray[np.int32], bool]:
-    found = tokenizer.backend.encode(text.text, add_special_tokens=False)
-    ids = np.array(found.ids, dtype=DTYPE)
-    tokens = marked(ids, _in_spans(found.offsets, text.spans))
+    encoded = tokenizer.backend.encode(text.text, add_special_tokens=False)
+    ids = np.array(encoded.ids, dtype=DTYPE)
+    tokens = marked(ids, _in_spans(encoded.offsets, text.spans))
     most = len(tokens) if encoding.too_long == "keep" else encoding.sequence_length + 1
     too_long = len(tokens) > most
     if too_long and encoding.too_long == "drop":

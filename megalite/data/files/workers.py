@@ -109,21 +109,21 @@ def _dispatch(
     idle = list(pool)
     busy: dict[Connection, tuple[_Worker[Item, Result], int]] = {}
     finished: dict[int, Result] = {}
-    given = count = 0
+    yielded = count = 0
     for index, item in enumerate(items):
-        while not idle or index - given >= _LEAD * len(pool):
+        while not idle or index - yielded >= _LEAD * len(pool):
             _collect(busy, idle, finished, waiting)
-            while given in finished:
-                yield finished.pop(given)
-                given += 1
+            while yielded in finished:
+                yield finished.pop(yielded)
+                yielded += 1
         worker = idle.pop()
         worker.send(item)
         busy[worker.connection] = (worker, index)
         count = index + 1
-    while given < count:
-        if given in finished:
-            yield finished.pop(given)
-            given += 1
+    while yielded < count:
+        if yielded in finished:
+            yield finished.pop(yielded)
+            yielded += 1
         else:
             _collect(busy, idle, finished, waiting)
 

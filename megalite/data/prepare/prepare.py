@@ -96,9 +96,8 @@ class Preparation:
         A text that was moved, copied or touched is read and compared by its content; the outputs then record where it
         lies now.
         """
-        found = [prepared_facts(prefix) for prefix in self.outputs]
-        facts = [each for each in found if each is not None]
-        if len(facts) != len(found):
+        facts = [known for prefix in self.outputs if (known := prepared_facts(prefix)) is not None]
+        if len(facts) != len(self.outputs):
             return None
         if all(each.fingerprint == self.fingerprint for each in facts):
             return facts

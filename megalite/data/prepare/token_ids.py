@@ -40,19 +40,19 @@ def largest_id(file: TokenFile, cache: Path) -> int:
     stat = path.stat()
     known = _read(cache)
     place, version = str(path.resolve()), [stat.st_size, stat.st_ctime_ns]
-    found = known.get(place)
-    if not isinstance(found, dict) or found.get("version") != version:
+    record = known.get(place)
+    if not isinstance(record, dict) or record.get("version") != version:
         smallest, largest = 0, -1
         for start in range(0, file.num_tokens, _CHUNK_TOKENS):
             chunk = file.tokens[start : start + _CHUNK_TOKENS]
             smallest, largest = min(smallest, int(chunk.min())), max(largest, int(chunk.max()))
-        found = {"version": version, "smallest": smallest, "largest": largest}
+        record = {"version": version, "smallest": smallest, "largest": largest}
         with suppress(OSError):
             cache.parent.mkdir(parents=True, exist_ok=True)
-            replace_json(cache, {**known, place: found})
-    if found["smallest"] < 0:
-        raise DataError(f"{path}: id {found['smallest']} is negative; prepare the text again")
-    return int(found["largest"])
+            replace_json(cache, {**known, place: record})
+    if record["smallest"] < 0:
+        raise DataError(f"{path}: id {record['smallest']} is negative; prepare the text again")
+    return int(record["largest"])
 
 
 def _read(cache: Path) -> dict[str, Any]:

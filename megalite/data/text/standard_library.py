@@ -35,17 +35,17 @@ def library_modules(pattern: str, key: str) -> list[Path]:
     Raises DataError, with the setting `key`, if there are none.
     """
     root = Path(sysconfig.get_path("stdlib")).resolve()
-    found = []
+    paths = []
     for folder, below, names in os.walk(root):
         # Changed in place, so that os.walk does not enter installed packages, which are often far larger.
         below[:] = [name for name in below if name not in _LEFT_OUT_FOLDERS]
         modules = (name for name in names if name.endswith(".py") and not name.startswith(_LEFT_OUT_FILES))
-        found += [
+        paths += [
             Path(folder, name) for name in modules if Path(folder, name).relative_to(root).match(pattern)
         ]
-    if not found:
+    if not paths:
         raise DataError(
             f"{key}: no module of this Python's library in {root} matches {pattern!r}; set another data.pattern, "
             f"or name a folder with text instead of {STANDARD_LIBRARY}"
         )
-    return sorted(found, key=Path.as_posix)
+    return sorted(paths, key=Path.as_posix)

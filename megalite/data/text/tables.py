@@ -104,8 +104,10 @@ def _parquet(
         ends = list(accumulate(groups))
         group = bisect_right(ends, first)
         read = ends[group] - groups[group] if group < len(groups) else 0
-        wanted = range(group, len(groups))
-        for batch in file.iter_batches(batch_size=_ROWS, columns=names, use_threads=False, row_groups=wanted):
+        row_groups = range(group, len(groups))
+        for batch in file.iter_batches(
+            batch_size=_ROWS, columns=names, use_threads=False, row_groups=row_groups
+        ):
             skipped = min(max(0, first - read), batch.num_rows)
             read += batch.num_rows
             yield batch.slice(skipped), read / file.metadata.num_rows

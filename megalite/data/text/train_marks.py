@@ -38,10 +38,10 @@ def take_train_mark(present: dict[str, Any], field: str, where: str) -> bool | N
                 f"{where}: {field}.{key} is {json.dumps(value)}, neither {' nor '.join(map(json.dumps, values))}; "
                 "write one of them, or remove the key"
             )
-    found = {values[value] for value, values in said.values()}
-    if len(found) > 1:
+    answers = {values[value] for value, values in said.values()}
+    if len(answers) > 1:
         raise DataError(f"{where}: {field}: {' and '.join(said)} contradict each other; remove one of them")
-    return found.pop() if found else None
+    return answers.pop() if answers else None
 
 
 def untrained_column(row: Mapping[str, Any], columns: Iterable[str] = tuple(TRAINED)) -> str | None:

@@ -58,13 +58,11 @@ def run_tokenizer(request: TokenizerRequest, console: PreparationConsole) -> Pat
         foreign = foreign_tokenizer(Path(settings.path))
         if foreign is None:
             added = settings.end_of_document in settings.add_tokens
-            given = _folder_of(
-                tokenizer_file(Path(settings.path)), None if added else settings.end_of_document
-            )
+            own = _folder_of(tokenizer_file(Path(settings.path)), None if added else settings.end_of_document)
             if not settings.add_tokens:
-                return given
-            end = settings.end_of_document or load_tokenizer(given).end_of_document
-            job: _Job = _Import(given, end, request.folder, settings.add_tokens)
+                return own
+            end = settings.end_of_document or load_tokenizer(own).end_of_document
+            job: _Job = _Import(own, end, request.folder, settings.add_tokens)
         else:
             end = settings.end_of_document or foreign.end_of_document
             job = _Import(foreign, end, request.folder, settings.add_tokens)
@@ -74,15 +72,15 @@ def run_tokenizer(request: TokenizerRequest, console: PreparationConsole) -> Pat
         return folder
     else:
         job = _training(request)
-    found = _found(request.folder)
-    if not job.made(found):
-        if found is not None:
+    record = _record_of(request.folder)
+    if not job.made(record):
+        if record is not None:
             request.refuse_change(request.folder)
         _make_in_worker(job, console)
-    elif found is not None and (moved := job.moved(found)):
+    elif record is not None and (moved := job.moved(record)):
         # Where the text lies now, so that the next start need not read it.
         with suppress(OSError):
-            replace_json(request.folder / _RECORD, {**found, **moved})
+            replace_json(request.folder / _RECORD, {**record, **moved})
     return request.folder
 
 
@@ -112,17 +110,17 @@ class _Training:
             **self._settings,
         }
 
-    def made(self, found: Mapping[str, Any] | None) -> bool:
+    def made(self, record: Mapping[str, Any] | None) -> bool:
         """Whether the record is of this text, wherever it lies, and of these settings."""
-        if found is None or not self._settings.items() <= found.items() or self._has_other_kind(found):
+        if record is None or not self._settings.items() <= record.items() or self._has_other_kind(record):
             return False
-        if found.get("corpus") == self._places:
+        if record.get("corpus") == self._places:
             return True
         # The size first, which costs nothing.
-        return found.get("bytes") == self._size_bytes and found.get("contents") == self._contents
+        return record.get("bytes") == self._size_bytes and record.get("contents") == self._contents
 
-    def moved(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        return {} if found.get("corpus") == self._places else {"corpus": self._places}
+    def moved(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        return {} if record.get("corpus") == self._places else {"corpus": self._places}
 
     def make(self) -> None:
         pieces = (piece for text in self.texts for piece, _ in text.pieces())
@@ -135,8 +133,8 @@ class _Training:
             end_of_document=self.end_of_document,
         )
 
-    def _has_other_kind(self, found: Mapping[str, Any]) -> bool:
-        return found.get("kind", "bpe") != self.kind
+    def _has_other_kind(self, record: Mapping[str, Any]) -> bool:
+        return record.get("kind", "bpe") != self.kind
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -176,10 +174,10 @@ class _Import:
         added = {"add_tokens": list(self.add_tokens)} if self.add_tokens else {}
         return {"converted": self._fingerprint(), "end_of_document": self.end_of_document, **added}
 
-    def made(self, found: Mapping[str, Any] | None) -> bool:
-        return found == self.record()
+    def made(self, record: Mapping[str, Any] | None) -> bool:
+        return record == self.record()
 
-    def moved(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def moved(self, record: Mapping[str, Any]) -> dict[str, Any]:
         return {}
 
     def make(self) -> None:
@@ -214,7 +212,7 @@ def _training(request: TokenizerRequest) -> _Training:
     return _Training(tuple(request.texts), size, fits, settings.kind, end_of_document, request.folder)
 
 
-def _found(folder: Path) -> dict[str, Any] | None:
+def _record_of(folder: Path) -> dict[str, Any] | None:
     """Return the record of the tokenizer in the run folder; {} if it has none, None without a tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         return None

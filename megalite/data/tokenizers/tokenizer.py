@@ -169,8 +169,8 @@ def tokenizer_file(path: Path) -> Path:
 def start_token_id(tokenizer: Tokenizer) -> int:
     """Return the id in front of a text whose first token is predicted: of bos_token, else of the end of document."""
     start = special_token(tokenizer.file.parent, "bos_token")
-    found = None if start is None else tokenizer.backend.token_to_id(start)
-    return tokenizer.end_of_document_id if found is None else int(found)
+    number = None if start is None else tokenizer.backend.token_to_id(start)
+    return tokenizer.end_of_document_id if number is None else int(number)
 
 
 def special_token(folder: Path, key: str) -> str | None:
@@ -184,10 +184,10 @@ def special_token(folder: Path, key: str) -> str | None:
     return None
 
 
-def _unknown_end_of_document(file: Path, backend: Backend, wanted: str) -> str:
+def _unknown_end_of_document(file: Path, backend: Backend, end_of_document: str) -> str:
     special = sorted(token.content for token in backend.get_added_tokens_decoder().values() if token.special)
     return (
-        f"{file} has no token {wanted!r}; "
+        f"{file} has no token {end_of_document!r}; "
         f"set tokenizer.end_of_document (--end-of-document) to the one that ends a text, one of {special}"
     )
 

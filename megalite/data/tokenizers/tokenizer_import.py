@@ -70,10 +70,10 @@ def foreign_tokenizer(path: Path) -> ForeignTokenizer | None:
         elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
             return ForeignTokenizer((path / "vocab.json", path / "merges.txt"), _convert_gpt2, _gpt2_end)
         else:
-            found = sorted(path.glob("*.model"))
-            if len(found) != 1:
+            models = sorted(path.glob("*.model"))
+            if len(models) != 1:
                 return None
-            [path] = found
+            [path] = models
     if path.suffix == ".vocab" and path.is_file():
         if not path.with_suffix(".model").is_file():
             raise DataError(

@@ -66,7 +66,7 @@ def word_cache(backend: Backend, dtype: np.dtype[Any]) -> WordCache | None:
     cacheable &= all(map(str.isascii, _added_tokens(backend)))
     if pattern not in _PATTERNS or not cacheable or spec["normalizer"] not in _NORMALIZERS:
         return None
-    within_brackets = re.sub(r"\[[^]]*\]", lambda found: _as_ascii(found[0], "A-Za-z", "0-9"), pattern)
+    within_brackets = re.sub(r"\[[^]]*\]", lambda brackets: _as_ascii(brackets[0], "A-Za-z", "0-9"), pattern)
     # re.ASCII: without it Python counts four control characters as spaces.
     return WordCache(backend, re.compile(_as_ascii(within_brackets, "[A-Za-z]", "[0-9]"), re.ASCII), dtype)
 

@@ -95,6 +95,6 @@ def raise_file_limit(needed: int) -> None:
     """Raise this process's limit of open files where it is below `needed` and the system allows it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed + 256:
-        wanted = needed + 256 if hard == resource.RLIM_INFINITY else min(hard, needed + 256)
+        limit = needed + 256 if hard == resource.RLIM_INFINITY else min(hard, needed + 256)
         with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))

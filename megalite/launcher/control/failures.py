@@ -301,8 +301,8 @@ def _signal_name(number: int) -> str:
 def _unconnected(error: BaseException) -> str:
     """Return the message, with a remedy, of an error from which no process group came about."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = lines[0] if lines else type(error).__name__
-    lower = found.lower()
+    text = lines[0] if lines else type(error).__name__
+    lower = text.lower()
     if "address already in use" in lower or "eaddrinuse" in lower:
         remedy = (
             "another process listens on this port: end it, or set MASTER_PORT to a free port on every rank"
@@ -317,4 +317,4 @@ def _unconnected(error: BaseException) -> str:
             "check that MASTER_ADDR is the address of rank 0's host, that each host reaches the others through the "
             "interface in GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME), and that no firewall is between them"
         )
-    return f"the ranks cannot connect to each other: {found}; {remedy}"
+    return f"the ranks cannot connect to each other: {text}; {remedy}"

@@ -55,13 +55,13 @@ def _is_deepspeed(arguments: Sequence[str]) -> bool:
 
 def _separate_pipes(files: Iterable[int]) -> list[int]:
     """Return these files if they are different pipes or sockets, else none."""
-    found = []
+    pipes = []
     for file in files:
         with suppress(OSError):
             status = os.fstat(file)
             if stat.S_ISFIFO(status.st_mode) or stat.S_ISSOCK(status.st_mode):
-                found.append((status.st_dev, status.st_ino))
-    return list(files) if len(set(found)) == 2 else []
+                pipes.append((status.st_dev, status.st_ino))
+    return list(files) if len(set(pipes)) == 2 else []
 
 
 def _watch(processes: Sequence[int], outputs: Sequence[int], gone: Callable[[str], None]) -> None:
@@ -89,8 +89,8 @@ def _watch(processes: Sequence[int], outputs: Sequence[int], gone: Callable[[str
 
 def _descriptors(processes: Iterable[int]) -> dict[int, int]:
     """Return descriptor -> process; a descriptor is readable once its process has ended. Needs Linux 5.3."""
-    found = {}
+    descriptors = {}
     for process in processes:
         with suppress(OSError, AttributeError):
-            found[os.pidfd_open(process)] = process
-    return found
+            descriptors[os.pidfd_open(process)] = process
+    return descriptors

@@ -112,11 +112,11 @@ def differences(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]
 
     facts: rank -> name -> value; a rank without facts has no part. hosts: rank -> host.
     """
-    told = {rank: each for rank, each in facts.items() if each}
+    known = {rank: each for rank, each in facts.items() if each}
     lines = []
-    for name in sorted({name for each in told.values() for name in each}):
+    for name in sorted({name for each in known.values() for name in each}):
         ranks_of: dict[str, list[int]] = {}
-        for rank, rank_facts in sorted(told.items()):
+        for rank, rank_facts in sorted(known.items()):
             ranks_of.setdefault(rank_facts.get(name, "not set"), []).append(rank)
         if len(ranks_of) > 1:
             values = (f"{value} on {_places(ranks, hosts)}" for value, ranks in ranks_of.items())

@@ -106,9 +106,9 @@ def require_equal_hosts(job: Job, backend: str) -> None:
     """Raise LaunchError where hosts have different numbers of ranks, and the backend starts as many on each."""
     counts = {host.name: len(host.slots) for host in job.hosts}
     if len(set(counts.values())) > 1:
-        told = ", ".join(f"{name} {count}" for name, count in counts.items())
+        slots_of = ", ".join(f"{name} {count}" for name, count in counts.items())
         raise LaunchError(
-            f"--backend {backend} starts the same number of ranks on each host, but the hosts have {told}; use "
+            f"--backend {backend} starts the same number of ranks on each host, but the hosts have {slots_of}; use "
             f"--slots {min(counts.values())}, or --backend ssh or deepspeed"
         )
 

@@ -98,10 +98,10 @@ BACKENDS: Mapping[str, Callable[[Job, Programs], Start]] = {
 }
 
 
-def choose_backend(found: Hosts) -> str:
+def choose_backend(hosts: Hosts) -> str:
     """Return the backend of `--backend auto`."""
     # ssh rather than deepspeed: no lines of a launcher among the run's, and a killed rank ends the job sooner.
-    return {"local": "local", "slurm": "srun", "hostfile": "ssh"}[found.source]
+    return {"local": "local", "slurm": "srun", "hostfile": "ssh"}[hosts.source]
 
 
 def ssh_options(backend: str, environ: Mapping[str, str], extra: Sequence[str]) -> Sequence[str]:
@@ -133,5 +133,5 @@ def _on_host(
     variables = {**job.exported, **(environ or {}), **job.visible(host)}
     setting = [f"{name}={value}" for name, value in variables.items()]
     remote = f"cd {shlex.quote(str(job.folder))} && exec {shlex.join(['env', *setting, *argv])}"
-    given = job.extra if options is None else options
-    return Command(("ssh", "-T", *SSH_OPTIONS, *given, "--", host.name, remote), host=host.name)
+    user_options = job.extra if options is None else options
+    return Command(("ssh", "-T", *SSH_OPTIONS, *user_options, "--", host.name, remote), host=host.name)

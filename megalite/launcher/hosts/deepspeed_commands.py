@@ -84,9 +84,9 @@ def _over_another(job: Job, programs: Programs, argv: list[str], hostfile: Path,
     require_first_slots(job, backend)
     needed = _MPI_NEEDED.get(launcher)
     if needed is not None and programs.mpi != needed:
-        found = f"is of {programs.mpi}" if programs.mpi else "is missing"
+        state = f"is of {programs.mpi}" if programs.mpi else "is missing"
         raise LaunchError(
-            f"--backend {backend} runs mpirun, which {found}; put the mpirun of {launcher} first on PATH, or use "
+            f"--backend {backend} runs mpirun, which {state}; put the mpirun of {launcher} first on PATH, or use "
             "--backend mpirun"
         )
     if launcher == "openmpi":

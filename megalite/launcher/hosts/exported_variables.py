@@ -106,8 +106,8 @@ def read_env_file(path: Path) -> dict[str, str]:
         if not content or content.startswith("#"):
             continue
         name, _, value = content.partition("=")
-        found = list(_problems_of_line(content, lines))
-        problems += [Problem(f"line {number}", wrong, remedy) for wrong, remedy in found]
+        line_problems = list(_problems_of_line(content, lines))
+        problems += [Problem(f"line {number}", wrong, remedy) for wrong, remedy in line_problems]
         lines.setdefault(name, number)
         variables[name] = value[1:-1] if value[:1] in ("'", '"') else value
     if problems:

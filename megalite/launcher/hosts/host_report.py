@@ -86,23 +86,23 @@ class HostFinding:
     level: Level = "error"
 
 
-def judge(reports: Sequence[HostReport], wanted: HostRequirements) -> list[HostFinding]:
+def judge(reports: Sequence[HostReport], needs: HostRequirements) -> list[HostFinding]:
     """Return the findings of all hosts."""
-    found = [each for report in reports for each in _absent(report, wanted)]
+    findings = [each for report in reports for each in _absent(report, needs)]
     answering = [report for report in reports if not report.failure]
     for report in answering:
         for rule in (_installed, _files, _machine, _network):
-            found += rule(report, wanted)
+            findings += rule(report, needs)
     if answering:
-        found += _connections(answering, reports[0])
-        found += _clocks(answering)
+        findings += _connections(answering, reports[0])
+        findings += _clocks(answering)
         for row, value, remedy, level in _COMPARED:
-            found += _different(answering, row, value, remedy, level)
-        found += _unlike_cards(answering)
-    return list(dict.fromkeys(found))
+            findings += _different(answering, row, value, remedy, level)
+        findings += _unlike_cards(answering)
+    return list(dict.fromkeys(findings))
 
 
-def _absent(report: HostReport, wanted: HostRequirements) -> Iterator[HostFinding]:
+def _absent(report: HostReport, needs: HostRequirements) -> Iterator[HostFinding]:
     """Yield why a host gave no facts."""
     host, detail = report.host, report.detail
     if report.failure == "unreachable":
@@ -115,55 +115,51 @@ def _absent(report: HostReport, wanted: HostRequirements) -> Iterator[HostFindin
         yield HostFinding(host, "reachable", f"gave no answer in time: {detail}", remedy)
     elif report.failure == "folder":
         remedy = "make the folder there, or launch from a folder that all hosts share"
-        yield HostFinding(host, "folder", f"the working folder {wanted.folder} does not exist", remedy)
+        yield HostFinding(host, "folder", f"the working folder {needs.folder} does not exist", remedy)
     elif report.failure == "interpreter":
         remedy = "install the same environment at the same path, or put it into a folder that all hosts share"
-        yield HostFinding(host, "python", f"there is no interpreter {wanted.python}", remedy)
+        yield HostFinding(host, "python", f"there is no interpreter {needs.python}", remedy)
     elif report.failure == "crash":
-        remedy = f"run `{wanted.python} --version` there"
-        yield HostFinding(host, "python", f"{wanted.python} gave no facts: {detail}", remedy)
+        remedy = f"run `{needs.python} --version` there"
+        yield HostFinding(host, "python", f"{needs.python} gave no facts: {detail}", remedy)
 
 
-def _installed(report: HostReport, wanted: HostRequirements) -> Iterator[HostFinding]:
+def _installed(report: HostReport, needs: HostRequirements) -> Iterator[HostFinding]:
     facts = report.facts
     if hidden := facts["megalite_hidden_by"]:
         message = f"the folder {hidden} has no __init__.py and hides the installed package megalite"
-        yield HostFinding(
-            report.host, "megalite", message, f"launch from another folder than {wanted.folder}"
-        )
+        yield HostFinding(report.host, "megalite", message, f"launch from another folder than {needs.folder}")
     elif not facts["megalite"]:
-        message = f"megalite cannot be imported by {wanted.python}: {facts['megalite_error']}"
-        remedy = f"install it there: `{wanted.python} -m pip install ...`, or launch from a shared checkout"
+        message = f"megalite cannot be imported by {needs.python}: {facts['megalite_error']}"
+        remedy = f"install it there: `{needs.python} -m pip install ...`, or launch from a shared checkout"
         yield HostFinding(report.host, "megalite", message, remedy)
     if not facts["torch"]:
-        remedy = f"install it there: `{wanted.python} -m pip install torch`"
-        yield HostFinding(report.host, "torch", f"torch is not installed for {wanted.python}", remedy)
+        remedy = f"install it there: `{needs.python} -m pip install torch`"
+        yield HostFinding(report.host, "torch", f"torch is not installed for {needs.python}", remedy)
 
 
-def _files(report: HostReport, wanted: HostRequirements) -> Iterator[HostFinding]:
+def _files(report: HostReport, needs: HostRequirements) -> Iterator[HostFinding]:
     if error := report.facts["run_file"]["error"]:
         remedy = "copy it there, or put it into a folder that all hosts share"
-        yield HostFinding(report.host, "run file", f"{wanted.run_file} cannot be read: {error}", remedy)
-    elif report.facts["run_file"]["digest"] != wanted.run_digest:
-        message = f"{wanted.run_file} has another content than on this machine"
+        yield HostFinding(report.host, "run file", f"{needs.run_file} cannot be read: {error}", remedy)
+    elif report.facts["run_file"]["digest"] != needs.run_digest:
+        message = f"{needs.run_file} has another content than on this machine"
         yield HostFinding(
             report.host, "run file", message, "copy this machine's to it, or use a shared folder"
         )
     if error := report.facts["disk_error"]:
         remedy = "change its owner or mode, or choose another run.folder"
-        yield HostFinding(
-            report.host, "run folder", f"{error}, and run.folder is {wanted.run_folder}", remedy
-        )
+        yield HostFinding(report.host, "run folder", f"{error}, and run.folder is {needs.run_folder}", remedy)
     if report.shared is False:
         message = (
-            f"run.folder {wanted.run_folder} is another folder than the first host's; a checkpoint needs one"
+            f"run.folder {needs.run_folder} is another folder than the first host's; a checkpoint needs one"
         )
         yield HostFinding(
             report.host, "run folder", message, "use a folder of a file system that all hosts share"
         )
 
 
-def _machine(report: HostReport, wanted: HostRequirements) -> Iterator[HostFinding]:
+def _machine(report: HostReport, needs: HostRequirements) -> Iterator[HostFinding]:
     facts, host, slots = report.facts, report.host, report.slots
     memory, shared, disk = (facts[f"{name}_bytes"] for name in ("memory", "shared_memory", "disk"))
     if 0 < facts["gpus"] < slots:
@@ -172,7 +168,7 @@ def _machine(report: HostReport, wanted: HostRequirements) -> Iterator[HostFindi
     if facts["cores"] < slots:
         message = f"{slots} slots share {counted(facts['cores'], 'core')}: ranks take turns"
         yield HostFinding(host, "cores", message, f"write slots={facts['cores']}", "warning")
-    total, needed = facts.get("total_memory_bytes"), wanted.rank_bytes * slots
+    total, needed = facts.get("total_memory_bytes"), needs.rank_bytes * slots
     if total is not None and not (facts["gpus"] or facts.get("accelerator")) and needed > total:
         message = (
             f"{counted(slots, 'rank')} need {size(needed)} or more for weights, gradients, optimizer and one micro "
@@ -190,16 +186,16 @@ def _machine(report: HostReport, wanted: HostRequirements) -> Iterator[HostFindi
     if shared is None:
         yield HostFinding(host, "/dev/shm", "there is no /dev/shm", "mount a tmpfs there", "warning")
     if disk is not None and disk < _LEAST_DISK_BYTES:
-        message = f"the disk of run.folder {wanted.run_folder} has {size(disk)} left"
+        message = f"the disk of run.folder {needs.run_folder} has {size(disk)} left"
         yield HostFinding(
             host, "disk", message, "remove old checkpoints, or choose another run.folder", "warning"
         )
 
 
-def _network(report: HostReport, wanted: HostRequirements) -> Iterator[HostFinding]:
+def _network(report: HostReport, needs: HostRequirements) -> Iterator[HostFinding]:
     interfaces, own = report.facts["interfaces"], report.facts["own_name"]
-    if wanted.interface and wanted.interface not in interfaces:
-        message = f"there is no network interface {wanted.interface}; it has {', '.join(interfaces)}"
+    if needs.interface and needs.interface not in interfaces:
+        message = f"there is no network interface {needs.interface}; it has {', '.join(interfaces)}"
         remedy = (
             'set launch.interface to one that all hosts have, or to "auto" (also without GLOO_SOCKET_IFNAME)'
         )

@@ -13,7 +13,7 @@ _LONGEST_CELL = 28
 
 def table(reports: Sequence[HostReport], findings: Sequence[HostFinding]) -> Iterator[str]:
     """Yield the lines: the cells with an error begin with "!", those with a warning with "?"."""
-    ranked = sorted(findings, key=lambda each: list(_MARKS).index(each.level))
+    ranked = sorted(findings, key=lambda finding: list(_MARKS).index(finding.level))
     marks = {(each.host, each.row): _MARKS[each.level] for each in ranked}
     columns = [_column(report, reports[0], marks) for report in _shown(reports, findings)]
     rows = [row for row in columns[0] if any(column[row].strip() not in ("", "-") for column in columns)]

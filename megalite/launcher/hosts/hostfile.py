@@ -45,13 +45,13 @@ def read_hostfile(path: Path) -> tuple[Host, ...]:
         words = [(match.start() + 1, match.group()) for match in _WORD.finditer(_content(line))]
         if not words:
             continue
-        name, found = words[0][1], list(_problems(number, words))
+        name, line_problems = words[0][1], list(_problems(number, words))
         if name.lower() in first:
             message = f"{name!r} is named twice, first in line {first[name.lower()]}"
-            found.append(Problem(_place(number, words[0][0]), message, "keep one line for each host"))
+            line_problems.append(Problem(_place(number, words[0][0]), message, "keep one line for each host"))
         first.setdefault(name.lower(), number)
-        problems += found
-        if not found:
+        problems += line_problems
+        if not line_problems:
             hosts.append(Host(name, tuple(range(_count(words)))))
     if not hosts and not problems:
         problems = [Problem("line 1", "the file names no host", f"write one line like `{EXAMPLE}` for each")]
@@ -89,8 +89,8 @@ def _place(number: int, column: int) -> str:
 
 
 def _count(words: list[tuple[int, str]]) -> int:
-    found = _SLOTS.fullmatch(words[1][1])
-    return int(found[1]) if found else 0
+    slots = _SLOTS.fullmatch(words[1][1])
+    return int(slots[1]) if slots else 0
 
 
 def _problems(number: int, words: list[tuple[int, str]]) -> Iterator[Problem]:
@@ -121,11 +121,11 @@ def _problems(number: int, words: list[tuple[int, str]]) -> Iterator[Problem]:
 
 def _problem_of_slots(word: str) -> tuple[str, str]:
     """Return what is wrong with `slots=N`, and the remedy; ("", "") if nothing is."""
-    found = _SLOTS.fullmatch(word)
-    if found is None:
+    slots = _SLOTS.fullmatch(word)
+    if slots is None:
         return "is not a number of slots", "write `slots=N`, with N the number of ranks on the host"
-    if int(found[1]) == 0:
+    if int(slots[1]) == 0:
         return "leaves the host without ranks", "use 1 or more, or put # before the line"
-    if int(found[1]) > MOST_SLOTS:
+    if int(slots[1]) > MOST_SLOTS:
         return f"is more than {MOST_SLOTS}", "write the number of the host's GPUs"
     return "", ""

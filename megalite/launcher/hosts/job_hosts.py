@@ -73,25 +73,25 @@ def find_hosts(options: HostOptions, environ: Mapping[str, str], devices: Path =
     Raises LaunchError for a wrong hostfile, an unknown host or slot, and where no slot is left.
     """
     if options.hostfile is not None:
-        found = Hosts("hostfile", f"the hostfile {options.hostfile}", read_hostfile(options.hostfile))
+        available = Hosts("hostfile", f"the hostfile {options.hostfile}", read_hostfile(options.hostfile))
     elif "SLURM_JOB_ID" in environ and "SLURM_JOB_NODELIST" in environ and not options.local:
-        found = _of_slurm(environ)
+        available = _of_slurm(environ)
     else:
-        found = _local(environ, devices)
-    left = _limited(_filtered(found, options), options)
-    return replace(left, whole=found.slots) if left.limits else left
+        available = _local(environ, devices)
+    left = _limited(_filtered(available, options), options)
+    return replace(left, whole=available.slots) if left.limits else left
 
 
-def place_ranks(found: Hosts, world_size: int) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
+def place_ranks(available: Hosts, world_size: int) -> tuple[tuple[Placed, ...], tuple[str, ...]]:
     """Return the hosts with their ranks, consecutive and the first hosts first, and what of the hosts stays idle.
 
     Raises LaunchError where the job has more ranks than the hosts have slots.
     """
-    hosts = found.hosts
-    if found.slots is None:
+    hosts = available.hosts
+    if available.slots is None:
         hosts = (replace(hosts[0], slots=tuple(range(world_size))),)
-    elif world_size > found.slots:
-        raise LaunchError(_too_many(found, world_size))
+    elif world_size > available.slots:
+        raise LaunchError(_too_many(available, world_size))
     placed: list[Placed] = []
     idle: list[str] = []
     first = 0
@@ -108,19 +108,19 @@ def place_ranks(found: Hosts, world_size: int) -> tuple[tuple[Placed, ...], tupl
     return tuple(placed), tuple(idle)
 
 
-def _too_many(found: Hosts, world_size: int) -> str:
-    slots = ", ".join(f"{host.name} {len(host.slots)}" for host in found.hosts)
+def _too_many(available: Hosts, world_size: int) -> str:
+    slots = ", ".join(f"{host.name} {len(host.slots)}" for host in available.hosts)
     remedy = {
         "hostfile": "add hosts or slots to it",
         "slurm": "allocate more tasks (sbatch --nodes, --ntasks-per-node)",
         "local": "set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU",
-    }[found.source]
-    limits = f" with {' '.join(found.limits)}" if found.limits else ""
-    if found.limits and (found.whole is None or found.whole >= world_size):
-        remedy = f"leave out {' and '.join(found.limits)}"
+    }[available.source]
+    limits = f" with {' '.join(available.limits)}" if available.limits else ""
+    if available.limits and (available.whole is None or available.whole >= world_size):
+        remedy = f"leave out {' and '.join(available.limits)}"
     return (
-        f"the run has {world_size} ranks (parallel.tensor * pipeline * data), but {found.named} has "
-        f"{found.slots} slot{'s' * (found.slots != 1)} ({slots}){limits}, and a slot runs one rank; "
+        f"the run has {world_size} ranks (parallel.tensor * pipeline * data), but {available.named} has "
+        f"{available.slots} slot{'s' * (available.slots != 1)} ({slots}){limits}, and a slot runs one rank; "
         f"use a smaller layout, or {remedy}"
     )
 
@@ -161,39 +161,39 @@ def local_gpus(environ: Mapping[str, str], devices: Path = Path("/dev")) -> int:
     return [*valid, False].index(False)
 
 
-def _filtered(found: Hosts, options: HostOptions) -> Hosts:
+def _filtered(available: Hosts, options: HostOptions) -> Hosts:
     """Apply --include and --exclude. Raises LaunchError with all their problems."""
     if not options.include and not options.exclude:
-        return found
+        return available
     if options.include and options.exclude:
         raise LaunchError(
             "--include and --exclude cannot be combined; give --include with all that is to be used"
         )
     option, text = ("--include", options.include) if options.include else ("--exclude", options.exclude)
-    if not found.counted:
+    if not available.counted:
         raise LaunchError(
             f"{option} {text}: this machine has no GPU, and so no numbered slots; leave it out, or give --hostfile"
         )
-    named, problems = _parsed(text, found)
+    named, problems = _parsed(text, available)
     if problems:
         raise LaunchError(problem_list(problems, f"{option} {text}"))
     hosts = []
-    for host in found.hosts:
-        given = named.get(host.name)
+    for host in available.hosts:
+        slots = named.get(host.name)
         if option == "--include":
-            kept = () if given is None else tuple(slot for slot in host.slots if slot in given)
+            kept = () if slots is None else tuple(slot for slot in host.slots if slot in slots)
         else:
-            kept = tuple(slot for slot in host.slots if slot not in (given or ()))
+            kept = tuple(slot for slot in host.slots if slot not in (slots or ()))
         if kept:
             hosts.append(Host(host.name, kept))
     if not hosts:
-        raise LaunchError(f"{option} {text} leaves no slot of {found.named}; name fewer hosts or slots")
-    return replace(found, hosts=tuple(hosts), limits=(*found.limits, f"{option} {text}"))
+        raise LaunchError(f"{option} {text} leaves no slot of {available.named}; name fewer hosts or slots")
+    return replace(available, hosts=tuple(hosts), limits=(*available.limits, f"{option} {text}"))
 
 
-def _parsed(text: str, found: Hosts) -> tuple[dict[str, set[int]], list[Problem]]:
+def _parsed(text: str, available: Hosts) -> tuple[dict[str, set[int]], list[Problem]]:
     """Return host -> its named slots (all of them without numbers), and the problems of the text."""
-    known = {host.name: host.slots for host in found.hosts}
+    known = {host.name: host.slots for host in available.hosts}
     named: dict[str, set[int]] = {}
     problems = []
     for item in text.split("@"):
@@ -201,7 +201,9 @@ def _parsed(text: str, found: Hosts) -> tuple[dict[str, set[int]], list[Problem]
         if not name:
             problems.append(Problem(repr(item), "names no host", "write NAME or NAME:0,1, joined by @"))
         elif name not in known:
-            problems.append(Problem(name, f"is not a host of {found.named}", f"it has {', '.join(known)}"))
+            problems.append(
+                Problem(name, f"is not a host of {available.named}", f"it has {', '.join(known)}")
+            )
         elif name in named:
             problems.append(Problem(name, "is named twice", "write its slots once, as in NAME:0,1"))
         elif not colon:
@@ -219,21 +221,21 @@ def _parsed(text: str, found: Hosts) -> tuple[dict[str, set[int]], list[Problem]
     return named, problems
 
 
-def _limited(found: Hosts, options: HostOptions) -> Hosts:
+def _limited(available: Hosts, options: HostOptions) -> Hosts:
     """Apply --hosts and --slots. Raises LaunchError where there are not so many."""
-    hosts, limits = found.hosts, found.limits
+    hosts, limits = available.hosts, available.limits
     if options.hosts is not None:
         if options.hosts > len(hosts):
             already = f" with {' '.join(limits)}" if limits else ""
             raise LaunchError(
-                f"--hosts {options.hosts}: {found.named} has {len(hosts)}{already}; use {len(hosts)} or fewer"
+                f"--hosts {options.hosts}: {available.named} has {len(hosts)}{already}; use {len(hosts)} or fewer"
             )
         hosts, limits = hosts[: options.hosts], (*limits, f"--hosts {options.hosts}")
     if options.slots is None:
-        return replace(found, hosts=hosts, limits=limits)
-    if not found.counted:
+        return replace(available, hosts=hosts, limits=limits)
+    if not available.counted:
         only = Host(hosts[0].name, tuple(range(options.slots)))
-        return replace(found, hosts=(only,), counted=True, limits=(*limits, f"--slots {options.slots}"))
+        return replace(available, hosts=(only,), counted=True, limits=(*limits, f"--slots {options.slots}"))
     small = [f"{host.name} has {len(host.slots)}" for host in hosts if len(host.slots) < options.slots]
     if small:
         least = min(len(host.slots) for host in hosts)
@@ -241,4 +243,4 @@ def _limited(found: Hosts, options: HostOptions) -> Hosts:
     fewer = tuple(Host(host.name, host.slots[: options.slots]) for host in hosts)
     if fewer != hosts:
         limits = (*limits, f"--slots {options.slots}")
-    return replace(found, hosts=fewer, limits=limits)
+    return replace(available, hosts=fewer, limits=limits)

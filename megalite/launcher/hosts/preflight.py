@@ -62,11 +62,11 @@ def locally() -> Transport:
     return Transport("local", lambda host: ["sh", "-c"])
 
 
-def transport_to(found: Hosts, ssh_options: Sequence[str] = ()) -> Transport:
+def transport_to(hosts: Hosts, ssh_options: Sequence[str] = ()) -> Transport:
     """Return the way to reach hosts, which follows from where they were found; ssh_options: those of the backend."""
-    if found.source == "hostfile":
+    if hosts.source == "hostfile":
         return over_ssh(ssh_options)
-    return over_srun() if found.source == "slurm" else locally()
+    return over_srun() if hosts.source == "slurm" else locally()
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Preflight:
 
 
 def preflight(
-    slots: Mapping[str, int], wanted: HostRequirements, transport: Transport, seconds: float = SECONDS
+    slots: Mapping[str, int], needs: HostRequirements, transport: Transport, seconds: float = SECONDS
 ) -> Preflight:
     """Ask all hosts at once; slots: host -> number of ranks, the first host has rank 0.
 
@@ -115,38 +115,38 @@ def preflight(
     """
     reports = [HostReport(host, count) for host, count in slots.items()]
     with ExitStack() as stack:
-        talks = [
-            stack.enter_context(_Talk(report, wanted, transport.prefix(report.host), seconds))
+        sessions = [
+            stack.enter_context(_Session(report, needs, transport.prefix(report.host), seconds))
             for report in reports
         ]
         with ThreadPoolExecutor(_AT_ONCE) as threads:
 
-            def together(step: Callable[[_Talk], None]) -> None:
-                list(threads.map(step, (talk for talk in talks if not talk.report.failure)))
+            def together(step: Callable[[_Session], None]) -> None:
+                list(threads.map(step, (session for session in sessions if not session.report.failure)))
 
-            together(_Talk.start)
-            together(_Talk.learn)
-            if wanted.run_folder is not None and len(talks) > 1:
-                _compare_run_folders(talks, together, str(wanted.run_folder))
+            together(_Session.start)
+            together(_Session.learn)
+            if needs.run_folder is not None and len(sessions) > 1:
+                _compare_run_folders(sessions, together, str(needs.run_folder))
             if transport.name != "local":
-                _connect(talks, together, wanted)
-        for talk in talks:
-            talk.hang_up()
-    return Preflight(reports, judge(reports, wanted))
+                _connect(sessions, together, needs)
+        for session in sessions:
+            session.hang_up()
+    return Preflight(reports, judge(reports, needs))
 
 
-class _Talk:
-    """The conversation with the probe on one host; any failure ends it and is written into the report."""
+class _Session:
+    """The session with the probe on one host; any failure ends it and is written into the report."""
 
-    def __init__(self, report: HostReport, wanted: HostRequirements, prefix: Sequence[str], seconds: float):
-        self.report, self._wanted = report, wanted
-        self._command = [*prefix, _shell_command(wanted)]
+    def __init__(self, report: HostReport, needs: HostRequirements, prefix: Sequence[str], seconds: float):
+        self.report, self._needs = report, needs
+        self._command = [*prefix, _shell_command(needs)]
         self._seconds = seconds
         self._late = False
         self.token = secrets.token_hex(8)
         self.port = 0
 
-    def __enter__(self) -> "_Talk":
+    def __enter__(self) -> "_Session":
         self._process: subprocess.Popen[str] | None = None
         self._errors = tempfile.TemporaryFile("w+", errors="replace")
         return self
@@ -187,11 +187,11 @@ class _Talk:
         self._exchange(f"{len(text)}\n{text}")
 
     def learn(self) -> None:
-        wanted = {
-            "run_file": str(self._wanted.run_file or ""),
-            "run_folder": str(self._wanted.run_folder or ""),
+        paths = {
+            "run_file": str(self._needs.run_file or ""),
+            "run_folder": str(self._needs.run_folder or ""),
         }
-        self.report.facts = self.ask("facts", wanted) or {}
+        self.report.facts = self.ask("facts", paths) or {}
         before = time.time()
         there = self.ask("time")
         after = time.time()
@@ -245,13 +245,13 @@ class _Talk:
             self.report.failure = "unreachable" if lost else "crash"
 
 
-def _shell_command(wanted: HostRequirements) -> str:
+def _shell_command(needs: HostRequirements) -> str:
     """Return the command that starts the probe as a rank would be started: same folder, interpreter, environment."""
-    folder, python = shlex.quote(str(wanted.folder)), shlex.quote(wanted.python)
+    folder, python = shlex.quote(str(needs.folder)), shlex.quote(needs.python)
     script = "; ".join(
         [
             f"cd -- {folder} 2>/dev/null || {_missing('folder')}",
-            *(f"export {name}={shlex.quote(value)}" for name, value in wanted.environment.items()),
+            *(f"export {name}={shlex.quote(value)}" for name, value in needs.environment.items()),
             f"command -v {python} >/dev/null 2>&1 || {_missing('interpreter')}",
             f"exec {python} -c {shlex.quote(_BOOT)}",
         ]
@@ -265,57 +265,57 @@ def _missing(name: str) -> str:
     return f"{{ echo {shlex.quote(line)}; exit 3; }}"
 
 
-_Together = Callable[[Callable[[_Talk], None]], None]
+_Together = Callable[[Callable[[_Session], None]], None]
 
 
-def _compare_run_folders(talks: Sequence[_Talk], together: _Together, run_folder: str) -> None:
+def _compare_run_folders(sessions: Sequence[_Session], together: _Together, run_folder: str) -> None:
     name = f".megalite-preflight-{secrets.token_hex(8)}"
-    if talks[0].ask("mark", run_folder, name) != "":
+    if sessions[0].ask("mark", run_folder, name) != "":
         return  # its own error is among the facts
 
-    def look(talk: _Talk) -> None:
-        if talk is not talks[0]:
-            talk.report.shared = talk.ask("sees", run_folder, name, _MARKER_SECONDS)
+    def look(session: _Session) -> None:
+        if session is not sessions[0]:
+            session.report.shared = session.ask("sees", run_folder, name, _MARKER_SECONDS)
 
     together(look)
-    talks[0].report.shared = True
+    sessions[0].report.shared = True
 
 
-def _connect(talks: Sequence[_Talk], together: _Together, wanted: HostRequirements) -> None:
+def _connect(sessions: Sequence[_Session], together: _Together, needs: HostRequirements) -> None:
     """Let every host connect to the first and to this machine, and the first to every host."""
-    ports = list(wanted.ports or (0,))
-    first = talks[0]
+    ports = list(needs.ports or (0,))
+    first = sessions[0]
 
-    def listen(talk: _Talk) -> None:
-        chosen = talk.report.facts["interfaces"].get(wanted.interface, "")
-        answer = talk.ask("listen", talk.token, ports, chosen) or {"port": 0, "error": ""}
-        talk.port, talk.report.port_error = answer["port"], answer["error"]
+    def listen(session: _Session) -> None:
+        chosen = session.report.facts["interfaces"].get(needs.interface, "")
+        answer = session.ask("listen", session.token, ports, chosen) or {"port": 0, "error": ""}
+        session.port, session.report.port_error = answer["port"], answer["error"]
 
     together(listen)
     own = probe.interfaces()
-    here = probe.Listener(secrets.token_hex(8), address=own.get(wanted.interface, ""))
-    launcher = (_addresses(own, [], wanted.interface), here.port, here.token)
+    here = probe.Listener(secrets.token_hex(8), address=own.get(needs.interface, ""))
+    launcher = (_addresses(own, [], needs.interface), here.port, here.token)
 
-    def reach(talk: _Talk) -> None:
-        others = [launcher, *([_target(first, wanted)] if first is not talk and first.port else [])]
-        ways = talk.ask("reach", others) or []
-        talk.report.to_launcher, *rest = ways or [None]
-        talk.report.to_first = rest[0] if rest else None
+    def reach(session: _Session) -> None:
+        others = [launcher, *([_target(first, needs)] if first is not session and first.port else [])]
+        ways = session.ask("reach", others) or []
+        session.report.to_launcher, *rest = ways or [None]
+        session.report.to_first = rest[0] if rest else None
 
     try:
         together(reach)
     finally:
         here.close()
-    others = [talk for talk in talks[1:] if talk.port]
-    ways = first.ask("reach", [_target(talk, wanted) for talk in others]) or []
-    for talk, way in zip(others, ways, strict=False):
-        talk.report.from_first = way
+    others = [session for session in sessions[1:] if session.port]
+    ways = first.ask("reach", [_target(session, needs) for session in others]) or []
+    for session, way in zip(others, ways, strict=False):
+        session.report.from_first = way
 
 
-def _target(talk: _Talk, wanted: HostRequirements) -> tuple[list[str], int, str]:
-    facts = talk.report.facts
-    addresses = _addresses(facts["interfaces"], facts["own_name"]["addresses"], wanted.interface)
-    return addresses, talk.port, talk.token
+def _target(session: _Session, needs: HostRequirements) -> tuple[list[str], int, str]:
+    facts = session.report.facts
+    addresses = _addresses(facts["interfaces"], facts["own_name"]["addresses"], needs.interface)
+    return addresses, session.port, session.token
 
 
 def _addresses(interfaces: Mapping[str, str], named: Sequence[str], chosen: str) -> list[str]:

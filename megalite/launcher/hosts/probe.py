@@ -80,12 +80,12 @@ def reach(addresses: Sequence[str], port: int, token: str) -> dict[str, str]:
     for address in addresses:
         try:
             with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:
-                told = connection.makefile().readline().strip()
+                answer = connection.makefile().readline().strip()
                 own = connection.getsockname()[0].removeprefix("::ffff:")
         except OSError as error:
             errors.append(f"{address} port {port}: {error.strerror or error}")
             continue
-        if told == token:
+        if answer == token:
             return {"address": address, "own": own, "interface": interface_of(own), "error": ""}
         errors.append(f"{address} port {port}: another machine or program answers")
     return {"address": "", "own": "", "interface": "", "error": "; ".join(errors) or "it has no address"}
@@ -93,22 +93,22 @@ def reach(addresses: Sequence[str], port: int, token: str) -> dict[str, str]:
 
 def interfaces() -> dict[str, str]:
     """Return interface -> its first IPv4 address; without the ones that have none."""
-    found = {}
+    addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(asking.fileno(), _ADDRESS_OF_INTERFACE, request)
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+                addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def interface_of(address: str) -> str:
     return next((name for name, each in interfaces().items() if each == address), "")
 
 
-def facts(wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the preflight compares; wanted: run_file and run_folder, each "" for none."""
+def facts(paths: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the preflight compares; paths: run_file and run_folder, each "" for none."""
     return {
         "host": socket.gethostname(),
         "own_name": _resolved(socket.gethostname()),
@@ -117,9 +117,9 @@ def facts(wanted: Mapping[str, Any]) -> dict[str, Any]:
         "python": sys.version.split()[0],
         **_megalite(),
         **{name: _version(name) for name in PACKAGES},
-        "run_file": digest(wanted["run_file"]),
+        "run_file": digest(paths["run_file"]),
         **_machine(),
-        **_disk(wanted["run_folder"]),
+        **_disk(paths["run_folder"]),
     }
 
 
@@ -181,10 +181,10 @@ def digest(path: str) -> dict[str, str]:
 
 def _resolved(name: str) -> dict[str, Any]:
     try:
-        found = {each[4][0] for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
+        addresses = {each[4][0] for each in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)}
     except OSError as error:
         return {"addresses": [], "error": str(error)}
-    return {"addresses": sorted(map(str, found)), "error": ""}
+    return {"addresses": sorted(map(str, addresses)), "error": ""}
 
 
 def _machine() -> dict[str, Any]:
@@ -229,8 +229,8 @@ class Probe:
         self._listener: Listener | None = None
         self._marker: Path | None = None
 
-    def facts(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        return facts(wanted)
+    def facts(self, paths: Mapping[str, Any]) -> dict[str, Any]:
+        return facts(paths)
 
     def time(self) -> float:
         return time.time()

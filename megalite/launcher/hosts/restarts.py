@@ -119,5 +119,5 @@ def one_line(cause: str) -> str:
     return first if len(first) <= 200 else f"{first[:197]}..."
 
 
-def _same_place(one: Ended, other: Ended) -> bool:
-    return one.step == other.step and one.checkpoint == other.checkpoint
+def _same_place(first: Ended, other: Ended) -> bool:
+    return first.step == other.step and first.checkpoint == other.checkpoint

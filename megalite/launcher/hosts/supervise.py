@@ -46,13 +46,13 @@ def listen(hosts: Sequence[str]) -> socket.socket:
     address, reasons = "127.0.0.1" if not hosts else "", []
     for host in hosts:
         try:
-            found = source_address(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
+            own = source_address(str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0]))
         except OSError as error:
             reasons.append(f"{host}: {error.strerror or error}")
             continue
         # This machine may know itself as 127.0.1.1, which other hosts cannot reach.
         if not address or address.startswith("127."):
-            address = found
+            address = own
     if not address:
         raise LaunchError(
             f"this machine reaches none of the hosts ({'; '.join(reasons)}); use names that resolve here, or start "

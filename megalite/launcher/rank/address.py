@@ -42,9 +42,9 @@ def route_to_master(info: RankInfo, environ: Mapping[str, str], interface: str =
         return Route("lo", LOOPBACK, info.master_addr, serves=True)
     own = interface_addresses()
     chosen = _chosen_interface(own, environ, interface)
-    found = _looked_up(info)
-    away = [address for address in found if not ip_address(address).is_loopback]
-    if not away and info.master_addr in ("localhost", *found):
+    addresses = _looked_up(info)
+    away = [address for address in addresses if not ip_address(address).is_loopback]
+    if not away and info.master_addr in ("localhost", *addresses):
         raise LaunchError(
             f"MASTER_ADDR = {info.master_addr} means every host itself, but the {info.world_size} ranks run on "
             f"{info.hosts} hosts; set MASTER_ADDR to the name or address of rank 0's host"
@@ -52,14 +52,14 @@ def route_to_master(info: RankInfo, environ: Mapping[str, str], interface: str =
     here = {each.address: each for each in chosen or own}
     if not away and not _is_this_host(info):
         raise LaunchError(
-            f"MASTER_ADDR = {info.master_addr} means {', '.join(found)} on {info.node}, which is {info.node} itself, "
-            "not rank 0's host; correct /etc/hosts there, or set MASTER_ADDR to the address of rank 0's host"
+            f"MASTER_ADDR = {info.master_addr} means {', '.join(addresses)} on {info.node}, which is {info.node} "
+            "itself, not rank 0's host; correct /etc/hosts there, or set MASTER_ADDR to the address of rank 0's host"
         )
     if not away:
         # Debian writes "127.0.1.1 NAME" into /etc/hosts: the master's name is this host's own.
         source = _own_address(chosen or own, chosen_by_user=bool(chosen))
         note = (
-            f"{info.master_addr} means {', '.join(found)} here, which other hosts cannot reach: this host uses "
+            f"{info.master_addr} means {', '.join(addresses)} here, which other hosts cannot reach: this host uses "
             f"{source.address} ({source.interface}) instead"
         )
         return Route(source.interface, source.address, source.address, serves=True, note=note)
@@ -99,7 +99,7 @@ def serving_addresses(environ: Mapping[str, str], interface: str = "auto") -> li
     chosen = _chosen_interface(own, environ, interface)
     first = _own_address(chosen or own, chosen_by_user=bool(chosen))
     others = [each for each in chosen or own if each.reachable and each != first]
-    return [each.address for each in (first, *sorted(others, key=lambda each: each.of_containers))]
+    return [each.address for each in (first, *sorted(others, key=lambda address: address.of_containers))]
 
 
 def _looked_up(info: RankInfo) -> list[str]:
@@ -153,7 +153,7 @@ def _own_address(own: Sequence[InterfaceAddress], *, chosen_by_user: bool = Fals
             f"this host has no address that others can reach: it has {_described(own)}; set {SETTING} in the run file, "
             f"or {GLOO}, to an interface between the hosts"
         )
-    candidates.sort(key=lambda each: each.parsed.version)
+    candidates.sort(key=lambda address: address.parsed.version)
     try:
         # An address of documentation (RFC 5737): nothing is sent, and only a default route leads there.
         default = source_address("192.0.2.1")
@@ -191,10 +191,10 @@ def _names(value: str, interface: str, *, prefixes: bool) -> bool:
     """Whether a list of interfaces names one: gloo's names are whole, NCCL's prefixes but after "="; "^" excludes."""
     if not prefixes:
         return interface in (each.strip() for each in value.split(","))
-    wanted, rest = not value.startswith("^"), value.removeprefix("^")
+    included, rest = not value.startswith("^"), value.removeprefix("^")
     whole, rest = rest.startswith("="), rest.removeprefix("=")
     names = [each.strip() for each in rest.split(",")]
-    return (interface in names if whole else interface.startswith(tuple(names))) is wanted
+    return (interface in names if whole else interface.startswith(tuple(names))) is included
 
 
 def _of_family(own: Sequence[InterfaceAddress], remote: str) -> InterfaceAddress:

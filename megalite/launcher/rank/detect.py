@@ -328,12 +328,13 @@ def _refuse_contradictions(environ: Mapping[str, str], launcher: Launcher, info:
 
 
 def _remedy_for_lone_worlds(launcher: Launcher, other: Launcher, size: str) -> str:
-    one = "srun --ntasks=1" if other is SLURM else "mpirun -n 1"
+    start = "srun --ntasks=1" if other is SLURM else "mpirun -n 1"
     if launcher is TORCHRUN:
-        return f"give torchrun --nnodes {size} and one --rdzv-endpoint HOST:PORT for all, or start one torchrun ({one})"
+        many = f"give torchrun --nnodes {size} and one --rdzv-endpoint HOST:PORT for all"
+        return f"{many}, or start one torchrun ({start})"
     if launcher is EXPLICIT:
         return f"unset {', '.join(launcher.sizes)} to use the ranks of {other.name}"
-    return f"start {launcher.name} once ({one}), and let it start all ranks"
+    return f"start {launcher.name} once ({start}), and let it start all ranks"
 
 
 def _require(environ: Mapping[str, str], launcher: Launcher, *names: str) -> None:
@@ -342,10 +343,10 @@ def _require(environ: Mapping[str, str], launcher: Launcher, *names: str) -> Non
     if not missing:
         return
     known = (launcher.rank, launcher.world_size, launcher.local_rank)
-    given = [f"{name} = {environ[name]}" for name in known if environ.get(name, "").strip()]
+    present = [f"{name} = {environ[name]}" for name in known if environ.get(name, "").strip()]
     message = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not set"
-    if given:
-        message += f", but {', '.join(given)} {'is' if len(given) == 1 else 'are'}"
+    if present:
+        message += f", but {', '.join(present)} {'is' if len(present) == 1 else 'are'}"
     if launcher is EXPLICIT:
         unset = ", ".join(name for name in _PLAIN if name in environ)
         raise LaunchError(f"{message}; set {', '.join(missing)} in every rank too, or unset {unset}")

@@ -102,9 +102,9 @@ def prepare_process(
     return threads
 
 
-def bind_rank(info: RankInfo, wanted: bool | Literal["auto"]) -> tuple[int, ...]:
+def bind_rank(info: RankInfo, bind: bool | Literal["auto"]) -> tuple[int, ...]:
     """Bind this process to its rank's cores, see `bind_cores`; call it before the first computation."""
-    return bind_cores(info, os.environ, wanted)
+    return bind_cores(info, os.environ, bind)
 
 
 def variables() -> dict[str, str]:
@@ -133,12 +133,12 @@ def coordinator_address(environ: Mapping[str, str] | None = None) -> tuple[str, 
     value = (os.environ if environ is None else environ).get("MEGALITE_COORDINATOR", "").strip()
     if not value:
         return None
-    found = re.fullmatch(r"\[?([^/\]\s]+)\]?:([0-9]{1,5})/([0-9a-zA-Z]+)", value)
-    if found is None:
+    parts = re.fullmatch(r"\[?([^/\]\s]+)\]?:([0-9]{1,5})/([0-9a-zA-Z]+)", value)
+    if parts is None:
         raise LaunchError(
             f"MEGALITE_COORDINATOR = {value!r} is not ADDRESS:PORT/NONCE; megalite launch sets it: unset it elsewhere"
         )
-    return found[1], int(found[2]), found[3]
+    return parts[1], int(parts[2]), parts[3]
 
 
 def watched_by_launcher() -> bool:

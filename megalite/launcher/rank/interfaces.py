@@ -64,15 +64,15 @@ def interface_addresses() -> tuple[InterfaceAddress, ...]:
 
 def _walk(entry: "ctypes._Pointer[_Ifaddrs]") -> Iterator[InterfaceAddress]:
     while entry:
-        found = entry.contents
-        name = (found.name or b"").decode(errors="replace")
-        if found.address and found.flags & _IFF_UP:
+        item = entry.contents
+        name = (item.name or b"").decode(errors="replace")
+        if item.address and item.flags & _IFF_UP:
             # struct sockaddr: the family is a host integer of two bytes on Linux.
-            family = int.from_bytes(ctypes.string_at(found.address, 2), sys.byteorder)
+            family = int.from_bytes(ctypes.string_at(item.address, 2), sys.byteorder)
             if family == socket.AF_INET:
-                yield InterfaceAddress(name, socket.inet_ntop(family, ctypes.string_at(found.address + 4, 4)))
+                yield InterfaceAddress(name, socket.inet_ntop(family, ctypes.string_at(item.address + 4, 4)))
             elif family == socket.AF_INET6:
-                address = socket.inet_ntop(family, ctypes.string_at(found.address + 8, 16))
+                address = socket.inet_ntop(family, ctypes.string_at(item.address + 8, 16))
                 local = ip_address(address).is_link_local
                 yield InterfaceAddress(name, f"{address}%{name}" if local else address)
-        entry = found.next
+        entry = item.next

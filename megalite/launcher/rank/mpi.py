@@ -49,15 +49,17 @@ def master_over_mpi(
     if info.launcher == "mpich" and environ.get("PMI_FD", "").isdecimal():
         # MPICH 4.0 over UCX hangs at its end every other time, so its library is not loaded.
         manager = ProcessManager(int(environ["PMI_FD"]), info.rank, info.world_size, seconds)
-        found = _meeting_point(manager, info.rank, addresses)
+        meeting_point = _meeting_point(manager, info.rank, addresses)
         manager.close()
     else:
-        found = _over_mpi(info, addresses, environ, seconds)
-    if "error" in found:
-        raise LaunchError(found["error"])
-    given = environ.get("MASTER_PORT", "").strip()
+        meeting_point = _over_mpi(info, addresses, environ, seconds)
+    if "error" in meeting_point:
+        raise LaunchError(meeting_point["error"])
+    port = environ.get("MASTER_PORT", "").strip()
     return replace(
-        info, master_addr=found["address"], master_port=info.master_port if given else found["port"]
+        info,
+        master_addr=meeting_point["address"],
+        master_port=info.master_port if port else meeting_point["port"],
     )
 
 
@@ -136,15 +138,15 @@ def _answer(answer: IO[str], rank: int, size: int, addresses: list[str], launche
     MPI.Init_thread(MPI.THREAD_SINGLE)
     world = MPI.COMM_WORLD
     if (world.Get_rank(), world.Get_size()) == (rank, size):
-        found = _meeting_point(world, rank, addresses)
+        meeting_point = _meeting_point(world, rank, addresses)
     else:
         library = MPI.Get_library_version().partition(",")[0].splitlines()[0].strip()
-        found = {
+        meeting_point = {
             "error": f"mpi4py sees rank {world.Get_rank()} of {world.Get_size()}, but mpirun ({launcher}) started rank "
             f"{rank} of {size}: mpi4py uses {library}; set MPI4PY_MPIABI={launcher}, or install mpi4py for that MPI "
             f"(pip install --no-binary mpi4py mpi4py), or {_OTHERWISE}"
         }
-    json.dump(found, answer)
+    json.dump(meeting_point, answer)
     answer.close()
     world.Barrier()  # no rank ends MPI while messages are on their way
     MPI.Finalize()

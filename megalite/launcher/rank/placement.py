@@ -18,7 +18,7 @@ _SYSTEM, _GPUS = Path("/sys/devices/system"), Path("/proc/driver/nvidia/gpus")
 def bind_cores(
     info: RankInfo,
     environ: Mapping[str, str],
-    wanted: bool | Literal["auto"] = "auto",
+    bind: bool | Literal["auto"] = "auto",
     system: Path = _SYSTEM,
     gpus: Path = _GPUS,
 ) -> tuple[int, ...]:
@@ -30,11 +30,11 @@ def bind_cores(
     """
     allowed = sorted(os.sched_getaffinity(0))
     bound = len(allowed) < (os.cpu_count() or 1) or available_cores() < len(allowed)
-    if wanted is False or bound or info.local_world_size > len(allowed):
+    if bind is False or bound or info.local_world_size > len(allowed):
         return ()
     nodes = numa_nodes(system)
     near = nodes_of_gpus(gpus, environ.get("CUDA_VISIBLE_DEVICES"))
-    if not nodes or (wanted == "auto" and len(nodes) == 1 and not near):
+    if not nodes or (bind == "auto" and len(nodes) == 1 and not near):
         return ()
     cores = cores_of_rank(info.local_rank, info.local_world_size, nodes, near)
     if cores:
@@ -67,7 +67,7 @@ def cores_of_rank(
 
 def numa_nodes(system: Path = _SYSTEM) -> dict[int, list[int]]:
     """Return NUMA node -> its cores, hardware threads of a core side by side; empty if the kernel does not say."""
-    found = {}
+    nodes = {}
     for folder in (system / "node").glob("node[0-9]*"):
         try:
             cores = _numbers((folder / "cpulist").read_text())
@@ -76,8 +76,8 @@ def numa_nodes(system: Path = _SYSTEM) -> dict[int, list[int]]:
         except (OSError, ValueError):
             return {}
         if order:
-            found[int(folder.name.removeprefix("node"))] = [core for _, core in order]
-    return found
+            nodes[int(folder.name.removeprefix("node"))] = [core for _, core in order]
+    return nodes
 
 
 def nodes_of_gpus(gpus: Path = _GPUS, visible: str | None = None) -> list[int]:
