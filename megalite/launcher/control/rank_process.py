@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from megalite.errors import MegaliteError, RankFailure
 from megalite.launcher.control.failures import FailureFolder, FailureReport
@@ -12,6 +12,7 @@ from megalite.launcher.control.launcher_watch import watch_launcher
 from megalite.launcher.control.member import JobEnded
 from megalite.launcher.control.messages import Verdict
 from megalite.launcher.control.progress import now
+from megalite.launcher.control.rendezvous import Meeting
 from megalite.launcher.control.verdicts import describe_end, describe_own
 from megalite.launcher.process import end_process, identity, within
 from megalite.launcher.rank.detect import RankInfo
@@ -23,19 +24,6 @@ _WRITE_SECONDS, _SAY_SECONDS, _LAST_WORD_SECONDS = 1.0, 1.0, 0.6
 
 # Ended by a signal: saved, nothing to save yet, SIGINT, SIGTERM.
 _IN_GOOD_ORDER = (75, 76, 130, 143)
-
-
-class Judge(Protocol):
-    """The way to the coordinator of the job."""
-
-    def fail(self, report: FailureReport) -> Verdict | None:
-        """Send the failure of this rank and return the verdict on the job; None if none comes in time."""
-
-    def stop(self, text: str, exit_code: int) -> Verdict | None:
-        """End the job on all ranks in good order."""
-
-    def pass_on(self) -> None:
-        """Where the coordinator is in this process: give the others a moment to take the verdict."""
 
 
 class RankEnd:
@@ -54,8 +42,8 @@ class RankEnd:
         shows_verdict: bool = True,
     ):
         self.info = info
-        self.judge: Judge | None = None
-        """Set once the rank is connected to the coordinator."""
+        self.judge: Meeting | None = None
+        """The way to the coordinator, once the rank is connected to it."""
         self.folder = FailureFolder(failures, layout, job=_start_of(info))
         self._layout, self._say, self._shows_verdict = layout, say, shows_verdict
         # Taken by the thread that ends the process, and never given back.
