@@ -84,21 +84,22 @@ def remove(prefix: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def read_journal(prefix: Path) -> dict[str, Any]:
-    """Return the journal; an empty dict if there is none, or it is damaged."""
+def write_journal(prefix: Path, content: dict[str, Any]) -> None:
+    replace_file(journal_path(prefix), json.dumps(content).encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; an empty dict if there is none, it is damaged, or it is no object."""
     try:
-        content = json.loads(journal_path(prefix).read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
 
-def write_journal(prefix: Path, content: dict[str, Any]) -> None:
-    path = journal_path(prefix)
-    with partial(path).open("w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file of which this process alone holds the lock, atomically. Raises OSError."""
+    _write(partial(path), content)
     partial(path).replace(path)
 
 
@@ -107,7 +108,7 @@ def publish(files: PartialFiles, facts: dict[str, Any]) -> None:
     prefix = files.prefix
     json_partial = partial(json_path(prefix))
     try:
-        _write_json(json_partial, facts)
+        _write(json_partial, _as_json(facts))
         json_path(prefix).unlink(missing_ok=True)
         idx_path(prefix).unlink(missing_ok=True)
         partial(bin_path(prefix)).replace(bin_path(prefix))
@@ -127,16 +128,19 @@ def replace_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file atomically; two processes at once cannot tear it, the later one is kept. Raises OSError."""
     own = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}.partial")
     try:
-        _write_json(own, content)
+        _write(own, _as_json(content))
         own.replace(path)
     finally:
         own.unlink(missing_ok=True)
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
+def _as_json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode() + b"\n"
+
+
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

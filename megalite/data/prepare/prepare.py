@@ -20,7 +20,7 @@ from megalite.data.files.partial_files import (
     json_path,
     partial_files,
     publish,
-    read_journal,
+    read_json,
     write_journal,
 )
 from megalite.data.files.prepared import PreparedFacts, prepared_facts, update_facts
@@ -307,7 +307,7 @@ def _resumed(preparation: Preparation, files: Sequence[PartialFiles]) -> tuple[_
 
     The content of the text decides, which what is published records, too: chmod does not take a journal away.
     """
-    journal = read_journal(preparation.outputs[0])
+    journal = read_json(journal_path(preparation.outputs[0]))
     state = _State(Place(), 0, RowCounts())
     saved: list[dict[str, Any]] = [{} for _ in files]
     if preparation.journal_key.items() <= journal.items():

@@ -1,13 +1,11 @@
 """The range of the ids in a token file, checked once before training rather than sample by sample."""
 
-import json
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from megalite.data.files.partial_files import replace_json
+from megalite.data.files.partial_files import read_json, replace_json
 from megalite.data.files.prepared import prepared_facts
 from megalite.data.files.token_file import TokenFile, bin_path
 from megalite.errors import DataError
@@ -38,7 +36,7 @@ def largest_id(file: TokenFile, cache: Path) -> int:
         return facts.largest_id
     path = bin_path(file.prefix)
     stat = path.stat()
-    known = _read(cache)
+    known = read_json(cache)
     place, version = str(path.resolve()), [stat.st_size, stat.st_ctime_ns]
     record = known.get(place)
     if not isinstance(record, dict) or record.get("version") != version:
@@ -53,11 +51,3 @@ def largest_id(file: TokenFile, cache: Path) -> int:
     if record["smallest"] < 0:
         raise DataError(f"{path}: id {record['smallest']} is negative; prepare the text again")
     return int(record["largest"])
-
-
-def _read(cache: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(cache.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -1,7 +1,6 @@
 """The tokenizer of a run: the given one, that of the prepared data, or one that is made once in the run folder."""
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.sections.text_sections import TokenizerConfig
-from megalite.data.files.partial_files import replace_json
+from megalite.data.files.partial_files import read_json, replace_json
 from megalite.data.files.prepared import prepared_facts, recorded_tokenizer
 from megalite.data.files.token_file import bin_path
 from megalite.data.files.workers import ordered_map
@@ -18,12 +17,10 @@ from megalite.data.tokenizers.tokenizer import (
     END_OF_DOCUMENT,
     SENTENCEPIECE_FILE,
     add_special_tokens,
-    copy_tokenizer,
     load_tokenizer,
-    save_tokenizer,
     tokenizer_file,
 )
-from megalite.data.tokenizers.tokenizer_import import ForeignTokenizer, foreign_tokenizer
+from megalite.data.tokenizers.tokenizer_import import ForeignTokenizer, foreign_tokenizer, import_tokenizer
 from megalite.data.tokenizers.tokenizer_training import fitting_vocab_size, train_into
 from megalite.errors import DataError
 from megalite.monitor.preparation import PreparationConsole, counted, megabytes
@@ -181,16 +178,11 @@ class _Import:
         return {}
 
     def make(self) -> None:
-        own_end = self.end_of_document not in self.add_tokens
-        if not isinstance(self.tokenizer, Path):
-            self.tokenizer.write_into(
-                self.folder, self.end_of_document if own_end else self.tokenizer.end_of_document
-            )
-        elif (self.tokenizer / "tokenizer_config.json").is_file():
-            copy_tokenizer(self.tokenizer, self.folder)
+        end = None if self.end_of_document in self.add_tokens else self.end_of_document
+        if isinstance(self.tokenizer, Path):
+            import_tokenizer(self.tokenizer, self.folder, end)
         else:
-            own = load_tokenizer(self.tokenizer, end_of_document=self.end_of_document if own_end else None)
-            save_tokenizer(own.backend, self.folder, own.end_of_document)
+            self.tokenizer.write_into(self.folder, end or self.tokenizer.end_of_document)
         if self.add_tokens:
             add_special_tokens(self.folder, self.add_tokens)
 
@@ -214,13 +206,7 @@ def _training(request: TokenizerRequest) -> _Training:
 
 def _record_of(folder: Path) -> dict[str, Any] | None:
     """Return the record of the tokenizer in the run folder; {} if it has none, None without a tokenizer."""
-    if not (folder / "tokenizer.json").is_file():
-        return None
-    try:
-        content = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    return read_json(folder / _RECORD) if (folder / "tokenizer.json").is_file() else None
 
 
 def _make_in_worker(job: _Job, console: PreparationConsole) -> None:

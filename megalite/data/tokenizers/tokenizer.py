@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from megalite.data.files.partial_files import lock_held, partial
+from megalite.data.files.partial_files import lock_held, partial, replace_file
 from megalite.errors import DataError
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -83,9 +82,9 @@ def save_tokenizer(
     with _writing(folder):
         # tokenizer.json is last: if it exists, the folder is complete.
         if sentencepiece is not None:
-            _write(folder / SENTENCEPIECE_FILE, sentencepiece)
-        _write(folder / "tokenizer_config.json", _as_json(config))
-        _write(folder / "tokenizer.json", backend.to_str(pretty=True).encode() + b"\n")
+            replace_file(folder / SENTENCEPIECE_FILE, sentencepiece)
+        replace_file(folder / "tokenizer_config.json", _as_json(config))
+        replace_file(folder / "tokenizer.json", backend.to_str(pretty=True).encode() + b"\n")
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -103,7 +102,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         contents["tokenizer_config.json"] = _as_json({**kept, "tokenizer_class": _AS_WRITTEN})
         # tokenizer.json is last: if it exists, the folder is complete.
         for name in sorted(contents, key="tokenizer.json".__eq__):
-            _write(folder / name, contents[name])
+            replace_file(folder / name, contents[name])
 
 
 def add_special_tokens(folder: Path, tokens: Sequence[str]) -> None:
@@ -111,7 +110,7 @@ def add_special_tokens(folder: Path, tokens: Sequence[str]) -> None:
     with _writing(folder):
         backend = Backend.from_file(str(folder / "tokenizer.json"))
         backend.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in tokens])
-        _write(folder / "tokenizer.json", backend.to_str(pretty=True).encode() + b"\n")
+        replace_file(folder / "tokenizer.json", backend.to_str(pretty=True).encode() + b"\n")
 
 
 def copy_others(source: Path, folder: Path) -> None:
@@ -120,7 +119,7 @@ def copy_others(source: Path, folder: Path) -> None:
     with _writing(folder):
         for name in TOKENIZER_FILES:
             if (beside / name).is_file() and not (folder / name).exists():
-                _write(folder / name, (beside / name).read_bytes())
+                replace_file(folder / name, (beside / name).read_bytes())
 
 
 def load_tokenizer(path: Path | str, *, end_of_document: str | None = None) -> Tokenizer:
@@ -143,7 +142,7 @@ def load_tokenizer(path: Path | str, *, end_of_document: str | None = None) -> T
     end_of_document = end_of_document or special_token(file.parent, "eos_token") or END_OF_DOCUMENT
     end_of_document_id = backend.token_to_id(end_of_document)
     if end_of_document_id is None:
-        raise DataError(_unknown_end_of_document(file, backend, end_of_document))
+        raise DataError(unknown_end_of_document(file, backend, end_of_document))
     vocab_size = max(backend.get_vocab(with_added_tokens=True).values()) + 1
     sha256 = hashlib.sha256(text).hexdigest()
     return Tokenizer(file, backend, vocab_size, end_of_document, end_of_document_id, sha256)
@@ -184,7 +183,8 @@ def special_token(folder: Path, key: str) -> str | None:
     return None
 
 
-def _unknown_end_of_document(file: Path, backend: Backend, end_of_document: str) -> str:
+def unknown_end_of_document(file: Path, backend: Backend, end_of_document: str) -> str:
+    """Return the message of a tokenizer that lacks the end of document."""
     special = sorted(token.content for token in backend.get_added_tokens_decoder().values() if token.special)
     return (
         f"{file} has no token {end_of_document!r}; "
@@ -217,11 +217,3 @@ def _config(file: Path) -> dict[str, Any]:
 
 def _as_json(config: Mapping[str, Any]) -> bytes:
     return json.dumps(config, indent=2).encode() + b"\n"
-
-
-def _write(path: Path, content: bytes) -> None:
-    with partial(path).open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial(path).replace(path)

@@ -22,6 +22,7 @@ from megalite.data.tokenizers.tokenizer import (
     load_tokenizer,
     save_tokenizer,
     tokenizer_file,
+    unknown_end_of_document,
 )
 from megalite.errors import DataError
 
@@ -119,11 +120,7 @@ def _convert_sentencepiece(files: tuple[Path, ...], folder: Path, end_of_documen
     model = read_sentencepiece(file)
     backend = convert_sentencepiece(model, str(file))
     if backend.token_to_id(end_of_document) is None:
-        known = [token.content for token in backend.get_added_tokens_decoder().values() if token.special]
-        raise DataError(
-            f"{file} has no token {end_of_document!r}; set tokenizer.end_of_document (--end-of-document) to the one "
-            f"that ends a text, one of {known}"
-        )
+        raise DataError(unknown_end_of_document(file, backend, end_of_document))
     named = special_tokens(model)
     save_tokenizer(backend, folder, end_of_document, special_tokens=named, sentencepiece=model)
 
