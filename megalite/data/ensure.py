@@ -77,6 +77,7 @@ def ensure_data(
     """
     console = console or PreparationConsole()
     sets = _sets(config)
+    training = [part_set for part_set in sets if part_set.part == "train"]
     for part_set in sets:
         if isinstance(part_set.source, Corpus):
             part_set.source.require_text()
@@ -85,7 +86,7 @@ def ensure_data(
     request = TokenizerRequest(
         config.tokenizer,
         run_folder / "tokenizer",
-        texts=[each.source for each in sets if isinstance(each.source, Corpus) and each.part == "train"],
+        texts=[each.source for each in training if isinstance(each.source, Corpus)],
         prefixes=[each.source for each in sets if isinstance(each.source, Path)],
         rows=rows,
         refuse_change=refuse_change,
@@ -98,11 +99,9 @@ def ensure_data(
             rows = max(rows, tokenizer.vocab_size)
         _check_rows(rows, tokenizer)
     prefixes_of: dict[str, list[Path]] = {part: [] for part in PARTS}
-    stream, stream_notes = _stream(config, sets)
+    stream, stream_notes = _stream(config, training)
     notes = list(stream_notes)
-    for part_set in sets:
-        if stream and part_set.part == "train":
-            continue
+    for part_set in sets[len(training) :] if stream else sets:
         if isinstance(part_set.source, Path):
             _check_prepared(part_set, part_set.source, tokenizer, config)
             _check_ids(part_set.source, tokenizer, rows, run_folder)
@@ -120,25 +119,24 @@ def ensure_data(
     if config.data.kind != "text":
         notes += _rows(config, prefixes_of)
     elif not stream:
-        trained = [part_set for part_set in sets if part_set.part == "train"]
-        for part_set, prefix in zip(trained, prefixes_of["train"], strict=True):
+        for part_set, prefix in zip(training, prefixes_of["train"], strict=True):
             _require_a_sequence(part_set, prefix, config.training.sequence_length)
     return RunData(
         tokenizer=folder,
         train=tuple(prefixes_of["train"]),
-        weights=() if stream else tuple(each.weight for each in sets if each.part == "train"),
+        weights=() if stream else tuple(part_set.weight for part_set in training),
         validation=tuple(prefixes_of["validation"]),
         test=tuple(prefixes_of["test"]),
         notes=tuple(notes),
         stream=stream,
-        fingerprints=_fingerprints(config, tokenizer, sets, prefixes_of, stream),
+        fingerprints=_fingerprints(config, tokenizer, training, prefixes_of, stream),
     )
 
 
 def _fingerprints(
     config: RunConfig,
     tokenizer: Tokenizer | None,
-    sets: Sequence[_Set],
+    training: Sequence[_Set],
     prefixes_of: Mapping[str, Sequence[Path]],
     stream: Sequence[StreamFile],
 ) -> dict[str, str]:
@@ -147,7 +145,7 @@ def _fingerprints(
     def of_tokens(*prefixes: Path) -> str:
         return content_fingerprint([path(each) for each in prefixes for path in (bin_path, idx_path)])
 
-    keys = [each.key for each in sets if each.part == "train"]
+    keys = [part_set.key for part_set in training]
     if stream:
         # How documents are read and counted is part of a place in them.
         how = f"{config.data.text_column} {config.data.min_length}"
@@ -161,11 +159,11 @@ def _fingerprints(
     return prints
 
 
-def _stream(config: RunConfig, sets: Sequence[_Set]) -> tuple[tuple[StreamFile, ...], Iterable[str]]:
+def _stream(config: RunConfig, training: Sequence[_Set]) -> tuple[tuple[StreamFile, ...], Iterable[str]]:
     """Return the files that the run streams, each lane with a document, and notes; none without data.streaming."""
     if not config.data.streaming:
         return (), ()
-    [source] = [each.source for each in sets if each.part == "train"]
+    [source] = [part_set.source for part_set in training]
     if isinstance(source, Path):
         raise DataError(
             f"data.source: {bin_path(source)} is a prepared token file, which needs no tokenizing; "
