@@ -5,15 +5,19 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.durable import sync_folder, write_durably
 from megalite.checkpoint.folder import (
     BEST,
     LATEST,
     PARTIAL,
+    check_files,
     named_by,
     published_checkpoints,
     require_whole,
 )
+from megalite.checkpoint.manifest import MANIFEST, Manifest
+from megalite.checkpoint.manifest_json import to_json
 from megalite.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -27,13 +31,17 @@ def remove_stale(folder: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def publish(partial: Path, published: Path) -> None:
-    """Rename a complete checkpoint to its final name, then write `latest`.
+def publish(manifest: Manifest, partial: Path, published: Path) -> None:
+    """Check that a checkpoint's files are whole, write its manifest, give it its final name, then write `latest`.
 
-    At every moment `latest` names a complete checkpoint: an older one, the replaced one, or the new one. If `published`
-    exists (a run was killed between the two steps, or resumed from an earlier step), it is kept if it has the same
-    content, else replaced.
+    Raises CheckpointError if an element or a file is missing. At every moment `latest` names a complete checkpoint: an
+    older one, the replaced one, or the new one. If `published` exists (a run was killed between the two steps, or
+    resumed from an earlier step), it is kept if it has the same content, else replaced.
     """
+    check_coverage(manifest, partial)
+    check_files(manifest, partial)
+    write_durably(partial / MANIFEST, to_json(manifest))
+    sync_folder(partial)
     folder = published.parent
     if published.exists() and _same_numbers(partial, published):
         shutil.rmtree(partial)

@@ -9,11 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.checkpoint.coverage import check_coverage
-from megalite.checkpoint.durable import sync_folder, write_durably
-from megalite.checkpoint.folder import check_files
-from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest, TensorEntry
-from megalite.checkpoint.manifest_json import shard_from_json, to_json
+from megalite.checkpoint.manifest import WEIGHT, Manifest, TensorEntry
+from megalite.checkpoint.manifest_json import shard_from_json
 from megalite.checkpoint.publish import publish
 from megalite.checkpoint.regions import PartRange, split_flat_range
 from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor_file
@@ -93,12 +90,7 @@ class Draft:
 
     def publish(self, tables: Sequence[str]) -> None:
         """On one rank, with the tables of all: check that nothing is missing, then rename the folder."""
-        manifest = replace(self._manifest, **_merge(tables))
-        check_coverage(manifest, self.partial)
-        check_files(manifest, self.partial)
-        write_durably(self.partial / MANIFEST, to_json(manifest))
-        sync_folder(self.partial)
-        publish(self.partial, self.published)
+        publish(replace(self._manifest, **_merge(tables)), self.partial, self.published)
 
 
 def pieces_of(replica: Replica, optimizer: OptimizerState) -> Iterator[StoredPiece]:

@@ -11,12 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.coverage import check_coverage
-from megalite.checkpoint.durable import sync_folder, write_durably
 from megalite.checkpoint.failures import Remedies, reason
 from megalite.checkpoint.folder import partial_name, published_name
-from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest, Shard, TensorEntry
-from megalite.checkpoint.manifest_json import to_json
+from megalite.checkpoint.manifest import WEIGHT, Manifest, Shard, TensorEntry
 from megalite.checkpoint.publish import publish
 from megalite.checkpoint.regions import full_slice, rows_of
 from megalite.checkpoint.save import prepare_partial
@@ -75,10 +72,7 @@ def write_streamed(run_folder: Path, run: ImportedRun, reader: WeightReader) -> 
             tensors=tensors,
             files={_FILE: size_bytes},
         )
-        check_coverage(manifest, partial)
-        write_durably(partial / MANIFEST, to_json(manifest))
-        sync_folder(partial)
-        publish(partial, folder / published_name(step))
+        publish(manifest, partial, folder / published_name(step))
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {reason(error, _REMEDIES)}") from error
     finally:
