@@ -8,13 +8,12 @@ from pathlib import Path
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_checkpoint, require_whole
 from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest
-from megalite.checkpoint.strict_json import parse
 from megalite.config.sources.peft import ADAPTER_CONFIG, ADAPTER_FILE
 from megalite.convert.huggingface.files import header_of, headers, is_folder_of_weights
+from megalite.convert.huggingface.origin import read_object
 from megalite.convert.huggingface.packed_header import INT8, SCALE, weights_of
 from megalite.convert.megatron.folder import is_megatron_folder
 from megalite.convert.universal.folder import find_universal
-from megalite.errors import CheckpointError
 
 
 def inspect_checkpoint(options: argparse.Namespace) -> int:
@@ -73,14 +72,9 @@ def _inspect_huggingface(folder: Path) -> int:
     elements = sum(prod(entry.shape) for entry, _ in tensors.values()) - scales
     print(f"{folder}: a Hugging Face folder, {len(tensors):,} tensors")
     if (config := folder / "config.json").is_file():
-        try:
-            content = parse(config.read_text(encoding="utf-8"))
-            facts = {key: value for key, value in content.items() if isinstance(value, int | float | str)}
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(
-                f"{config} is not a model configuration ({error}); name another folder"
-            ) from error
-        print("  config.json:", ", ".join(f"{key} {value}" for key, value in facts.items()))
+        content = read_object(config, "name another folder").items()
+        facts = (f"{key} {value}" for key, value in content if isinstance(value, int | float | str))
+        print("  config.json:", ", ".join(facts))
     print(f"  {size_bytes:,} bytes in {len(files)} files")
     quantised = f", {sum(int8.values()):,} of them int8 in {len(int8)} tensors with scales" if int8 else ""
     print(f"{WEIGHT}: {elements:,} elements{quantised}")

@@ -1,6 +1,5 @@
 """Find what a path to generate from names: a checkpoint or a Hugging Face folder, with its tokenizer. No torch."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from megalite.config.sources.huggingface import shape_of_folder
 from megalite.config.sources.peft import ADAPTER_CONFIG, adapter_of_folder
 from megalite.config.sources.quantisation import holds_int8
 from megalite.convert.huggingface.files import is_folder_of_weights, local_folder
-from megalite.convert.huggingface.origin import CONFIG, end_ids, find_origin
+from megalite.convert.huggingface.origin import CONFIG, end_ids, find_origin, read_object
 from megalite.convert.peft.base import base_of_adapter, folder_of_base
 from megalite.convert.peft.named import AdaptedModel, find_adapter
 from megalite.convert.weight_source import WeightSource
@@ -148,12 +147,7 @@ def _require_description(folder: Path) -> None:
     file = folder / CONFIG
     if not file.is_file():
         raise CheckpointError(f"{folder} has weights but no {CONFIG}; copy the model's {CONFIG} there")
-    try:
-        whole = isinstance(json.loads(file.read_bytes()), dict)
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read ({error}); fetch it again") from error
-    if not whole:
-        raise CheckpointError(f"{file} holds no JSON object; fetch it again")
+    read_object(file, "fetch it again")
 
 
 def _required(tokenizer: Path | None, model: Path) -> Path:

@@ -36,7 +36,7 @@ def find_origin(checkpoint: Path) -> Path | None:
 def end_ids(config: Path | None) -> frozenset[int]:
     """Return the ids that end a text: eos_token_id of generation_config.json beside a config.json, else of that one."""
     files = [] if config is None else [config.parent / GENERATION, config]
-    ids_of_files = (frozenset(_ends(_object(file, "fetch it again"))) for file in files if file.is_file())
+    ids_of_files = (frozenset(_ends(read_object(file, "fetch it again"))) for file in files if file.is_file())
     return frozenset(end for end in next(filter(None, ids_of_files), ()) if type(end) is int and end >= 0)
 
 
@@ -44,9 +44,9 @@ class Origin:
     """The two files that a run keeps; both empty without them. Raises CheckpointError for a damaged file."""
 
     def __init__(self, config: Path | None):
-        self.config = {} if config is None else _object(config)
+        self.config = {} if config is None else read_object(config)
         generation = None if config is None else config.parent / GENERATION
-        self.generation = {} if generation is None or not generation.is_file() else _object(generation)
+        self.generation = {} if generation is None or not generation.is_file() else read_object(generation)
 
     def config_with(
         self, ours: Mapping[str, Any], token_ids: Mapping[str, int], model_settings: Mapping[str, Any]
@@ -105,10 +105,11 @@ def _ends(file: Mapping[str, Any]) -> Iterator[Any]:
     yield from ends if isinstance(ends, list) else [] if ends is None else [ends]
 
 
-def _object(path: Path, remedy: str = "remove its folder to export without it") -> dict[str, Any]:
+def read_object(path: Path, remedy: str = "remove its folder to export without it") -> dict[str, Any]:
+    """Return the JSON object of a file. Raises CheckpointError, with the remedy."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); {remedy}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object; {remedy}")
