@@ -11,7 +11,6 @@ from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.generation.request import Request
 from megalite.generation.schema_trial import LIMITS, OPTIONS, compile_problem
-from megalite.generation.slots import Constraint
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -72,12 +71,14 @@ class JsonGrammars:
                 raise _unusable(cause)
             self._compile(schema)
 
-    def constraint(self, request: Request) -> Constraint | None:
+    def constraint(self, request: Request) -> "JsonText | None":
         """Return the constraint of a checked request at its first new token; None: it has no schema."""
         if request.json_schema is None:
             return None
         matcher = self._kept(request.json_schema) or self._compile(request.json_schema)
-        return _Text(matcher.deep_copy(), request.stop_ids or frozenset({self._tokenizer.end_of_document_id}))
+        return JsonText(
+            matcher.deep_copy(), request.stop_ids or frozenset({self._tokenizer.end_of_document_id})
+        )
 
     def _kept(self, schema: str) -> "LLMatcher | None":
         with self._changing:
@@ -117,14 +118,15 @@ class JsonGrammars:
             raise _refused(f"has no form for {tokenizer.file} ({error})", "leave it out") from error
 
 
-class _Text(Constraint):
-    """A text so far. stop_ids: tokens that end it once it is whole, and never occur before."""
+class JsonText:
+    """A text of a schema so far; every rank keeps it. stop_ids: tokens that end it once it is whole, never before."""
 
     def __init__(self, matcher: "LLMatcher", stop_ids: frozenset[int]):
         self._matcher, self._stop_ids = matcher, stop_ids
         self._ended = False
 
     def allowed(self) -> bytearray:
+        """Return a byte for each token id, 0 if it may not be next; ids behind them may not either."""
         mask = _mask(self._matcher)
         # Without a next token a stop token ends the text, which is cut: its own text is not shown.
         may_end = self._matcher.is_accepting() or not mask
@@ -134,6 +136,7 @@ class _Text(Constraint):
         return mask
 
     def push(self, token: int) -> bool:
+        """Append a token; return whether it was allowed."""
         if token in self._stop_ids:
             self._ended = bool(self._matcher.is_accepting())
             return self._ended
@@ -141,6 +144,7 @@ class _Text(Constraint):
 
     @property
     def complete(self) -> bool:
+        """Whether the text is whole."""
         return self._ended or bool(self._matcher.is_stopped() and self._matcher.is_accepting())
 
 

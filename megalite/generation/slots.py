@@ -4,34 +4,16 @@ No torch. Every rank keeps the same table, so that a plan needs no message.
 """
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from megalite.generation.request import Request
 
+if TYPE_CHECKING:
+    from megalite.generation.json_schema import JsonText
+    from megalite.model.kv_cache import KeyValueCache
+
 # Shorter common beginnings are computed again: a search and a copy cost about as much.
 _SHORTEST_REUSE = 16
-
-
-class Buffers(Protocol):
-    """The part of a key-value cache that moves tokens between slots."""
-
-    def swap(self, one: int, other: int, tokens: int) -> None: ...
-
-    def copy(self, source: int, target: int, tokens: int) -> None: ...
-
-
-class Constraint(Protocol):
-    """The tokens that a text may have next; every rank keeps it."""
-
-    def allowed(self) -> bytearray:
-        """Return a byte for each token id, 0 if it may not be next; ids behind them may not either."""
-
-    def push(self, token: int) -> bool:
-        """Append a token; return whether it was allowed."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether the text is whole."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +36,7 @@ class Running:
 
     number: int
     request: Request
-    constraint: Constraint | None = None
+    constraint: "JsonText | None" = None
     ids: list[int] = field(init=False)
     cached: int = 0
     counts: dict[int, int] = field(default_factory=dict)
@@ -136,7 +118,7 @@ class SlotTable:
     computed them.
     """
 
-    def __init__(self, buffers: Buffers, slots: int, chunk: int, *, reuse: bool):
+    def __init__(self, buffers: "KeyValueCache", slots: int, chunk: int, *, reuse: bool):
         self._buffers, self._chunk, self._reuse = buffers, chunk, reuse
         self.running: list[Running] = []
         # The tokens whose keys each slot holds, and the adapter that computed them.

@@ -12,9 +12,10 @@ import torch
 from torch.nn.functional import pad
 
 from megalite.generation.embedding import width_with_embeddings, with_embeddings
+from megalite.generation.json_schema import JsonText
 from megalite.generation.request import Request
 from megalite.generation.sampling import sampled_rows, sampled_width, scored_rows
-from megalite.generation.slots import Constraint, Plan, Running, SlotTable, TokenScore
+from megalite.generation.slots import Plan, Running, SlotTable, TokenScore
 from megalite.model.adapters import Adapters
 from megalite.model.decode import empty_cache, last_hidden_states
 from megalite.model.kv_cache import CachedStep, KeyValueCache, PromptSegment, Room
@@ -94,7 +95,7 @@ class TokenEngine:
         """True while a request waits, runs, or a forward has not been collected."""
         return bool(self._waiting or self._in_flight or any(table.running for table in self._tables))
 
-    def submit(self, number: int, request: Request, constraint: Constraint | None = None) -> None:
+    def submit(self, number: int, request: Request, constraint: JsonText | None = None) -> None:
         """Append a request, which fits the room, to those that wait."""
         self._waiting.append(Running(number, request, constraint))
 
