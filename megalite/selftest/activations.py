@@ -1,6 +1,7 @@
 """Gated activations, and bias + GELU."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +16,7 @@ from megalite.ops.activations import (
 )
 from megalite.ops.choice import COMPILED
 from megalite.selftest.norms import ROWS, rows
-from megalite.selftest.registry import Candidate, Entry, Form, Shape, Workload, compiled
+from megalite.selftest.registry import Candidate, Entry, Shape, Workload, compiled
 
 _GATED_ROWS: tuple[Shape, ...] = ((1, 8), (5, 34), (3, 130), (64, 256))
 
@@ -34,24 +35,13 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def _plain_geglu(approximate: Approximate) -> Form:
-    def form(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.gelu(gate, approximate=approximate) * up
-
-    return form
+def plain_geglu(gate_up: Tensor, approximate: Approximate) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate=approximate) * up
 
 
-def _compiled_geglu(approximate: Approximate) -> Form:
-    return lambda gate_up: compiled_geglu(gate_up, approximate=approximate)
-
-
-def _plain_bias_gelu(approximate: Approximate) -> Form:
-    return lambda x, bias: F.gelu(x + bias, approximate=approximate)
-
-
-def _compiled_bias_gelu(approximate: Approximate) -> Form:
-    return lambda x, bias: compiled_bias_gelu(x, bias, approximate=approximate)
+def plain_bias_gelu(x: Tensor, bias: Tensor, approximate: Approximate) -> Tensor:
+    return F.gelu(x + bias, approximate=approximate)
 
 
 _GELUS: tuple[tuple[Approximate, str], ...] = (("none", "gelu"), ("tanh", "gelu_pytorch_tanh"))
@@ -76,8 +66,10 @@ ENTRIES = [
             name="GeGLU" if approximate == "none" else "GeGLU (tanh)",
             operator="glu",
             make=rows(1, 0),
-            plain=_plain_geglu(approximate),
-            candidates={COMPILED: compiled(_compiled_geglu(approximate), "glu", "glu_backward")},
+            plain=partial(plain_geglu, approximate=approximate),
+            candidates={
+                COMPILED: compiled(partial(compiled_geglu, approximate=approximate), "glu", "glu_backward")
+            },
             gradients=1,
             shapes=_GATED_ROWS,
             own=_used_by(activation, gated=True),
@@ -89,9 +81,11 @@ ENTRIES = [
             name="bias + GELU" if approximate == "none" else "bias + GELU (tanh)",
             operator="bias_gelu",
             make=rows(1, 1),
-            plain=_plain_bias_gelu(approximate),
+            plain=partial(plain_bias_gelu, approximate=approximate),
             candidates={
-                COMPILED: compiled(_compiled_bias_gelu(approximate), "bias_gelu", "bias_gelu_backward")
+                COMPILED: compiled(
+                    partial(compiled_bias_gelu, approximate=approximate), "bias_gelu", "bias_gelu_backward"
+                )
             },
             gradients=2,
             shapes=ROWS,

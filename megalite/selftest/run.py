@@ -44,18 +44,21 @@ def prove_all(
     """
     deadline = time.monotonic() + total_seconds
     findings: _Found = {}
+
+    def note(case: Case, name: str, finding: CaseResult) -> None:
+        findings.setdefault(case.entry.operator, {}).setdefault(case.key, {})[name] = finding
+        tell(case, name, finding)
+
     failed: dict[tuple[str, str], CaseResult] = {}
     worker: _Worker | None = None
     pairs = [(case, name) for case in cases for name in case.entry.candidates]
     try:
         for case, name in pairs:
             if complaint := case.entry.candidates[name].why_not_on(device.type):
-                _add(findings, case, name, CaseResult("absent", complaint))
-                tell(case, name, CaseResult("absent", complaint))
+                note(case, name, CaseResult("absent", complaint))
                 continue
             if fault := failed.get((case.entry.name, name)):
-                _add(findings, case, name, fault)  # it would crash or time out again
-                tell(case, name, fault)
+                note(case, name, fault)  # it would crash or time out again
                 continue
             if worker is None:
                 worker = _Worker(device, entries, min(START_SECONDS, deadline - time.monotonic()))
@@ -72,18 +75,13 @@ def prove_all(
                 worker.end()
                 worker = None
                 failed[case.entry.name, name] = finding
-            _add(findings, case, name, finding)
-            tell(case, name, finding)
+            note(case, name, finding)
     except TimeoutError:
         pass  # total_seconds ended while a worker was starting
     finally:
         if worker is not None:
             worker.end()
     return findings
-
-
-def _add(findings: _Found, case: Case, implementation: str, finding: CaseResult) -> None:
-    findings.setdefault(case.entry.operator, {}).setdefault(case.key, {})[implementation] = finding
 
 
 class _Worker:
