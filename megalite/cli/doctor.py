@@ -38,18 +38,17 @@ def run(arguments: Sequence[str]) -> int:
     has_torch = _found(findings["packages"], "torch")
     kernels, used, proved = (_kernels(), _used(), _proved()) if has_torch else ({}, {}, {})
     if options.json:
-        content = {name: [asdict(each) for each in found] for name, found in findings.items()}
-        print(
-            json.dumps(
-                {"facts": facts, **content, "kernels": kernels, "used": used, "tested": proved}, indent=2
-            )
-        )
+        content = {name: [asdict(each) for each in members] for name, members in findings.items()}
+        report = {"facts": facts, **content, "kernels": kernels, "used": used, "tested": proved}
+        print(json.dumps(report, indent=2))
     else:
-        for line in [*_lines(facts, findings, kernels, used), *_proved_lines(proved)]:
-            print(line)
-    return (
-        0 if all(_found(findings["packages"], name) for name in ("torch", "tokenizers", "safetensors")) else 1
-    )
+        lines = [*_lines(facts, findings), *(_section("compiled operators:", kernels) if kernels else ())]
+        lines += _section("used here:" if used else "nothing can run here without torch", used)
+        for device, cases in proved.items():
+            lines += _section(f"tested on {device} (megalite selftest):", cases, _CASE_WIDTH)
+        print(*lines, sep="\n")
+    needed = ("torch", "tokenizers", "safetensors")
+    return 0 if all(_found(findings["packages"], name) for name in needed) else 1
 
 
 def _parser() -> Parser:
@@ -99,40 +98,20 @@ def _check_hosts(options: argparse.Namespace) -> int:
     return 2 if failed else 0
 
 
-def _lines(
-    facts: Mapping[str, str],
-    findings: Mapping[str, list[MachineFinding]],
-    kernels: Mapping[str, str],
-    used: Mapping[str, str],
-) -> Iterator[str]:
+def _lines(facts: Mapping[str, str], findings: Mapping[str, list[MachineFinding]]) -> Iterator[str]:
     for name, fact in facts.items():
         yield f"{name:<{_WIDTH}} {fact}"
-    for title, found in findings.items():
-        yield ""
-        yield f"{title}:"
-        for finding in found:
+    for title, members in findings.items():
+        yield from ("", f"{title}:")
+        for finding in members:
             mark = "+" if finding.found else "-"
-            rest = (
-                f"{finding.found}  ({finding.purpose})" if finding.found else f"not found: {finding.without}"
-            )
+            present = f"{finding.found}  ({finding.purpose})"
+            rest = present if finding.found else f"not found: {finding.without}"
             yield f" {mark} {finding.name:<{_WIDTH - 2}} {rest}"
-    if kernels:
-        yield ""
-        yield "compiled operators:"
-    for name, fact in kernels.items():
-        yield f"   {name:<{_WIDTH - 2}} {fact}"
-    yield ""
-    yield "used here:" if used else "nothing can run here without torch"
-    for name, fact in used.items():
-        yield f"   {name:<{_WIDTH - 2}} {fact}"
 
 
-def _proved_lines(proved: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    for device, cases in proved.items():
-        yield ""
-        yield f"tested on {device} (megalite selftest):"
-        for case, verdict in cases.items():
-            yield f"   {case:<{_CASE_WIDTH}} {verdict}"
+def _section(title: str, facts: Mapping[str, str], width: int = _WIDTH - 2) -> list[str]:
+    return ["", title, *(f"   {name:<{width}} {fact}" for name, fact in facts.items())]
 
 
 def _launcher() -> str:
