@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     checkpoints = _chosen(options)
-    newest = max(checkpoints, key=lambda each: require_whole(each).step)
+    newest = max(checkpoints, key=lambda checkpoint: require_whole(checkpoint).step)
     tokenizer = options.tokenizer or find_tokenizer(newest, require_whole(newest))
     check_quantise(options, tokenizer)
     # Imported here: torch takes seconds, and --help and a wrong path should be answered at once.

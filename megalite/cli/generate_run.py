@@ -100,7 +100,7 @@ def run_file(job: GenerationJob, mesh: "ParallelMesh") -> int:
 class _Result:
     """A request of the file and its events."""
 
-    given: "FileRequest"
+    asked: "FileRequest"
     events: "list[Event]" = field(default_factory=list)
 
     @property
@@ -109,13 +109,13 @@ class _Result:
 
     def row(self, tokens: TokenText) -> Mapping[str, Any]:
         """Return the JSON object of the result."""
-        row: dict[str, Any] = {"line": self.given.line}
-        if self.given.name is not None:
-            row["id"] = self.given.name
+        row: dict[str, Any] = {"line": self.asked.line}
+        if self.asked.name is not None:
+            row["id"] = self.asked.name
         row["text"] = "".join(event.text for event in self.events)
         row["finish"] = self.events[-1].finish
-        row["prompt_tokens"], row["new_tokens"] = len(self.given.request.prompt_ids), len(self.events)
-        if self.given.request.logprobs is not None:
+        row["prompt_tokens"], row["new_tokens"] = len(self.asked.request.prompt_ids), len(self.events)
+        if self.asked.request.logprobs is not None:
             row["logprobs"] = [tokens.row(event) for event in self.events]
         return row
 

@@ -55,7 +55,7 @@ class _Plan:
     """All that is decided before a process starts."""
 
     loaded: LoadedRun
-    found: Hosts
+    available: Hosts
     hosts: tuple[Placed, ...]
     idle: tuple[str, ...]
     backend: str
@@ -220,10 +220,10 @@ def _plan_lines(plan: _Plan) -> Iterator[str]:
     for note in plan.loaded.notes:
         yield f"note: {note}"
     layout = plan.loaded.config.layout
-    hosts = f"{len(plan.hosts)} host{'s' * (len(plan.hosts) != 1)} of {plan.found.named}"
+    hosts = f"{len(plan.hosts)} host{'s' * (len(plan.hosts) != 1)} of {plan.available.named}"
     ranks = f"{layout.world_size} rank{'s' * (layout.world_size != 1)}"
     yield (
-        f"{ranks}: {layout.text}, on {plan.found.named if plan.job.local else hosts}, with --backend {plan.backend}"
+        f"{ranks}: {layout.text}, on {plan.available.named if plan.job.local else hosts}, with --backend {plan.backend}"
     )
     width = max(len(host.name) for host in plan.hosts)
     for host in plan.hosts[:_RANKS_SHOWN]:
@@ -270,7 +270,7 @@ def _ask(plan: _Plan, options: argparse.Namespace, slots: Mapping[str, int]) -> 
         launch_interface=config.launch.interface,
         rank_bytes=least_memory(config).rank,
     )
-    transport = transport_to(plan.found, ssh_options(plan.backend, variables(), plan.job.extra))
+    transport = transport_to(plan.available, ssh_options(plan.backend, variables(), plan.job.extra))
     return preflight(slots, required, transport, options.preflight_seconds)
 
 
@@ -282,7 +282,7 @@ def _plan_again(plan: _Plan, options: argparse.Namespace, overrides: Sequence[st
     config, flags = plan.loaded.config, []
     if config.checkpoint.resume != "auto" and published_step(plan.job.folder / config.run.folder) is not None:
         flags = ["--checkpoint.resume", "auto"]
-    available, ranks = plan.found, config.layout.world_size
+    available, ranks = plan.available, config.layout.world_size
     if options.preflight:
         restart = remaining_hosts(
             available,

@@ -27,6 +27,6 @@ def new_run(run_folder: Path) -> Iterator[None]:
         for folder in made:
             shutil.rmtree(folder, ignore_errors=True)
         with suppress(OSError):  # another process has put a file there
-            for parent in sorted(above, key=lambda each: len(each.parts), reverse=True):
+            for parent in sorted(above, key=lambda folder: len(folder.parts), reverse=True):
                 parent.rmdir()
         raise

@@ -122,7 +122,7 @@ def _own_batches(
     """Yield the batches of this data-parallel rank, each window with its number."""
     own = islice(enumerate(windows), mesh.batch.rank, None, mesh.batch.size)
     while buffer := list(islice(own, batch_size * _SORTED_BATCHES)):
-        buffer.sort(key=lambda each: -len(each[1].inputs))
+        buffer.sort(key=lambda numbered: -len(numbered[1].inputs))
         for start in range(0, len(buffer), batch_size):
             yield buffer[start : start + batch_size]
 

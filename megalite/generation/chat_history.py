@@ -11,11 +11,13 @@ class ChatHistory:
     """A conversation within the context of a model.
 
     prompt_ids: encodes messages and the beginning of an answer. context: the most tokens of prompt and answer.
-    wanted: the maximum number of new tokens.
+    max_tokens: the maximum number of new tokens.
     """
 
-    def __init__(self, prompt_ids: Callable[[Sequence[Message]], Sequence[int]], context: int, wanted: int):
-        self._prompt_ids, self._context, self._wanted = prompt_ids, context, wanted
+    def __init__(
+        self, prompt_ids: Callable[[Sequence[Message]], Sequence[int]], context: int, max_tokens: int
+    ):
+        self._prompt_ids, self._context, self._max_tokens = prompt_ids, context, max_tokens
         self.messages: list[Message] = []  # a message and its answer by turns, the oldest first
         self._asked: list[Message] = []
 
@@ -31,7 +33,7 @@ class ChatHistory:
         until `answer`. Raises ConfigError for a message that does not fit alone, and whatever the template raises.
         """
         kept = [*self.messages, {"role": "user", "content": text}]
-        least, dropped = max(1, min(self._wanted, self._context // 4)), 0
+        least, dropped = max(1, min(self._max_tokens, self._context // 4)), 0
         while True:
             ids = tuple(self._prompt_ids(kept))
             room = self._context - len(ids)
@@ -45,7 +47,7 @@ class ChatHistory:
             )
             raise ConfigError([Problem("the message", rule, "write a shorter one")], "the conversation")
         self._asked = kept
-        return ids, min(self._wanted, room), dropped
+        return ids, min(self._max_tokens, room), dropped
 
     def answer(self, text: str) -> None:
         """Append the last message that was asked, and its answer."""

@@ -190,7 +190,9 @@ class SlotTable:
             if tokens[:_SHORTEST_REUSE] == first and self._adapters[slot] == request.adapter:
                 most = min(len(tokens), len(prompt_ids) - 1)
                 differing = (place for place in range(most) if tokens[place] != prompt_ids[place])
-                longest = max(longest, (slot, next(differing, most)), key=lambda each: each[1])
+                longest = max(
+                    longest, (slot, next(differing, most)), key=lambda slot_and_length: slot_and_length[1]
+                )
         return longest
 
     def _swap(self, first: int, second: int) -> None:

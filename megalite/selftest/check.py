@@ -123,6 +123,6 @@ def check(
         return Comparison(math.inf, 1.0, True)
     largest = max((each.abs().max().item() for each in exact if each.numel()), default=0.0)
     compared = [compare(*each, largest, entry.units) for each in zip(results, plain, exact, strict=True)]
-    error, allowed = max(compared, key=lambda each: each[0] / each[1] if each[0] else 0.0)
+    error, allowed = max(compared, key=lambda pair: pair[0] / pair[1] if pair[0] else 0.0)
     equal = all(torch.equal(first, second) for first, second in zip(results, repeated, strict=True))
     return Comparison(error, allowed, equal or not candidate.repeats)

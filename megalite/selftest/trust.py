@@ -149,7 +149,7 @@ def agreed(choices: Sequence[OperatorChoice]) -> OperatorChoice:
 
 def machine(device: torch.device) -> dict[str, str]:
     """Return the facts that findings depend on: another card, driver, torch or library needs a new self-test."""
-    packages = [f"{name} {found}" for name in PACKAGES if (found := _installed(name))]
+    packages = [f"{name} {release}" for name in PACKAGES if (release := _installed(name))]
     return {
         "device": device.type,
         "card": card_name(device),
