@@ -14,7 +14,7 @@ def words(messages: Sequence[Mapping[str, str]]) -> list[int]:
 
 
 def test_the_oldest_exchanges_go_until_an_answer_fits() -> None:
-    history = ChatHistory(words, context=40, wanted=10)
+    history = ChatHistory(words, context=40, max_tokens=10)
     asked = []
     for turn in range(5):
         asked.append(history.ask(f"question {turn} x x"))
@@ -31,13 +31,13 @@ def test_the_oldest_exchanges_go_until_an_answer_fits() -> None:
 
 
 def test_an_answer_is_limited_to_what_fits() -> None:
-    history = ChatHistory(words, context=40, wanted=100)
+    history = ChatHistory(words, context=40, max_tokens=100)
     assert history.ask("x " * 9)[1] == 30
     assert history.ask("x " * 38)[1] == 1, "a message alone may leave less than a quarter"
 
 
 def test_a_message_that_does_not_fit_alone_changes_nothing() -> None:
-    history = ChatHistory(words, context=40, wanted=10)
+    history = ChatHistory(words, context=40, max_tokens=10)
     history.ask("one")
     history.answer("two")
     before = list(history.messages)
