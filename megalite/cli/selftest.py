@@ -8,7 +8,7 @@ operator. Runs and megalite doctor read the stored result.
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,11 +120,12 @@ def _device(asked: str) -> "torch.device":
 def _workload(run_file: Path | None, overrides: Sequence[str], device: "torch.device") -> "Workload":
     """Return the run's shapes, or those of a small Llama."""
     from megalite.config.load import load_run
-    from megalite.selftest.decide import LIKE_LLAMA, workload_of
+    from megalite.selftest.decide import workload_of
+    from megalite.selftest.registry import Workload
     from megalite.train.precision import DTYPES, choose_precision
 
     if run_file is None and not overrides:
-        return replace(LIKE_LLAMA, dtype=DTYPES[choose_precision("auto", device).name])
+        return Workload(DTYPES[choose_precision("auto", device).name])
     config = load_run(run_file, overrides).config
     precision = choose_precision(config.training.precision, device).name
     return workload_of(config, config.model.shape(_UNKNOWN_VOCABULARY), DTYPES[precision])

@@ -19,18 +19,6 @@ from megalite.topology.shape import ModelShape
 Asked = Literal["auto", "fused", "reference"]
 FIRST_RUN_SECONDS = 300.0
 """Time limit of the self-test before a run, in seconds."""
-LIKE_LLAMA = Workload(
-    dtype=torch.float32,
-    rows=1,
-    sequence=1024,
-    hidden_size=1024,
-    intermediate_size=2816,
-    heads=16,
-    key_value_heads=4,
-    head_dim=64,
-    vocabulary=32000,
-)
-"""The default workload without a run file; its dtype is replaced by the requested one."""
 
 
 def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Workload:

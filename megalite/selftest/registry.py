@@ -46,7 +46,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Workload:
-    """The shapes of one rank of a run, as its operators see them.
+    """The shapes of one rank of a run, as its operators see them; by default those of a small Llama.
 
     rows: sequences in a micro batch. heads, key_value_heads, intermediate_size, vocabulary: this rank's share. window:
     the keys that a token sees in layers with a sliding window. hidden_act: see ModelShape. dropout: whether attention
@@ -54,14 +54,14 @@ class Workload:
     """
 
     dtype: torch.dtype
-    rows: int
-    sequence: int
-    hidden_size: int
-    intermediate_size: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
-    vocabulary: int
+    rows: int = 1
+    sequence: int = 1024
+    hidden_size: int = 1024
+    intermediate_size: int = 2816
+    heads: int = 16
+    key_value_heads: int = 4
+    head_dim: int = 64
+    vocabulary: int = 32000
     norm: str = "rms_norm"
     gated: bool = True
     hidden_act: str = "silu"
