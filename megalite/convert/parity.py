@@ -276,15 +276,12 @@ class _ExportedFiles:
         if (folder / INDEX).is_file() and self.where != weight_map(folder):
             raise CheckpointError(f"{folder / INDEX} does not list the tensors of the files")
 
-    def tensor(self, name: str) -> Tensor:
-        return self._read(name)
-
     def rows(self, name: str, rows: slice) -> Tensor:
         shape = self._headers[self.where[name]][name].shape
         first = (rows.start, *(0 for _ in shape[1:]))
-        return self._read(name, TensorSlice(first, (rows.stop - rows.start, *shape[1:])))
+        return self.tensor(name, TensorSlice(first, (rows.stop - rows.start, *shape[1:])))
 
-    def _read(self, name: str, region: TensorSlice | None = None) -> Tensor:
+    def tensor(self, name: str, region: TensorSlice | None = None) -> Tensor:
         file = self.where[name]
         with closing(RegionReader(self._folder / file, self._headers[file])) as opened:
             return opened.read(name, region).float()

@@ -42,14 +42,10 @@ class Chat:
 
     def __init__(self, tokenizer: Tokenizer, folder: Path, template: ChatTemplate | None = None):
         self._tokenizer = tokenizer
-        self._template = template or load_chat_template(
+        self.template = template or load_chat_template(
             _home(folder), None, tokenizer.end_of_document, setting=TEMPLATE_FLAG
         )
-        self.stops = chat_stops(self._template, tokenizer)
-
-    @property
-    def template(self) -> ChatTemplate:
-        return self._template
+        self.stops = chat_stops(self.template, tokenizer)
 
     def prompt_ids(
         self,
@@ -76,15 +72,15 @@ class Chat:
         prompt: bool = True,
     ) -> str:
         """As prompt_ids, the text; prompt: with the beginning of an answer."""
-        checked = [read.message for read in message_list(messages, "messages", where, TEMPLATE_KEYS)]
-        return self._render(checked, where, tools=tools, prompt=prompt)
+        checked = tuple(read.message for read in message_list(messages, "messages", where, TEMPLATE_KEYS))
+        return self.template.render(Conversation(checked, where, tuple(tools) or None), prompt=prompt)
 
     @cached_property
     def tool_form(self) -> ToolForm | None:
         """How the template writes calls of tools; None: it has no tools, or not as JSON with name and arguments."""
         return learn_tool_form(
-            lambda messages, tools, prompt: self._render(
-                messages, "a call of a tool", tools=tools, prompt=prompt
+            lambda messages, tools, prompt: self.template.render(
+                Conversation(tuple(messages), "a call of a tool", tuple(tools)), prompt=prompt
             )
         )
 
@@ -96,18 +92,6 @@ class Chat:
         special = self._tokenizer.backend.get_added_tokens_decoder()
         shown = {token for token in special if special[token].special and special[token].content in text}
         return frozenset(shown - self.stops.ids)
-
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        where: str,
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        prompt: bool,
-    ) -> str:
-        return self._template.render(
-            Conversation(tuple(messages), where, tuple(tools) or None), prompt=prompt
-        )
 
 
 def _home(tokenizer: Path) -> Path:
