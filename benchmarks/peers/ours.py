@@ -19,7 +19,7 @@ def _build(layout: PeerLayout, start: Start) -> Trained:
 
     from benchmarks.workload import Setup, Training
     from megalite.checkpoint.load import load_checkpoint
-    from megalite.checkpoint.save import save_checkpoint
+    from megalite.checkpoint.save import RunRecord, draft_checkpoint, write_draft
     from megalite.model.options import ModelOptions
     from megalite.parallel.mesh import ParallelMesh, connect
     from megalite.selftest.decide import choose_kernels
@@ -41,8 +41,9 @@ def _build(layout: PeerLayout, start: Start) -> Trained:
     training = Training(setup, mesh)
 
     def save(folder: Path) -> None:
-        where = {"step": 1, "samples": 0, "tokens": 0}
-        save_checkpoint(folder, training.replica, training.optimizer.state, trainer_state=where, config={})
+        record = RunRecord({"step": 1, "samples": 0, "tokens": 0}, {})
+        draft = draft_checkpoint(folder, training.replica, training.optimizer.state, record)
+        write_draft(draft, mesh)
 
     def load(folder: Path) -> None:
         [checkpoint] = folder.glob("step-*")

@@ -39,29 +39,11 @@ class RunRecord:
     data: Mapping[str, str] = field(default_factory=dict)
 
 
-def save_checkpoint(
-    folder: Path,
-    replica: Replica,
-    optimizer: OptimizerState,
-    *,
-    trainer_state: Mapping[str, int],
-    config: Mapping[str, Any],
-    base: Base | None = None,
-) -> Path:
-    """Write `folder`/step-NNNNNN and make `latest` name it; collective over the world, which shares it.
-
-    trainer_state, config, base: as of `RunRecord`. Each element is written by exactly one rank: weights by the
-    data-parallel ranks in turn, optimizer state by its owner, what several tp ranks hold by the first of them, tied
-    tensors by their first stage. Raises CheckpointError, on every rank alike, when any rank fails; older checkpoints
-    stay as they were.
-    """
-    draft = draft_checkpoint(folder, replica, optimizer, RunRecord(trainer_state, config, base))
-    write_draft(draft, replica.mesh)
-    return draft.published
-
-
 def write_draft(draft: Draft, mesh: ParallelMesh, then: Callable[[], None] = lambda: None) -> None:
-    """Write and publish a draft; rank 0 then calls `then`. Collective; raises as `save_checkpoint` does."""
+    """Write and publish a draft; rank 0 then calls `then`. Collective.
+
+    Raises CheckpointError, on every rank alike, when any rank fails; older checkpoints stay as they were.
+    """
 
     def finish(tables: Sequence[str]) -> None:
         draft.publish(tables)
@@ -82,7 +64,9 @@ def write_draft(draft: Draft, mesh: ParallelMesh, then: Callable[[], None] = lam
 def draft_checkpoint(folder: Path, replica: Replica, optimizer: OptimizerState, record: RunRecord) -> Draft:
     """List what each rank has to write, and make the partial folder if the disk has room for all ranks.
 
-    Writes no tensor: `write_draft` or a BackgroundWriter does. Errors: as of `save_checkpoint`. Collective.
+    Each element is written by exactly one rank: weights by the data-parallel ranks in turn, optimizer state by its
+    owner, what several tp ranks hold by the first of them, tied tensors by their first stage. Writes no tensor:
+    `write_draft` or a BackgroundWriter does. Collective over the world, which shares `folder`; raises as `write_draft`.
     """
     mesh, split = replica.mesh, replica.split
     manifest = Manifest(

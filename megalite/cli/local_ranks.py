@@ -42,17 +42,15 @@ def on_local_ranks(
 
     scratch = Path(tempfile.mkdtemp(prefix=f"megalite-{name}-"))
     arguments = (layout, work, request, threads)
+    has_report = False
     try:
-        code = run_local_ranks(_on_rank, layout, scratch, arguments=arguments, preload=["torch", *preload])
+        return run_local_ranks(_on_rank, layout, scratch, arguments=arguments, preload=["torch", *preload])
     except RankFailure as failure:
-        if str(scratch) not in str(failure):  # which names the report there
+        has_report = str(scratch) in str(failure)
+        raise
+    finally:
+        if not has_report:
             shutil.rmtree(scratch)
-        raise
-    except BaseException:
-        shutil.rmtree(scratch)
-        raise
-    shutil.rmtree(scratch)
-    return code
 
 
 def _on_rank(

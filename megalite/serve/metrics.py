@@ -1,6 +1,7 @@
 """The server's metrics in Prometheus' text format."""
 
 import time
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -12,34 +13,21 @@ class ServerMetrics:
     """Counters, gauges and histograms of one server, in a registry of its own."""
 
     def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        self.requests = Counter(
-            "megalite_requests", "Answered requests", ["path", "status"], registry=registry
-        )
-        self.disconnects = Counter(
-            "megalite_disconnects", "Requests whose client went away", registry=registry
-        )
-        self.prompt_tokens = Counter("megalite_prompt_tokens", "Tokens of prompts", registry=registry)
-        self.generated_tokens = Counter("megalite_generated_tokens", "New tokens", registry=registry)
-        self.active = Gauge("megalite_active_sequences", "Sequences that run or wait", registry=registry)
-        self.request_seconds = Histogram(
-            "megalite_request_seconds",
-            "From a request's head to its last byte",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.first_token_seconds = Histogram(
-            "megalite_first_token_seconds",
-            "From admission to the first token",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self.inter_token_seconds = Histogram(
-            "megalite_inter_token_seconds",
-            "Between two tokens of a sequence",
-            buckets=_TOKEN_SECONDS,
-            registry=registry,
-        )
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, registry=self._registry)
+        histogram = partial(Histogram, registry=self._registry)
+        self.requests = counter("megalite_requests", "Answered requests", ["path", "status"])
+        self.disconnects = counter("megalite_disconnects", "Requests whose client went away")
+        self.prompt_tokens = counter("megalite_prompt_tokens", "Tokens of prompts")
+        self.generated_tokens = counter("megalite_generated_tokens", "New tokens")
+        about = "Sequences that run or wait"
+        self.active = Gauge("megalite_active_sequences", about, registry=self._registry)
+        about = "From a request's head to its last byte"
+        self.request_seconds = histogram("megalite_request_seconds", about, buckets=_SECONDS)
+        about = "From admission to the first token"
+        self.first_token_seconds = histogram("megalite_first_token_seconds", about, buckets=_SECONDS)
+        about = "Between two tokens of a sequence"
+        self.inter_token_seconds = histogram("megalite_inter_token_seconds", about, buckets=_TOKEN_SECONDS)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

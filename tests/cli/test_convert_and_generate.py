@@ -19,7 +19,6 @@ from safetensors.torch import load_file
 
 from megalite.checkpoint.manifest import Manifest, Shard, TensorEntry
 from megalite.checkpoint.manifest_json import to_json
-from megalite.checkpoint.save import save_checkpoint
 from megalite.cli import convert, generate
 from megalite.config.sections.schema import OptimizerConfig
 from megalite.errors import CheckpointError, ConfigError
@@ -32,6 +31,7 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.torch import TorchOptimizer
+from tests.support.checkpoints import save_checkpoint
 from tests.support.parity import ZERO_RTOL, assert_close
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage

@@ -18,6 +18,7 @@ from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
+from tests.support.checkpoints import save_checkpoint
 from tests.support.options import NO_DROPOUT, Dropout
 from tests.support.parity import ADAM_UPDATES, FLOAT32_RTOL, LAYOUT_RTOL, assert_close
 from tests.support.ranks import RankPool

@@ -16,6 +16,7 @@ from megalite.topology.parameter_groups import ParameterGroup
 from megalite.train.optimizer.deepspeed_ops import replay_steps
 from megalite.train.optimizer.settings import OptimizerSettings
 from tests.distributed.test_zero_precision import contents
+from tests.support.checkpoints import save_checkpoint
 from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, ZERO_RTOL, about, assert_same_tensors
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, build, local_batch

@@ -29,6 +29,7 @@ from megalite.train.loss_scale import LossScale
 from megalite.train.optimizer import torch as torch_path
 from megalite.train.optimizer.protocol import Update
 from megalite.train.optimizer.settings import OptimizerSettings
+from tests.support.checkpoints import save_checkpoint
 from tests.support.options import changed
 from tests.support.parity import BF16_RTOL, NARROW_LOSS, narrow_bound, relative_error
 from tests.support.tiny import tiny_shape

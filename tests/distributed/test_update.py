@@ -20,6 +20,7 @@ from megalite.topology.parameter_groups import ParameterGroup
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.state import EMA
 from megalite.train.optimizer.settings import OptimizerSettings
+from tests.support.checkpoints import save_checkpoint
 from tests.support.options import changed
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL, assert_same_tensors
 from tests.support.selection import cases

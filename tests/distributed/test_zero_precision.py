@@ -28,6 +28,7 @@ from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.saving import RunSaver
 from megalite.train.state import StepReport
 from megalite.train.step import TrainStep
+from tests.support.checkpoints import save_checkpoint
 from tests.support.matrix.axes import Settings
 from tests.support.matrix.rows import config_of, settings_of
 from tests.support.matrix.train import TinyLoader

@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.save import save_checkpoint
 from megalite.errors import ConfigError
 from megalite.model.context import StepContext
 from megalite.model.kv_cache import CachedStep
@@ -32,6 +31,7 @@ from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.stages import pipeline_split
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.parity.test_transformers import _canonical, _in_their_names, _transformers_model
+from tests.support.checkpoints import save_checkpoint
 from tests.support.generation import generate_ids, one_slot
 from tests.support.huggingface import names_in_files
 from tests.support.mutations import PREFIX_FAULTS, planted_fault

@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from megalite.checkpoint.save import save_checkpoint
 from megalite.config.peft_names import peft_names
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.peft.base import base_of
@@ -18,6 +17,7 @@ from megalite.topology.adapter import Lora
 from megalite.topology.parameters import trained_tensors
 from megalite.topology.stages import pipeline_split
 from megalite.topology.state import NoOptimizer
+from tests.support.checkpoints import save_checkpoint
 
 
 def peft_folder(folder: Path, base: Path, lora: Lora, *, seed: int = 0, spread: float = 0.3) -> Path:

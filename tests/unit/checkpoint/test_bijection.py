@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.save import save_checkpoint
 from megalite.checkpoint.weights import fill
 from megalite.convert.huggingface import export as huggingface
 from megalite.convert.huggingface.export import as_family_tensor
@@ -27,6 +26,7 @@ from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.state import NoOptimizer
+from tests.support.checkpoints import save_checkpoint
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES
 from tests.unit.checkpoint.worlds import HeldStage, ThreadMesh, World, on_all_ranks

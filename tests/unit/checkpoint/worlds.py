@@ -15,7 +15,6 @@ from torch import Tensor
 from megalite.checkpoint.folder import read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.regions import index_in
-from megalite.checkpoint.save import save_checkpoint
 from megalite.checkpoint.weights import fill
 from megalite.convert.weight_source import WeightSource
 from megalite.convert.weights import open_weights
@@ -27,6 +26,7 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 from megalite.topology.stages import PipelineSplit, pipeline_split
 from megalite.topology.state import StateShard
+from tests.support.checkpoints import save_checkpoint
 
 T = TypeVar("T")
 KINDS = ("exp_avg", "exp_avg_sq")

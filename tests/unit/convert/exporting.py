@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.save import save_checkpoint
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
 from megalite.model.transformer import Stage
@@ -14,6 +13,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 from megalite.topology.state import NoOptimizer, OptimizerState
+from tests.support.checkpoints import save_checkpoint
 
 
 def lively_stage(shape: ModelShape, *, scale: float = 5.0) -> Stage:
