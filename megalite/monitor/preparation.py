@@ -37,23 +37,19 @@ class PreparationConsole:
         """Say at once what begins."""
         self._started = self._shown = time.monotonic()
         self._title = title
-        self._say(title)
-
-    def note(self, text: str) -> None:
-        """Say something before the work begins."""
-        self._say(text)
+        self.note(title)
 
     def waiting(self) -> None:
         """Show that the work of `begin` goes on."""
         if self._due():
-            self._say(f"{self._title}: {time.monotonic() - self._started:.0f} s so far")
+            self.note(f"{self._title}: {time.monotonic() - self._started:.0f} s so far")
 
     def progress(self, progress: PreparationProgress) -> None:
         """Show how far tokenizing has come."""
         if is_screen(self._stream):
             self._draw(progress)
         elif self._due():
-            self._say(self._line(progress))
+            self.note(self._line(progress))
 
     def end(self, text: str) -> float:
         """Say what was made; return the seconds since `begin`."""
@@ -61,7 +57,7 @@ class PreparationConsole:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
-        self._say(f"{text} in {seconds:.1f} s")
+        self.note(f"{text} in {seconds:.1f} s")
         return seconds
 
     def _due(self) -> bool:
@@ -104,7 +100,8 @@ class PreparationConsole:
             refresh=True,
         )
 
-    def _say(self, text: str) -> None:
+    def note(self, text: str) -> None:
+        """Print a line."""
         self._stream.write(f"{text}\n")
         self._stream.flush()
 
