@@ -2,14 +2,57 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 _LARGEST_SEED = 2**63 - 1
 _MOST_STOPS, _LONGEST_STOP = 16, 256
 _MOST_CHOICES = 128
 _NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
+
+def _texts_or_ids(value: Any) -> tuple[str | tuple[int, ...], ...]:
+    """Return one or several prompts. Raises ValueError."""
+    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
+    if not isinstance(prompts, list) or not prompts:
+        raise ValueError("a text, a list of texts, a list of token ids or a list of such lists is needed")
+    if not (all(isinstance(each, str) for each in prompts) or all(map(_is_ids, prompts))):
+        raise ValueError("a list of texts, or a list of lists of token ids that are not empty, is needed")
+    return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
+
+
+def _texts(value: Any) -> Any:
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("a text or a list of texts is needed")
+    if len(texts) > _MOST_STOPS:
+        raise ValueError(f"{len(texts)} texts are more than {_MOST_STOPS}")
+    return tuple(texts)
+
+
+def _parts(value: Any) -> Any:
+    if isinstance(value, str):
+        return ({"type": "text", "text": value},)
+    if value is not None and not isinstance(value, list):
+        raise ValueError("a text or a list of parts is needed")
+    return value if value is None else tuple(value)
+
+
+# A strict body takes no list for a tuple.
+_TUPLE = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 Stop = Annotated[str, Field(min_length=1, max_length=_LONGEST_STOP)]
+TextsOrIds = Annotated[tuple[str | tuple[int, ...], ...], BeforeValidator(_texts_or_ids)]
 
 
 class _Body(BaseModel):
@@ -66,18 +109,8 @@ class SamplingFields(_Body):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     seed: Annotated[int, Field(ge=-_LARGEST_SEED - 1, le=_LARGEST_SEED)] | None = None
-    stop: tuple[Stop, ...] = ()
+    stop: Annotated[tuple[Stop, ...], BeforeValidator(_texts)] = ()
     ignore_eos: bool = False
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _stop(cls, value: Any) -> Any:
-        texts = [value] if isinstance(value, str) else value
-        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-            raise ValueError("a text or a list of texts is needed")
-        if len(texts) > _MOST_STOPS:
-            raise ValueError(f"{len(texts)} texts are more than {_MOST_STOPS}")
-        return tuple(texts)
 
 
 class _GenerationFields(SamplingFields):
@@ -107,29 +140,19 @@ class _GenerationFields(SamplingFields):
 class CompletionRequest(_GenerationFields):
     """The body of /v1/completions. prompt: texts, or lists of token ids. echo: the answer begins with the prompt."""
 
-    prompt: tuple[str | tuple[int, ...], ...]
+    prompt: TextsOrIds
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     echo: bool = False
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _prompt(cls, value: Any) -> Any:
-        return _texts_or_ids(value)
 
 
 class EmbeddingRequest(_Body):
     """The body of /v1/embeddings. input: texts, or lists of token ids."""
 
     model: str
-    input: tuple[str | tuple[int, ...], ...]
+    input: TextsOrIds
     encoding_format: Literal["float", "base64"] = "float"
     user: Annotated[str, Field(max_length=256)] | None = None
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _input(cls, value: Any) -> Any:
-        return _texts_or_ids(value)
 
 
 class TextPart(_Body):
@@ -172,9 +195,9 @@ class ChatMessage(_Body):
     """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: tuple[TextPart, ...] | None = None
+    content: Annotated[tuple[TextPart, ...] | None, BeforeValidator(_parts)] = None
     name: str | None = None
-    tool_calls: tuple[ToolCall, ...] | None = None
+    tool_calls: Annotated[tuple[ToolCall, ...] | None, _TUPLE] = None
     tool_call_id: str | None = None
     parsed: Any = None
 
@@ -182,21 +205,7 @@ class ChatMessage(_Body):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[tuple[Any, ...], Field(max_length=0)] | None = None
-
-    @field_validator("tool_calls", "annotations", mode="before")
-    @classmethod
-    def _tuple(cls, value: Any) -> Any:
-        return tuple(value) if isinstance(value, list) else value
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _content(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return ({"type": "text", "text": value},)
-        if value is not None and not isinstance(value, list):
-            raise ValueError("a text or a list of parts is needed")
-        return value if value is None else tuple(value)
+    annotations: Annotated[Annotated[tuple[Any, ...], Field(max_length=0)] | None, _TUPLE] = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> "ChatMessage":
@@ -308,17 +317,3 @@ class BatchRequest(SamplingFields):
     model: str | None = None
     prompts: Annotated[list[str], Field(min_length=1)]
     max_tokens: Annotated[int, Field(ge=1)] = 16
-
-
-def _texts_or_ids(value: Any) -> tuple[str | tuple[int, ...], ...]:
-    """Return one or several prompts. Raises ValueError."""
-    prompts = [value] if isinstance(value, str) or _is_ids(value) else value
-    if not isinstance(prompts, list) or not prompts:
-        raise ValueError("a text, a list of texts, a list of token ids or a list of such lists is needed")
-    if not (all(isinstance(each, str) for each in prompts) or all(map(_is_ids, prompts))):
-        raise ValueError("a list of texts, or a list of lists of token ids that are not empty, is needed")
-    return tuple(each if isinstance(each, str) else tuple(each) for each in prompts)
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
