@@ -13,31 +13,19 @@ from megalite.config.first_run import SIZES, Size
 from megalite.config.flags import apply_overrides
 from megalite.config.load import load_run
 from megalite.config.output.summary import needs_line, parameters_line
+from megalite.config.sections.describe import section_models
 from megalite.config.sections.toml import format_value
 from megalite.config.sections.unchecked import SettingsDraft
 from megalite.errors import ConfigError, Problem
 
 _COMMENT_COLUMN = 32
 _ORDER = ("run", "data", "tokenizer", "model", "parallel", "training", "optimizer", "deepspeed")
+# Comments that say more of a setting than its description does.
 _COMMENTS = {
-    "run.folder": "everything the run writes",
-    "model.preset": "megalite config presets lists all",
     "model.vocab_size": "the tokenizer's, not the preset's",
-    "model.chunked_loss": "tokens whose logits exist at once",
-    "parallel.tensor": "ranks that share each layer",
     "parallel.data": "replicas; tensor * pipeline * data processes",
-    "training.steps": "optimizer steps",
-    "training.epochs": "passes over the text",
-    "training.sequence_length": "tokens per sequence",
     "training.micro_batch_size": "sequences per forward; lower it if memory is short",
-    "training.micro_batches": "forwards per step (gradient accumulation)",
-    "optimizer.learning_rate": "peak learning rate",
-    "optimizer.warmup_steps": "steps of linear warm-up",
     "tokenizer.vocab_size": "trains a tokenizer; or path = an existing one",
-    "data.split": "fractions for training and validation",
-    "validation.every": "steps between validations",
-    "checkpoint.every": "steps between checkpoints",
-    "monitor.every": "steps between console lines",
 }
 
 
@@ -155,8 +143,15 @@ def _table(name: str, table: Mapping[str, Any]) -> Iterator[str]:
     if keys:
         yield from ("", f"[{name}]")
     for key in keys:
-        comment = _COMMENTS.get(f"{name}.{key}")
         line = f"{key} = {format_value(table[key])}"
-        yield f"{line:<{_COMMENT_COLUMN}}# {comment}" if comment else line
+        yield f"{line:<{_COMMENT_COLUMN}}# {_comment(name, key)}".rstrip("# ")
     for key in table.keys() - set(keys):
         yield from _table(f"{name}.{key}", table[key])
+
+
+def _comment(section: str, key: str) -> str:
+    """Return what a setting is, in a few words: its description up to the first semicolon."""
+    model = section_models().get(section)
+    field = None if model is None else model.model_fields.get(key)
+    description = "" if field is None else (field.description or "").partition(";")[0]
+    return _COMMENTS.get(f"{section}.{key}", description)
