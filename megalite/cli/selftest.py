@@ -8,9 +8,9 @@ operator. Runs and megalite doctor read the stored result.
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megalite.cli.arguments import Parser, add_value
 from megalite.config.flags import split_overrides
@@ -21,20 +21,13 @@ from megalite.monitor.work import working
 if TYPE_CHECKING:
     import torch
 
-    from megalite.selftest.registry import Case, Workload
+    from megalite.selftest.registry import Workload
     from megalite.selftest.trust import CaseResult, Findings, OperatorChoice
 
+# Operator, case, implementation, and the finding on it.
+_Row: TypeAlias = "tuple[str, str, str, CaseResult]"
 _UNKNOWN_VOCABULARY = 32000
 _WIDTH = 160
-
-
-@dataclass(frozen=True)
-class _Row:
-    """The finding on one implementation in one case."""
-
-    case: "Case"
-    implementation: str
-    finding: "CaseResult"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -54,17 +47,20 @@ def run(arguments: Sequence[str]) -> int:
     from megalite.selftest.table import entries_of
 
     workload = _workload(options.run_file, overrides, device)
-    cases = [
-        case for case in cases_of(entries_of(options.entries), workload) if _asked(case, options.operators)
-    ]
-    rows: list[_Row] = []
+    cases = cases_of(entries_of(options.entries), workload)
+    cases = [case for case in cases if not options.operators or case.entry.operator in options.operators]
     with working("testing operators", unit="tests") as work:
 
-        def tell(case: "Case", name: str, finding: "CaseResult") -> None:
-            rows.append(_Row(case, name, finding))
+        def tell(*_: object) -> None:
             work.advance()
 
         findings = prove_all(cases, device, entries=options.entries, case_seconds=options.timeout, tell=tell)
+    rows = [
+        (operator, case, implementation, finding)
+        for operator, by_case in findings.items()
+        for case, by_implementation in by_case.items()
+        for implementation, finding in by_implementation.items()
+    ]
     facts = trust.machine(device)
     kept = _keep(facts, findings)
     choices = choices_of(cases, findings)
@@ -72,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
         print(json.dumps(_json(facts, rows, choices, kept), indent=2))
     else:
         _show(facts, rows, choices, kept)
-    return 1 if any(row.finding.verdict in ("wrong", "failed") for row in rows) else 0
+    return 1 if any(finding.verdict in ("wrong", "failed") for *_, finding in rows) else 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -131,10 +127,6 @@ def _workload(run_file: Path | None, overrides: Sequence[str], device: "torch.de
     return workload_of(config, config.model.shape(_UNKNOWN_VOCABULARY), DTYPES[precision])
 
 
-def _asked(case: "Case", operators: Sequence[str]) -> bool:
-    return not operators or case.entry.operator in operators
-
-
 def _keep(facts: Mapping[str, str], findings: "Findings") -> str:
     """Store the findings; return their path, or why they could not be stored."""
     from megalite.selftest import trust
@@ -148,15 +140,8 @@ def _keep(facts: Mapping[str, str], findings: "Findings") -> str:
 def _json(
     facts: Mapping[str, str], rows: Sequence[_Row], choices: Mapping[str, "OperatorChoice"], kept: str
 ) -> dict[str, Any]:
-    listed = [
-        {
-            "operator": row.case.entry.operator,
-            "case": row.case.key,
-            "implementation": row.implementation,
-            **asdict(row.finding),
-        }
-        for row in rows
-    ]
+    names = ("operator", "case", "implementation")
+    listed = [{**dict(zip(names, row, strict=False)), **asdict(row[-1])} for row in rows]
     return {
         "machine": dict(facts),
         "findings": listed,
@@ -179,16 +164,17 @@ def _show(
     if not console.is_terminal:
         console.width = _WIDTH
     table = Table("case", "by", "error / allowed", "time / torch's", "verdict", box=None)
-    shown = [row for row in rows if row.finding.verdict != "absent"]
-    for row in shown:
-        finding = row.finding
+    shown = [row for row in rows if row[-1].verdict != "absent"]
+    for _, case, implementation, finding in shown:
         error = "" if finding.error is None else f"{finding.error:.1e} / {finding.allowed:.1e}"
         ratio = "" if finding.ratio is None else f"{finding.ratio:.2f}"
         verdict = finding.verdict if finding.right else finding.why
-        table.add_row(*map(escape, (row.case.key, row.implementation, error, ratio, verdict)))
+        table.add_row(*map(escape, (case, implementation, error, ratio, verdict)))
     console.print(table)
-    here = {row.implementation for row in shown}
-    absent = {row.implementation: row.finding.why for row in rows if row.implementation not in here}
+    here = {implementation for _, _, implementation, _ in shown}
+    absent = {
+        implementation: finding.why for *_, implementation, finding in rows if implementation not in here
+    }
     for why in absent.values():
         print(f"not tested: {why}")
     for name, choice in choices.items():
