@@ -112,17 +112,13 @@ class GenerationResponse(Response):
         await send(_body(_frames(last) + b"data: [DONE]\n\n", more=False))
 
     async def _send_chunks(self, chunks: Sequence[Mapping[str, Any]], send: Send) -> None:
-        if self._include_usage:
-            chunks = [{**chunk, "usage": None} for chunk in chunks]
         if not self._begun:
             # Not before the first token: until then an error still has a status of its own.
             self._begun = True
             await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-            first = self._answer.first_chunks()
-            chunks = [
-                *({**chunk, "usage": None} if self._include_usage else chunk for chunk in first),
-                *chunks,
-            ]
+            chunks = [*self._answer.first_chunks(), *chunks]
+        if self._include_usage:
+            chunks = [{**chunk, "usage": None} for chunk in chunks]
         if chunks:
             await send(_body(_frames(chunks), more=True))
 
