@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint import draft
+from megalite.checkpoint import unpublished
 from megalite.checkpoint.tensor_file import write_tensor_file
 from megalite.cli import main
 from megalite.train import rank
@@ -46,7 +46,7 @@ def disturb(fault: str, now: Path) -> None:
 
     if fault == "exports":
         rank.export = export  # type: ignore[attr-defined]
-    draft.write_tensor_file = write  # type: ignore[attr-defined]
+    unpublished.write_tensor_file = write  # type: ignore[attr-defined]
     TrainStep.evaluate = evaluate  # type: ignore[method-assign]
 
 

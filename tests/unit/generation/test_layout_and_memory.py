@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.generation import memory
+from megalite.generation import layout_and_memory as memory
 from megalite.generation.layout_and_memory import cache_bytes, cache_problems
 from megalite.generation.source import ModelSource
 from megalite.topology.parameters import parameter_count
