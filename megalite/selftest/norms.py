@@ -1,6 +1,7 @@
 """Norms, alone and fused with the residual add."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,61 +56,50 @@ def _add_one_node(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, 
     return total, norms.rms_norm(total, weight, EPS)
 
 
+def _entry(name: str, inputs: tuple[int, int], plain: Form, form: Form, **more: Any) -> Entry:
+    """Return the entry of a norm. inputs: tensors [rows, columns], vectors. form: compiled. more: further fields."""
+    tensors, weights = inputs
+    return Entry(
+        name=name,
+        operator="norm" if tensors == 1 else "add_norm",
+        make=rows(tensors, weights),
+        plain=plain,
+        candidates={COMPILED: compiled(form, *_NEEDS), **more.pop("candidates", {})},
+        gradients=tensors + weights,
+        shapes=ROWS,
+        own=_hidden_states("rms_norm" if weights == 1 else "layer_norm"),
+        **more,
+    )
+
+
 ENTRIES = [
-    Entry(
-        name="RMSNorm",
-        operator="norm",
-        make=rows(1, 1),
-        plain=plain_rms_norm,
+    _entry(
+        "RMSNorm",
+        (1, 1),
+        plain_rms_norm,
+        lambda x, weight: norms.compiled_norm(x, weight, None, EPS),
         torch={"one autograd node": _one_node},
         candidates={
-            COMPILED: compiled(lambda x, weight: norms.compiled_norm(x, weight, None, EPS), *_NEEDS),
-            liger.LIGER: Candidate(lambda x, weight: liger.norm(x, weight, None, EPS), liger.why_not),
+            liger.LIGER: Candidate(lambda x, weight: liger.norm(x, weight, None, EPS), liger.why_not)
         },
-        gradients=2,
-        shapes=ROWS,
-        own=_hidden_states("rms_norm"),
     ),
-    Entry(
-        name="add + RMSNorm",
-        operator="add_norm",
-        make=rows(2, 1),
-        plain=plain_add_rms_norm,
+    _entry(
+        "add + RMSNorm",
+        (2, 1),
+        plain_add_rms_norm,
+        lambda x, residual, weight: norms.compiled_add_norm(x, residual, weight, None, EPS),
         torch={"one autograd node": _add_one_node},
-        candidates={
-            COMPILED: compiled(
-                lambda x, residual, weight: norms.compiled_add_norm(x, residual, weight, None, EPS), *_NEEDS
-            )
-        },
-        gradients=3,
-        shapes=ROWS,
-        own=_hidden_states("rms_norm"),
     ),
-    Entry(
-        name="LayerNorm",
-        operator="norm",
-        make=rows(1, 2),
-        plain=plain_layer_norm,
-        candidates={
-            COMPILED: compiled(lambda x, weight, bias: norms.compiled_norm(x, weight, bias, EPS), *_NEEDS)
-        },
-        gradients=3,
-        shapes=ROWS,
-        own=_hidden_states("layer_norm"),
+    _entry(
+        "LayerNorm",
+        (1, 2),
+        plain_layer_norm,
+        lambda x, weight, bias: norms.compiled_norm(x, weight, bias, EPS),
     ),
-    Entry(
-        name="add + LayerNorm",
-        operator="add_norm",
-        make=rows(2, 2),
-        plain=plain_add_layer_norm,
-        candidates={
-            COMPILED: compiled(
-                lambda x, residual, weight, bias: norms.compiled_add_norm(x, residual, weight, bias, EPS),
-                *_NEEDS,
-            )
-        },
-        gradients=4,
-        shapes=ROWS,
-        own=_hidden_states("layer_norm"),
+    _entry(
+        "add + LayerNorm",
+        (2, 2),
+        plain_add_layer_norm,
+        lambda x, residual, weight, bias: norms.compiled_add_norm(x, residual, weight, bias, EPS),
     ),
 ]
