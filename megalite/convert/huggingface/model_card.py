@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from megalite.checkpoint.manifest import Manifest
 from megalite.convert.parity import TOLERANCE, PartDifference
@@ -34,10 +33,8 @@ def model_card(
         "sequences": f"{state['samples']:,}",
         "tokens": f"{state['tokens']:,}",
         "layout": layout.text,
-        **_training_facts(manifest.config),
-        "software": f"megalite {manifest.megalite}, torch {manifest.torch}; exported by {__version__}",
+        **_training_facts(manifest),
     }
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     is_chat = (manifest.config.get("data") or {}).get("kind", "text") != "text"
     asked = _CHAT_INPUTS if is_chat else 'inputs = tokenizer("Once", return_tensors="pt")'
     checks = "\n".join(
@@ -65,7 +62,7 @@ print(tokenizer.decode(model.generate(**inputs, max_new_tokens=40)[0]))
 
 | | |
 |---|---|
-{rows}
+{_rows(facts)}
 
 ## Check
 
@@ -87,10 +84,8 @@ def adapter_card(manifest: Manifest, dtype: str, trained: int) -> str:
         "type of the weights": dtype,
         "steps": f"{state['step']:,}",
         "tokens": f"{state['tokens']:,}",
-        **_training_facts(manifest.config),
-        "software": f"megalite {manifest.megalite}, torch {manifest.torch}; exported by {__version__}",
+        **_training_facts(manifest),
     }
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     weights = "BASE" if base is None else base.weights
     return f"""---
 library_name: peft
@@ -110,7 +105,7 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{weights
 
 | | |
 |---|---|
-{rows}
+{_rows(facts)}
 """
 
 
@@ -129,8 +124,12 @@ def is_our_card(path: Path) -> bool:
     return path.is_file() and _MARK in path.read_text(encoding="utf-8", errors="replace")
 
 
-def _training_facts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the training settings to list, as far as the run's configuration has them."""
+def _rows(facts: Mapping[str, str]) -> str:
+    return "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+
+
+def _training_facts(manifest: Manifest) -> dict[str, str]:
+    """Return the training settings to list, as far as the run's configuration has them, and the software."""
     facts = {}
     for section, name in (
         ("training", "sequence_length"),
@@ -141,7 +140,10 @@ def _training_facts(config: Mapping[str, Any]) -> dict[str, str]:
         ("data", "source"),
         ("run", "seed"),
     ):
-        value = (config.get(section) or {}).get(name)
+        value = (manifest.config.get(section) or {}).get(name)
         if value is not None:
             facts[f"`{section}.{name}`"] = str(value)
-    return facts
+    return {
+        **facts,
+        "software": f"megalite {manifest.megalite}, torch {manifest.torch}; exported by {__version__}",
+    }
