@@ -23,7 +23,7 @@ from benchmarks.workload import SHAPE
 from megalite.generation.loaded import build_model
 from megalite.generation.request import GREEDY, Request
 from megalite.generation.token_engine import TokenEngine
-from megalite.model.kv_cache import Room
+from megalite.model.kv_cache import CacheSize
 from megalite.model.replica import Replica
 from megalite.model.stages import initialise
 from megalite.ops.few_rows import few_rows_linear
@@ -60,7 +60,7 @@ def model(shape: ModelShape = SHAPE) -> Replica:
 
 
 def run_engine(replica: Replica, given: list[Request], slots: int) -> None:
-    engine = TokenEngine(replica, Room(slots, SHAPE.max_position_embeddings))
+    engine = TokenEngine(replica, CacheSize(slots, SHAPE.max_position_embeddings))
     for number, request in enumerate(given):
         engine.submit(number, request)
     found = 0
@@ -142,7 +142,7 @@ def throughput(replica: Replica, new_tokens: int, rounds: int) -> list[dict[str,
 
 @torch.inference_mode()
 def decode_step(replica: Replica, rounds: int) -> list[dict[str, Any]]:
-    engine = TokenEngine(replica, Room(1, replica.shape.max_position_embeddings))
+    engine = TokenEngine(replica, CacheSize(1, replica.shape.max_position_embeddings))
     engine.submit(0, Request(tuple(range(64)), 150, GREEDY, frozenset()))
     for _ in range(5):
         engine.step()

@@ -12,7 +12,7 @@ from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import GREEDY, Request, Sampling, check_request
 from megalite.generation.stops import NO_STOPS, Stops
 from megalite.generation.token_engine import TokenEngine
-from megalite.model.kv_cache import Room
+from megalite.model.kv_cache import CacheSize
 from megalite.monitor.work import working
 
 
@@ -99,7 +99,7 @@ def _generate(
 ) -> None:
     """Complete the texts; every rank of a copy of the model has the same ones, and takes part."""
     longest = max(len(text.ids) for text in texts.values()) + tokens
-    engine = TokenEngine(loaded.replica, Room(min(batch_size, len(texts)), longest))
+    engine = TokenEngine(loaded.replica, CacheSize(min(batch_size, len(texts)), longest))
     for index, text in texts.items():
         request = Request(text.ids, tokens, text.sampling, stop_ids)
         check_request(request, loaded.config, longest)

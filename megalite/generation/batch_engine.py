@@ -8,7 +8,7 @@ from megalite.generation.layout_and_memory import DEFAULT_TOKENS
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import Request, check_request
 from megalite.generation.token_engine import PREFILL_CHUNK, Finish, Sampled, TokenEngine
-from megalite.model.kv_cache import Room
+from megalite.model.kv_cache import CacheSize
 from megalite.parallel.mesh import COLLECTIVE_SECONDS
 
 # An idle engine of several ranks takes an empty step this often: far within the time limit of a collective, and a lost
@@ -77,9 +77,9 @@ class BatchEngine:
         self._loaded, self._mesh = loaded, loaded.replica.mesh
         longest = loaded.config.longest_sequence
         self.max_tokens = min(longest, DEFAULT_TOKENS if max_tokens is None else max_tokens)
-        room = Room(max_requests, self.max_tokens)
+        size = CacheSize(max_requests, self.max_tokens)
         self._engine = TokenEngine(
-            loaded.replica, room, prefill_chunk=prefill_chunk, adapters=loaded.adapters
+            loaded.replica, size, prefill_chunk=prefill_chunk, adapters=loaded.adapters
         )
         self._texts: dict[int, _Text] = {}
         self.grammars = JsonGrammars(loaded.tokenizer)

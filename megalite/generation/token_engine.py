@@ -18,7 +18,7 @@ from megalite.generation.sampling import sampled_rows, sampled_width, scored_row
 from megalite.generation.slots import Plan, Running, SlotTable, TokenScore
 from megalite.model.adapters import Adapters
 from megalite.model.decode import empty_cache, last_hidden_states
-from megalite.model.kv_cache import CachedStep, KeyValueCache, PromptSegment, Room
+from megalite.model.kv_cache import CachedStep, CacheSize, KeyValueCache, PromptSegment
 from megalite.model.replica import Replica
 from megalite.parallel.collectives import Pending
 from megalite.parallel.decode import Sends, start_from_last_chunk
@@ -64,21 +64,21 @@ class _Launch:
 class TokenEngine:
     """Requests over one model. Every rank of its mesh must make the same calls in the same order.
 
-    room: the slots and tokens of the cache. prefill_chunk: the most tokens of prompts in one forward. adapters: those
+    size: the slots and tokens of the cache. prefill_chunk: the most tokens of prompts in one forward. adapters: those
     that requests may name.
     """
 
     def __init__(
         self,
         model: Replica,
-        room: Room,
+        size: CacheSize,
         *,
         prefill_chunk: int = PREFILL_CHUNK,
         adapters: Adapters | None = None,
     ):
-        self._model, self._most, self._adapters = model, room.slots, adapters or Adapters()
+        self._model, self._most, self._adapters = model, size.slots, adapters or Adapters()
         stages = model.mesh.pp.size
-        per_table = Room(-(-room.slots // stages), room.tokens)
+        per_table = CacheSize(-(-size.slots // stages), size.tokens)
         scaling = model.shape.rope_scaling
         reuse = scaling is None or scaling.rope_type not in _ANGLES_OF_WHOLE_PROMPT
         self._caches: dict[SlotTable, KeyValueCache] = {}
@@ -96,7 +96,7 @@ class TokenEngine:
         return bool(self._waiting or self._in_flight or any(table.running for table in self._tables))
 
     def submit(self, number: int, request: Request, constraint: JsonText | None = None) -> None:
-        """Append a request, which fits the room, to those that wait."""
+        """Append a request, which fits the cache, to those that wait."""
         self._waiting.append(Running(number, request, constraint))
 
     def cancel(self, number: int) -> None:

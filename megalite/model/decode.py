@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megalite.launcher.control.progress import Activity, now
 from megalite.model.context import StepContext
-from megalite.model.kv_cache import CachedStep, KeyValueCache, Room
+from megalite.model.kv_cache import CachedStep, CacheSize, KeyValueCache
 from megalite.model.replica import Replica
 from megalite.model.transformer import Chunk
 from megalite.parallel.decode import Sends, along_chunks
@@ -40,8 +40,8 @@ def last_hidden_states(
     return along_chunks(model.stage.chunks, model.split, model.mesh, run, between, sends)
 
 
-def empty_cache(model: Replica, room: Room) -> KeyValueCache:
+def empty_cache(model: Replica, size: CacheSize) -> KeyValueCache:
     """Return a cache for the layers and heads of this rank."""
     layers = [int(layer) for layer in model.stage.model.layers]
     heads = model.mesh.local_heads(model.shape.num_key_value_heads)
-    return KeyValueCache(room, model.shape, layers, heads, model.stage.dtype, model.mesh.device)
+    return KeyValueCache(size, model.shape, layers, heads, model.stage.dtype, model.mesh.device)

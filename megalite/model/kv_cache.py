@@ -17,7 +17,7 @@ from megalite.topology.shape import ModelShape
 
 
 @dataclass(frozen=True)
-class Room:
+class CacheSize:
     """The size of a cache. slots: requests at a time; tokens: of each request. Virtual tokens do not count."""
 
     slots: int
@@ -34,16 +34,16 @@ class KeyValueCache:
 
     def __init__(
         self,
-        room: Room,
+        size: CacheSize,
         shape: ModelShape,
         layers: Collection[int],
         kv_heads: int,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        self.room, self.prefix, self.dtype, self.device = room, shape.prefix_tokens, dtype, device
-        size = (2, room.slots, kv_heads, self.prefix + room.tokens, shape.head_dim)
-        self._layers = {layer: torch.zeros(size, dtype=dtype, device=device) for layer in layers}
+        self.size, self.prefix, self.dtype, self.device = size, shape.prefix_tokens, dtype, device
+        buffer = (2, size.slots, kv_heads, self.prefix + size.tokens, shape.head_dim)
+        self._layers = {layer: torch.zeros(buffer, dtype=dtype, device=device) for layer in layers}
 
     def of(self, layer: int) -> Tensor:
         """Return the buffer of a layer."""

@@ -11,7 +11,7 @@ from megalite.convert.huggingface.export import export
 from megalite.generation import token_engine
 from megalite.generation.request import Request
 from megalite.generation.token_engine import TokenEngine
-from megalite.model.kv_cache import Room
+from megalite.model.kv_cache import CacheSize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from tests.support.generation import LONGEST, load_model, mixed_requests
@@ -56,7 +56,7 @@ def found(
 ) -> tuple[dict[int, tuple[float, ...]], dict[int, list[int]]]:
     """Return the embeddings and the tokens of the requests, by their numbers."""
     model = load_model(checkpoint, ParallelMesh.over_world(layout) if layout.world_size > 1 else None)
-    engine = TokenEngine(model, Room(slots, LONGEST), prefill_chunk=chunk)
+    engine = TokenEngine(model, CacheSize(slots, LONGEST), prefill_chunk=chunk)
     for number, request in enumerate(requests):
         engine.submit(number, request)
     embeddings: dict[int, tuple[float, ...]] = {}

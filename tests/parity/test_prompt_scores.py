@@ -12,7 +12,7 @@ from megalite.generation import slots
 from megalite.generation.request import Request
 from megalite.generation.slots import TokenScore
 from megalite.generation.token_engine import Sampled, TokenEngine
-from megalite.model.kv_cache import Room
+from megalite.model.kv_cache import CacheSize
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from tests.support.generation import LONGEST, load_model, mixed_requests
@@ -61,7 +61,7 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def run(checkpoint: Path, layout: Layout, requests: list[Request], slots: int, chunk: int) -> list[Sampled]:
     """Return all that an engine gives for the requests."""
     model = load_model(checkpoint, ParallelMesh.over_world(layout) if layout.world_size > 1 else None)
-    engine = TokenEngine(model, Room(slots, LONGEST), prefill_chunk=chunk)
+    engine = TokenEngine(model, CacheSize(slots, LONGEST), prefill_chunk=chunk)
     for number, request in enumerate(requests):
         engine.submit(number, request)
     sampled = []

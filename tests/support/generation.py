@@ -13,7 +13,7 @@ from megalite.convert.weights import open_weights
 from megalite.generation.loaded import build_model
 from megalite.generation.request import GREEDY, Request, Sampling, check_request
 from megalite.generation.token_engine import PREFILL_CHUNK, TokenEngine
-from megalite.model.kv_cache import KeyValueCache, Room
+from megalite.model.kv_cache import CacheSize, KeyValueCache
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
@@ -28,7 +28,7 @@ def one_slot(stage: Stage, tokens: int) -> KeyValueCache:
     weight = next(stage.parameters())
     layers = range(stage.shape.num_hidden_layers)
     heads = stage.shape.num_key_value_heads
-    return KeyValueCache(Room(1, tokens), stage.shape, layers, heads, stage.dtype, weight.device)
+    return KeyValueCache(CacheSize(1, tokens), stage.shape, layers, heads, stage.dtype, weight.device)
 
 
 def load_model(
@@ -63,7 +63,7 @@ def generate_ids(
 
 def _generate(model: Replica, request: Request, prefill_chunk: int) -> Iterator[int]:
     engine = TokenEngine(
-        model, Room(1, len(request.prompt_ids) + request.max_tokens), prefill_chunk=prefill_chunk
+        model, CacheSize(1, len(request.prompt_ids) + request.max_tokens), prefill_chunk=prefill_chunk
     )
     engine.submit(0, request)
     while engine.has_work:
@@ -95,7 +95,7 @@ def run_requests(
     joining: int = 0,
 ) -> dict[int, list[int]]:
     """Return the new tokens of all requests, by number; joining: how many join later, one after each third step."""
-    engine = TokenEngine(model, Room(slots, LONGEST), prefill_chunk=chunk)
+    engine = TokenEngine(model, CacheSize(slots, LONGEST), prefill_chunk=chunk)
     first = len(requests) - joining
     for number, request in enumerate(requests[:first]):
         engine.submit(number, request)

@@ -203,5 +203,5 @@ def test_every_wrong_setting_is_named() -> None:
 def test_the_cache_is_on_the_device_of_the_mesh(tmp_path: Path, loaded: LoadedModel) -> None:
     engine = BatchEngine(loaded, max_requests=3, max_tokens=10)
     [cache] = engine._engine._caches.values()
-    assert cache.device == loaded.replica.mesh.device and cache.room.slots == 3
+    assert cache.device == loaded.replica.mesh.device and cache.size.slots == 3
     assert cache.of(1).shape == (2, 3, 4, 10, 6)
