@@ -5,7 +5,6 @@ import importlib.util
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megalite.cli.evaluate_options import evaluate_parser, problems
@@ -30,14 +29,6 @@ if TYPE_CHECKING:
     from megalite.parallel.mesh import ParallelMesh
 
 
-@dataclass(frozen=True)
-class _Request:
-    """The arguments that every rank gets."""
-
-    source: ModelSource
-    options: argparse.Namespace
-
-
 def run(arguments: Sequence[str]) -> int:
     """Print the figures; return the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = evaluate_parser(__doc__).parse_args(arguments)
@@ -54,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
         Corpus.open(options.data, pattern=options.pattern or "*", key="--data")
     # torch is imported below this line, so that --help and a wrong request are answered at once.
     preload = ["megalite.generation.text", "megalite.evaluate.perplexity", "megalite.evaluate.tasks"]
-    return on_local_ranks(layout, _evaluate, _Request(source, options), name="evaluate", preload=preload)
+    return on_local_ranks(layout, _evaluate, (source, options), name="evaluate", preload=preload)
 
 
 def _require_lm_eval() -> None:
@@ -73,11 +64,11 @@ def _require_chat(options: argparse.Namespace, source: ModelSource) -> None:
         print(note, file=sys.stderr, flush=True)
 
 
-def _evaluate(request: _Request, mesh: "ParallelMesh") -> int:
+def _evaluate(request: tuple[ModelSource, argparse.Namespace], mesh: "ParallelMesh") -> int:
     """Load the model, measure it, and show the figures on rank 0."""
     from megalite.generation.loaded import load_shown
 
-    options, source = request.options, request.source
+    source, options = request
     # Wrong tasks are named before the weights are read.
     tasks = (
         load_tasks(options.tasks, allow_code=options.allow_code) if options.tasks and not mesh.rank else []
