@@ -170,12 +170,13 @@ def meant(word: str, known: Collection[str]) -> str:
     return f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
 
 
-def whole_number(least: int) -> Callable[[str], int]:
-    """Return an argparse type for integers of at least `least`."""
+def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return an argparse type for integers of at least `least`, and at most `most`."""
+    span = f"{least} or more" if most is None else f"{least} to {most}"
 
     def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {least} or more")
+        if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {span}")
         return int(text)
 
     return parse

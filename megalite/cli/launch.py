@@ -128,7 +128,12 @@ def _parser() -> Parser:
         "--master", default="", metavar="NAME", help="first host, as the others reach it (as in the hostfile)"
     )
     add_value(
-        parser, "--port", whole_number(1), "N", "port of the rendezvous on the first host", DEFAULT_PORT
+        parser,
+        "--port",
+        whole_number(1, 65535),
+        "N",
+        "port of the rendezvous on the first host",
+        DEFAULT_PORT,
     )
     add("--export", action="append", default=[], metavar="NAME[=VALUE]", help="variable for the ranks")
     add("--env-file", action="append", type=Path, default=[], metavar="FILE", help="lines of such variables")

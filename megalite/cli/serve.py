@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     add_value(
         parser, "--host", str, "NAME", "address to listen at; another one needs a key", ServeSettings.host
     )
-    add_value(parser, "--port", _port, "N", "port; 0: any free one", ServeSettings.port)
+    add_value(parser, "--port", whole_number(0, 65535), "N", "port; 0: any free one", ServeSettings.port)
     add_value(
         parser, "--api-key-file", Path, "FILE", "API keys, a line each; also the variable MEGALITE_API_KEY"
     )
@@ -137,12 +137,6 @@ def _parser() -> argparse.ArgumentParser:
     about = "most tokens of prompt and answer (the model's, at most 4096)"
     add_value(parser, "--context-length", whole_number(2), "N", about)
     return parser
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port of 0 to 65535")
-    return int(text)
 
 
 def _origin(text: str) -> str:
