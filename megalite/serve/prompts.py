@@ -188,16 +188,7 @@ class Prompts:
         if body.ignore_eos:
             stop_ids, stop = frozenset(), body.stop
         for index in range(count):
-            sampling = Sampling(
-                temperature=body.temperature,
-                top_k=body.top_k,
-                top_p=body.top_p,
-                seed=(seed + index) % _SEEDS,
-                min_p=body.min_p,
-                repetition_penalty=body.repetition_penalty,
-                presence_penalty=body.presence_penalty,
-                frequency_penalty=body.frequency_penalty,
-            )
+            sampling = replace(Sampling.of(dict(body)), seed=(seed + index) % _SEEDS)
             yield Request(tuple(ids), max_tokens, sampling, stop_ids, stop, logprobs)
 
     def _formed(self, requests: list[Request], form: ResponseFormat, stop: tuple[str, ...]) -> list[Request]:
