@@ -68,9 +68,7 @@ class Prompts:
             raise ApiError(400, message, param="echo", code="invalid_value")
         self._check_count(len(body.prompt) * body.n, "n" if body.n > 1 else "prompt")
         sequences: list[Request] = []
-        for index, prompt in enumerate(body.prompt):
-            name = f"prompt[{index}]" if len(body.prompt) > 1 else "prompt"
-            ids = self._ids(prompt, name)
+        for name, ids in self._encoded("prompt", body.prompt):
             limit_here = self._limit(ids, limit, name, "max_tokens")
             sequences += self._choices(ids, limit_here, body, body.n, body.logprobs)
         if body.echo and (limit == 0 or body.logprobs is not None):
@@ -113,10 +111,8 @@ class Prompts:
     def embeddings(self, body: EmbeddingRequest) -> list[Request]:
         """Return the requests of /v1/embeddings, one for each input."""
         self._check_count(len(body.input), "input")
-        sequences: list[Request] = []
-        for index, text in enumerate(body.input):
-            name = f"input[{index}]" if len(body.input) > 1 else "input"
-            ids, most = self._ids(text, name), self._model.longest_sequence
+        sequences, most = list[Request](), self._model.longest_sequence
+        for name, ids in self._encoded("input", body.input):
             if len(ids) > most:
                 message = f"{name}: {len(ids)} tokens exceed the model's context of {most}; shorten the text"
                 raise ApiError(400, message, param=name, code="context_length_exceeded")
@@ -127,24 +123,26 @@ class Prompts:
         """Return the sequences of /batch_generate, one for each prompt."""
         self._check_count(len(body.prompts), "prompts")
         sequences: list[Request] = []
-        for index, prompt in enumerate(body.prompts):
-            name = f"prompts[{index}]"
-            ids = self._ids(prompt, name)
+        for name, ids in self._encoded("prompts", body.prompts):
             sequences += self._choices(
                 ids, self._limit(ids, body.max_tokens, name, "max_tokens"), body, 1, None
             )
         return sequences
 
-    def _ids(self, prompt: str | Sequence[int], name: str) -> tuple[int, ...]:
-        """Return the tokens of a text, or the given tokens."""
-        ids = prompt_ids(self._model.tokenizer, prompt) if isinstance(prompt, str) else prompt
-        if not ids:
-            raise ApiError(400, f"{name}: it has no tokens", param=name, code="invalid_value")
-        known = self._model.tokenizer.vocab_size
-        if wrong := [each for each in ids if not 0 <= each < known]:
-            message = f"{name}: {wrong[0]} is not one of the {known} token ids"
-            raise ApiError(400, message, param=name, code="invalid_value")
-        return tuple(ids)
+    def _encoded(
+        self, field: str, prompts: Sequence[str | Sequence[int]]
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the name of each prompt of a field, for errors, and its tokens: of a text, or as they are."""
+        for index, prompt in enumerate(prompts):
+            name = f"{field}[{index}]" if len(prompts) > 1 else field
+            ids = prompt_ids(self._model.tokenizer, prompt) if isinstance(prompt, str) else prompt
+            if not ids:
+                raise ApiError(400, f"{name}: it has no tokens", param=name, code="invalid_value")
+            known = self._model.tokenizer.vocab_size
+            if wrong := [token for token in ids if not 0 <= token < known]:
+                message = f"{name}: {wrong[0]} is not one of the {known} token ids"
+                raise ApiError(400, message, param=name, code="invalid_value")
+            yield name, tuple(ids)
 
     def _limit(self, ids: Sequence[int], asked: int | None, name: str, setting: str) -> int:
         """Return the new tokens of a sequence; None: as many as the model and the server allow."""

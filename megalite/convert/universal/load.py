@@ -71,11 +71,6 @@ class UniversalFolder:
             raise CheckpointError(f"{path} holds no tensor of a parameter; convert the checkpoint again")
         return values
 
-    def tensors(self, state: str) -> Iterator[tuple[str, Tensor]]:
-        """That of every parameter, one after the other."""
-        for name in self.names:
-            yield name, self.tensor(name, state)
-
     @cached_property
     def optimizer(self) -> Mapping[str, Any]:
         """Return the optimizer state that belongs to no parameter: groups, loss scale."""
@@ -158,7 +153,8 @@ def _number(value: object, path: Path) -> float:
 def describe_universal(folder: Path) -> Iterator[str]:
     """What `convert inspect` shows of one, a line each."""
     content = UniversalFolder(folder)
-    entries = {name: (values.shape, values.dtype) for name, values in content.tensors(WEIGHTS)}
+    tensors = ((name, content.tensor(name, WEIGHTS)) for name in content.names)
+    entries = {name: (values.shape, values.dtype) for name, values in tensors}
     yield f"{folder}: a DeepSpeed universal checkpoint, {len(entries):,} parameters"
     yield f"  step {content.counters['step']:,}, {content.step:g} updates; {content.size_bytes:,} bytes"
     for name, value in content.settings.items():
