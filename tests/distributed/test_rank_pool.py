@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.ranks import RankFailed, RankPool, RanksHung
+from tests.support.waiting import SOON, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,7 +38,7 @@ def fail_before_others_can_see(rank: int) -> None:
 
     if dist.get_rank() == rank:
         raise ValueError("nobody is told")
-    time.sleep(60)
+    time.sleep(600)
 
 
 def wait_for_rank(absent: int) -> None:
@@ -143,7 +144,7 @@ def test_the_first_cause_is_reported_first(ranks: RankPool, culprit: int) -> Non
     assert any("in fail_on" in line for line in rest)
     followers = sorted(line.split(":")[0] for line in rest if line.startswith("then"))
     assert followers == [f"then rank {rank}" for rank in range(3) if rank != culprit]
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < SOON
     assert len(ranks.run(rank_times, world_size=3, factor=1)) == 3
 
 
@@ -167,7 +168,7 @@ def test_a_deadlock_names_the_ranks_that_hang_and_the_next_call_works(ranks: Ran
     assert "in all_reduce" in message
     started = time.monotonic()
     assert [result[0] for result in ranks.run(rank_times, world_size=3, factor=1)] == [0, 1, 2]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < SOON
 
 
 def test_a_dead_rank_is_the_first_cause(ranks: RankPool) -> None:
@@ -205,7 +206,4 @@ def test_no_worker_outlives_a_test_run_that_was_killed() -> None:
     process.kill()
     process.wait()
     process.stdout.close()
-    deadline = time.monotonic() + 20
-    while alive := [pid for pid in workers if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < deadline, f"workers {alive} are still running"
-        time.sleep(0.05)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in workers), "workers outlive it")

@@ -14,10 +14,8 @@ import pytest
 
 from megalite.checkpoint.folder import find_latest
 from tests.support.jobs import Job, curve, descendants, forked_ranks, running, tensor_hashes
+from tests.support.waiting import PATIENCE, SOON, wait_until
 
-# The longest that a job may take to end after one of its ranks died: 0.4 s on a quiet machine, and far below the 30
-# minutes that a collective waits for a lost rank on a busy one.
-TEARDOWN_SECONDS = 30.0
 AGAIN = "the same command, or a requeue of the job, resumes from it"
 
 
@@ -34,13 +32,6 @@ def undisturbed(job, tmp_path_factory) -> Path:
     return folder
 
 
-def _wait_for(condition, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
-
-
 def _recorded_steps(folder: Path) -> int:
     path = folder / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
@@ -49,13 +40,13 @@ def _recorded_steps(folder: Path) -> int:
 def test_one_rank_killed_ends_the_job_in_time_and_names_the_rank(job, undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = job.start(folder)
-    _wait_for(lambda: _recorded_steps(folder) >= 4)
+    wait_until(lambda: _recorded_steps(folder) >= 4, "the job did not come to it")
     ranks = forked_ranks(process.pid)
     assert len(ranks) == 4
     os.kill(ranks[2], signal.SIGKILL)
     killed_at = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - killed_at < TEARDOWN_SECONDS
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert time.monotonic() - killed_at < SOON
     assert process.returncode == 1
     # Only what a user needs: torch prints no schedule, and the first cause comes last.
     ending = output[output.rindex("step ") :]
@@ -85,13 +76,13 @@ def test_everything_killed_at_random_moments_and_during_saves(job, undisturbed, 
     for ready in (a_save_is_under_way, some_steps_more):
         steps = _recorded_steps(folder) + chance.randint(1, 4)
         process = job.start(folder)
-        _wait_for(partial(ready, process))
+        wait_until(partial(ready, process), "the job did not come to it")
         time.sleep(chance.uniform(0, 0.05))
         ranks = descendants(process.pid)
         process.kill()
         process.communicate()
         # Nobody is left to end the ranks: they notice by themselves.
-        _wait_for(lambda ranks=ranks: not running(ranks), seconds=TEARDOWN_SECONDS)
+        wait_until(lambda ranks=ranks: not running(ranks), "ranks outlive the job", SOON)
     job.run(folder)
     assert curve(folder) == curve(undisturbed)
     assert tensor_hashes(folder) == tensor_hashes(undisturbed)
@@ -122,9 +113,12 @@ def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, num
     job = Job.write(tmp_path, tensor=ranks, pipeline=1)
     folder = tmp_path / "run"
     process = job.start(folder, "--training.steps", "100000")
-    _wait_for(lambda: (folder / "checkpoints" / "step-000006" / "manifest.json").exists())
+    wait_until(
+        lambda: (folder / "checkpoints" / "step-000006" / "manifest.json").exists(),
+        "the job did not come to it",
+    )
     os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE)
     last = find_latest(folder / "checkpoints")
     told = f"interrupted: the last checkpoint is {last}; {AGAIN}"
     assert (process.returncode, output.splitlines()[-1]) == (code, told), output
@@ -136,7 +130,7 @@ def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, num
     _flip_a_bit_of_the_optimizer(last)
     *_, older, _ = sorted((folder / "checkpoints").glob("step-*"))
     process = job.start(folder)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2 and "sha256 differs" in output
     assert f"{older} is intact: remove {last.name}" in output
     assert f'checkpoint.resume = "{older}"' in output
@@ -148,7 +142,7 @@ def test_a_run_that_cannot_save_ends_when_its_grace_time_is_over(tmp_path):
     job = Job.write(tmp_path, tensor=2, pipeline=1)
     folder = tmp_path / "run"
     process = job.start(folder, "--training.steps", "100000", "--launch.grace_seconds", "4")
-    _wait_for(lambda: _recorded_steps(folder) >= 4)
+    wait_until(lambda: _recorded_steps(folder) >= 4, "the job did not come to it")
     ranks = forked_ranks(process.pid)
     os.kill(ranks[1], signal.SIGSTOP)
     process.terminate()
@@ -157,8 +151,8 @@ def test_a_run_that_cannot_save_ends_when_its_grace_time_is_over(tmp_path):
     process.terminate()
     time.sleep(0.5)
     assert process.poll() is None and running(ranks) == ranks
-    output, _ = process.communicate(timeout=60)
-    assert 4 <= time.monotonic() - told_at < 4 + TEARDOWN_SECONDS
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert 4 <= time.monotonic() - told_at < 4 + SOON
     assert process.returncode == 143, output
     # The signal may come while a checkpoint of an earlier step is being written.
     reasons = (
@@ -194,8 +188,8 @@ def test_a_signal_before_the_first_step_ends_in_good_order(tmp_path, ranks, stag
             os.kill(pid, number)
             os.kill(pid, signal.SIGCONT)
     told_at = time.monotonic()
-    output, _ = process.communicate(timeout=60)
-    assert time.monotonic() - told_at < 2 * TEARDOWN_SECONDS
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert time.monotonic() - told_at < 2 * SOON
     assert process.returncode == 76, output
     assert _recorded_steps(folder) == 0 and "error: " not in output, output
     # A worker that was just started may complain behind it that its parent is gone.

@@ -28,9 +28,9 @@ from megalite.topology.adapter import Lora
 from tests.support.adapters import peft_folder
 from tests.support.jobs import ROOT
 from tests.support.parity import FLOAT32_RTOL, assert_close
+from tests.support.waiting import PATIENCE, SOON
 
 PROMPT = "Once upon a time"
-START_SECONDS, END_SECONDS = 90.0, 20.0
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Server:
 
     def ended(self) -> int:
         """Return the exit code; AssertionError if the server goes on."""
-        return self.process.wait(timeout=END_SECONDS)
+        return self.process.wait(timeout=PATIENCE)
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def serving(model: Path, *arguments: str) -> Iterator[Server]:
     errors: list[str] = []
     reading = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
     reading.start()
-    stuck = threading.Timer(START_SECONDS, process.kill)
+    stuck = threading.Timer(PATIENCE, process.kill)
     stuck.start()
     try:
         found = re.search(r":(\d+)$", process.stdout.readline().strip())
@@ -78,7 +78,7 @@ def serving(model: Path, *arguments: str) -> Iterator[Server]:
         stuck.cancel()
         process.kill()
         process.wait()
-        reading.join(timeout=5)
+        reading.join(timeout=PATIENCE)
         process.stdout.close()
 
 
@@ -89,7 +89,7 @@ def test_the_official_client(shared_data: Path, tmp_path: Path) -> None:
         generate(load(each), PROMPT, tokens=24).removeprefix(PROMPT) for each in (model, folder)
     )
     with serving(model, "--chat-template", "chatml", "--adapter", f"mine={folder}") as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
         served, adapter = [each.id for each in client.models.list()]
         assert (served, adapter) == ("stories260K", "mine") and adapted != expected
         plain = client.completions.create(
@@ -219,10 +219,10 @@ def test_ranks_serve_drain_and_end(shared_data: Path, layout: str) -> None:
     expected = generate(load(model), PROMPT, tokens=24).removeprefix(PROMPT)
     body = {"model": "stories260K", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
     with serving(model, *layout.split()) as server:
-        answer = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=60).json()
+        answer = httpx2.post(f"{server.url}/v1/completions", json=body, timeout=PATIENCE).json()
         assert answer["choices"][0]["text"] == expected
         long = {**body, "max_tokens": 300, "ignore_eos": True, "stream": True}
-        with httpx2.stream("POST", f"{server.url}/v1/completions", json=long, timeout=60) as stream:
+        with httpx2.stream("POST", f"{server.url}/v1/completions", json=long, timeout=PATIENCE) as stream:
             lines = stream.iter_lines()
             next(lines)
             server.process.send_signal(signal.SIGTERM)
@@ -235,7 +235,7 @@ def test_a_killed_rank_ends_the_server_with_the_cause(shared_data: Path, busy: b
     with serving(shared_data / "stories260K", "--pipeline", "2") as server:
         body = {"model": "stories260K", "prompt": PROMPT, "max_tokens": 400, "stream": True}
         begin, seen = 0.0, set()
-        with ThreadPoolExecutor(1) as pool, httpx2.Client(base_url=server.url, timeout=10) as client:
+        with ThreadPoolExecutor(1) as pool, httpx2.Client(base_url=server.url, timeout=PATIENCE) as client:
             running = None
             if busy:
                 running = pool.submit(client.post, "/v1/completions", json=body)
@@ -248,8 +248,8 @@ def test_a_killed_rank_ends_the_server_with_the_cause(shared_data: Path, busy: b
                 while True:
                     seen.add(client.get("/health").status_code)
             if running is not None:
-                running.exception(timeout=10)
-        assert server.ended() == 1 and time.monotonic() - begin < 5
+                running.exception(timeout=PATIENCE)
+        assert server.ended() == 1 and time.monotonic() - begin < SOON
         [report] = re.findall(r"full report: (\S+)", "".join(server.errors))
         assert "SIGKILL" in Path(report).read_text()
         shutil.rmtree(Path(report).parent)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.folder import find_latest
-from tests.support.hosts import wait_until
 from tests.support.jobs import ROOT, Job, curve
+from tests.support.waiting import PATIENCE, SOON, wait_until
 
 GRACE_SECONDS = 2
 
@@ -39,12 +39,12 @@ class Told:
             while "step " not in (line := process.stdout.readline()):
                 assert line, "ended before its first step"
             if fault == "exports":
-                wait_until(now.exists, 60, "no export")
+                wait_until(now.exists, "no export")
             now.touch()
             time.sleep(1)  # a regular checkpoint or a validation begins
             process.send_signal(signal.SIGTERM)
             told_at = time.monotonic()
-            output, _ = process.communicate(timeout=60)
+            output, _ = process.communicate(timeout=PATIENCE)
         finally:
             process.kill()
         self.seconds = time.monotonic() - told_at
@@ -81,7 +81,7 @@ def test_a_save_that_stands_still_is_ended(tmp_path):
     run = Told(tmp_path, "hangs", "--checkpoint.every", "unset")
     assert run.code == 143 and run.last is None, run.output
     assert re.search(r"ended without saving a checkpoint: .* 2 s \(launch.grace_seconds\)", run.output)
-    assert GRACE_SECONDS <= run.seconds < GRACE_SECONDS + 3
+    assert GRACE_SECONDS <= run.seconds < GRACE_SECONDS + SOON
 
 
 @pytest.mark.extended
@@ -96,7 +96,7 @@ def test_an_export_that_does_not_end_leaves_a_run_that_the_next_start_completes(
     run = Told(tmp_path, "exports", "--checkpoint.export", "true", "--training.steps", "2")
     assert run.code == 75 and run.saved_all, run.output
     assert "SIGTERM: every step is saved; the run ends after the export" in run.output
-    assert GRACE_SECONDS <= run.seconds < GRACE_SECONDS + 3
+    assert GRACE_SECONDS <= run.seconds < GRACE_SECONDS + SOON
     job = Job(tmp_path / "run.toml")
     assert "nothing left to train" in job.run(
         run.folder, "--checkpoint.export", "true", "--training.steps", "2"

@@ -15,11 +15,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -310,7 +311,7 @@ class Hosts(Sequence[Host]):
             host.pid = self._first_process(host)
         self._connect()
         for host in self:
-            wait_until((host.folder / "ready").exists, 30, f"{host.name} is not ready; see {host.log}")
+            wait_until((host.folder / "ready").exists, f"{host.name} is not ready; see {host.log}")
             host.run(["/usr/sbin/sshd"], check=True)
 
     def _holder_command(self, host: Host) -> list[str]:
@@ -330,7 +331,7 @@ class Hosts(Sequence[Host]):
     def _first_process(self, host: Host) -> int:
         holder = self._holders[host.number]
         wait_until(
-            lambda: bool(children(holder.pid)) or holder.poll() is not None, 30, f"{host.name} does not start"
+            lambda: bool(children(holder.pid)) or holder.poll() is not None, f"{host.name} does not start"
         )
         if holder.poll() is not None:
             raise HostsError(f"{host.name} ended while it started: {host.log.read_text()}")
@@ -342,7 +343,7 @@ class Hosts(Sequence[Host]):
             bridge.append(f"link add name p{host.number} type veth peer name eth0 netns {host.pid}")
             bridge.append(f"link set p{host.number} master br0 up")
         own, keepers = Path("/proc/self/ns/net"), Path(f"/proc/{self.keeper.pid}/ns/net")
-        wait_until(lambda: keepers.readlink() != own.readlink(), 30, "the bridge has no namespace")
+        wait_until(lambda: keepers.readlink() != own.readlink(), "the bridge has no namespace")
         run(["nsenter", "-t", str(self.keeper.pid), "-n", "ip", "-batch", "-"], "\n".join(bridge))
         for host in self:
             own = f"addr add {host.address}/24 dev eth0\nlink set eth0 up\nlink set lo up"
@@ -423,12 +424,3 @@ def command_line(pid: int) -> str:
         )
     except OSError:
         return ""
-
-
-def wait_until(condition: Any, seconds: float, otherwise: str, every: float = 0.01) -> None:
-    """Wait until `condition()` is true; AssertionError with the text `otherwise` after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > end:
-            raise AssertionError(f"{otherwise} (waited {seconds:g} s)")
-        time.sleep(every)

@@ -68,7 +68,7 @@ def one_raises_and_the_others_are_deaf(info: RankInfo, folder: Path) -> int:
 
 
 def one_is_killed_with_helpers(info: RankInfo, folder: Path) -> int:
-    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     if info.rank == FAILING:
         os.kill(os.getpid(), signal.SIGKILL)
     return _wait(folder, info)
@@ -134,7 +134,7 @@ def _start_a_process_of_the_users(folder: Path) -> None:
     while len(list(folder.glob("ready-*"))) < 8:
         time.sleep(0.02)
     # Without the pipes of the test, which would wait for their end.
-    sleeper = ["sh", "-c", "exec sleep 60 >/dev/null 2>&1"]
+    sleeper = ["sh", "-c", "exec sleep 600 >/dev/null 2>&1"]
     child = subprocess.Popen(sleeper)
     text = f"import subprocess; print(subprocess.Popen({sleeper}).pid)"
     made = subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, check=True)
@@ -143,7 +143,7 @@ def _start_a_process_of_the_users(folder: Path) -> None:
 
 
 def one_raises_and_cannot_exit(info: RankInfo, folder: Path) -> int:
-    threading.Thread(target=time.sleep, args=(60,)).start()
+    threading.Thread(target=time.sleep, args=(600,)).start()
     raise ValueError("the moon is in the wrong place")
 
 
@@ -164,7 +164,7 @@ def _train() -> None:
 
 def _wait(folder: Path, info: RankInfo) -> int:
     (folder / f"ready-{info.rank}").write_text(f"{os.getppid()} {os.getpid()}")
-    time.sleep(60)
+    time.sleep(600)
     return 0
 
 

@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from tests.support.waiting import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 # DeepSpeed's engine imports inductor on first use, which takes a second per process; the server imports it once.
 PRELOADED = [
@@ -42,6 +44,7 @@ GRACE_SECONDS = 5.0
 MOST_THREADS = 60
 RELEASE = pickle.dumps("release")
 READY = b"ready"
+JOINED = b"joined"
 
 
 class RankFailed(AssertionError):
@@ -114,13 +117,13 @@ class RankPool:
         function: Callable[..., Any],
         world_size: int = 1,
         *,
-        timeout: float = 60.0,
+        timeout: float = PATIENCE,
         **arguments: Any,
     ) -> list[Any]:
         """Call `function(**arguments)` on each of `world_size` ranks; return their results in rank order.
 
         The function must be at a module's top level, because it is sent by name; its result must pickle.
-        Raises RankFailed with the first rank's traceback first, and RanksHung after `timeout` seconds.
+        Raises RankFailed with the first rank's traceback first, and RanksHung `timeout` seconds after all have joined.
         """
         __tracebackhide__ = True
         try:
@@ -237,19 +240,29 @@ def _outcomes(workers: list[Worker], task: bytes, timeout: float) -> dict[int, O
         worker.connection.send_bytes(task)
     waiting = {worker.connection: rank for rank, worker in enumerate(workers)}
     outcomes: dict[int, Outcome] = {}
-    deadline = time.monotonic() + timeout
+    joining = len(workers)
+    deadline = time.monotonic() + START_SECONDS
     while waiting and (remaining := deadline - time.monotonic()) > 0:
         for connection in wait(list(waiting), remaining):
-            rank = waiting.pop(connection)
-            outcomes[rank] = _receive_outcome(workers[rank])
-            if outcomes[rank].failed:
+            rank = waiting[connection]
+            outcome = _receive_outcome(workers[rank])
+            if outcome is None:
+                joining -= 1
+                if joining == 0:
+                    deadline = time.monotonic() + timeout
+                continue
+            del waiting[connection]
+            outcomes[rank] = outcome
+            if outcome.failed:
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
     return outcomes
 
 
-def _receive_outcome(worker: Worker) -> Outcome:
+def _receive_outcome(worker: Worker) -> Outcome | None:
+    """Return the outcome of a task; None: the rank has joined its group, and the task begins."""
     try:
-        return pickle.loads(worker.connection.recv_bytes())
+        message = worker.connection.recv_bytes()
+        return None if message == JOINED else pickle.loads(message)
     except (EOFError, ConnectionError):
         worker.process.join(GRACE_SECONDS)
         code = worker.process.exitcode
@@ -307,7 +320,7 @@ def _serve(connection: Connection, rank: int, stack: str) -> None:
     gc.freeze()  # excludes torch's objects, so that the collection after each task is fast
     connection.send_bytes(READY)
     while True:
-        connection.send_bytes(_perform(messages.get(), rank))
+        connection.send_bytes(_perform(messages.get(), rank, connection))
         assert messages.get() == RELEASE
         _leave_group()
         gc.collect()
@@ -323,12 +336,13 @@ def _receive(connection: Connection, messages: "queue.SimpleQueue[bytes]") -> No
             os._exit(1)
 
 
-def _perform(message: bytes, rank: int) -> bytes:
+def _perform(message: bytes, rank: int, connection: Connection) -> bytes:
     try:
         task: Task = pickle.loads(message)
         with _device(task):
             _reset(rank, task)
             _join_group(rank, task)
+            connection.send_bytes(JOINED)
             value = task.function(**task.arguments)
         return pickle.dumps(Outcome(value))
     except BaseException as error:
@@ -381,7 +395,7 @@ def _join_group(rank: int, task: Task) -> None:
     import torch.distributed as dist
 
     # Longer than the pool's own timeout, whose message names the hung ranks.
-    limit = timedelta(seconds=task.timeout + 2 * GRACE_SECONDS)
+    limit = timedelta(seconds=task.timeout + START_SECONDS)
     store = dist.FileStore(task.store, task.world_size)
     backend = dist.get_default_backend_for_device(task.device)
     dist.init_process_group(backend, store=store, rank=rank, world_size=task.world_size, timeout=limit)

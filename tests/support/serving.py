@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 
 from megalite.data.chat.chat_template import load_chat_template
-from megalite.data.tokenizers.tokenizer import load_tokenizer
+from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import ConfigError, Problem
 from megalite.generation.batch_engine import Event
 from megalite.generation.json_schema import JsonGrammars
@@ -27,6 +27,7 @@ from megalite.serve.prompts import ServedModel
 from megalite.serve.server import listen, run_server
 from megalite.serve.settings import ServeSettings
 from tests.support.tiny import END_OF_DOCUMENT, tiny_tokenizer
+from tests.support.waiting import PATIENCE
 
 MODEL, ADAPTER = "letters", "capitals"
 CONTEXT = 160
@@ -113,6 +114,7 @@ class Live:
     client: httpx2.AsyncClient
     engine: LettersEngine
     service: Service
+    tokenizer: Tokenizer
     task: "asyncio.Task[None]"
 
     async def complete(self, **fields: Any) -> httpx2.Response:
@@ -130,7 +132,7 @@ class Live:
         writer.close()
         return answer
 
-    async def until(self, happened: Callable[[], bool], seconds: float = 5.0) -> None:
+    async def until(self, happened: Callable[[], bool], seconds: float = PATIENCE) -> None:
         """Wait until something has happened; AssertionError if it does not."""
         end = time.monotonic() + seconds
         while not happened():
@@ -170,10 +172,10 @@ async def live(
     port = await ready
     headers = {"Authorization": f"Bearer {chosen.keys[0]}"} if chosen.keys else {}
     async with httpx2.AsyncClient(
-        base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=30, verify=False
+        base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=PATIENCE, verify=False
     ) as client:
         try:
-            yield Live(port, client, engine, service, task)
+            yield Live(port, client, engine, service, load_tokenizer(folder), task)
         finally:
             if ends and not task.done():
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -188,4 +190,4 @@ def served(scenario: Callable[[Live], Awaitable[None]], folder: Path, **settings
         async with live(folder, **settings) as server:
             await scenario(server)
 
-    asyncio.run(asyncio.wait_for(run(), timeout=60))
+    asyncio.run(asyncio.wait_for(run(), timeout=PATIENCE))

@@ -3,13 +3,13 @@
 import os
 import re
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support.jobs import Job
 from tests.support.real_launchers import Started, ranks, run
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.extended
 
@@ -69,12 +69,10 @@ def test_ranks_that_do_not_come_are_named_in_bounded_time(hosts, job, tmp_path):
 
 def test_nothing_is_left_of_an_mpirun_that_is_killed_before_the_ranks_have_met(hosts, job, tmp_path):
     started = run("openmpi", hosts, ["megalite", *job.arguments(tmp_path / "run", *LONG)])
-    while len(ranks(hosts)) < 4:
-        assert started.launchers[0].poll() is None, started.output
-        time.sleep(0.02)
+    wait_until(lambda: len(ranks(hosts)) >= 4 or started.launchers[0].poll() is not None, "no ranks")
     hosts[0].send(started.launchers[0], signal.SIGKILL)
     started.gone(20)
-    assert started.launchers[0].wait(timeout=5) != 0
+    assert started.launchers[0].wait(timeout=PATIENCE) != 0
 
 
 def test_a_remote_rank_that_is_killed_is_named_and_ends_all(hosts, job, tmp_path):
@@ -109,8 +107,5 @@ def test_a_cable_that_is_pulled_is_reported(slurm, job, tmp_path):
     assert len(training(started)) == 4
     before = len(started.output)
     hosts[1].link(up=False)
-    deadline = time.monotonic() + 30
-    while ranks(hosts):
-        assert time.monotonic() < deadline, started.output[before:]
-        time.sleep(0.1)
+    wait_until(lambda: not ranks(hosts), "ranks outlive the cable")
     assert re.search(r"n1", started.output[before:]), started.output[before:]

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import ROOT, Hosts, wait_until
+from tests.support.hosts import ROOT, Hosts
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.extended
 
@@ -25,7 +26,7 @@ def test_a_host_has_a_name_an_address_and_processes_of_its_own(hosts):
     there = hosts[0].run(["ssh", "n1", "hostname; cat /proc/1/cmdline | tr '\\0' ' '"], check=True).stdout
     assert there.startswith("n1\n") and there.rstrip().endswith("n1")
     sleeper = hosts[1].popen(["sleep", "1234"])
-    wait_until(lambda: hosts[1].processes("sleep 1234"), 10, "no sleeper")
+    wait_until(lambda: hosts[1].processes("sleep 1234"), "no sleeper")
     assert not hosts[0].processes()
     hosts[0].run(["pkill", "sleep"])
     assert hosts[1].kill("sleep 1234") and sleeper.wait(timeout=10)
@@ -76,8 +77,8 @@ def test_nothing_is_left_when_the_tests_are_killed(hosts):
     )
     assert done.returncode == -signal.SIGKILL
     folder, *pids = done.stdout.split()
-    wait_until(lambda: not Path(folder).exists(), 20, f"{folder} is left")
-    wait_until(lambda: not any(map(runs, pids)), 20, "a process is left")
+    wait_until(lambda: not Path(folder).exists(), f"{folder} is left")
+    wait_until(lambda: not any(map(runs, pids)), "a process is left")
     assert not Path(folder).exists()
 
 

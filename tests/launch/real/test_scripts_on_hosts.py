@@ -2,7 +2,6 @@
 
 import re
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 from tests.support.hosts import ROOT
 from tests.support.jobs import Job
 from tests.support.real_launchers import AS_ROOT, PYTHON, Started, ranks
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.extended
 
@@ -52,10 +52,7 @@ def test_a_job_that_loses_a_host_ends_by_itself(hosts, job, launcher):
     assert started.wait(40) == [1], started.output
     assert re.search(r"error: rank [23] .* on n1: vanished .*: its host or the network", started.output)
     assert "though its host answers" not in started.output
-    deadline = time.monotonic() + 40
-    while ranks(hosts):
-        assert time.monotonic() < deadline, hosts.processes()
-        time.sleep(0.1)
+    wait_until(lambda: not ranks(hosts), "ranks outlive the cable")
 
 
 def test_a_host_that_does_not_resolve_ends_the_job_before_a_rank_starts(hosts, job):

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import ROOT, Hosts, wait_until
+from tests.support.hosts import ROOT, Hosts
 from tests.support.jobs import Job, curve
 from tests.support.real_launchers import PYTHON
 from tests.support.slurm_cluster import SlurmCluster, missing
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.extended
 
@@ -64,7 +65,7 @@ def expect(job: int, *numbers: int, nodes: tuple[str, str] = ("n0", "n1")) -> li
 
 def running(slurm: SlurmCluster, folder: Path, job: int, count: int = 4) -> None:
     slurm.wait(job, "RUNNING", timeout=30)
-    wait_until(lambda: len(starts(folder)) >= count, 30, f"not {count} ranks: {starts(folder)}")
+    wait_until(lambda: len(starts(folder)) >= count, f"not {count} ranks: {starts(folder)}")
 
 
 def test_a_job_that_stopped_to_be_resumed_is_requeued_and_one_that_failed_is_not(slurm, folder):
@@ -150,7 +151,7 @@ def test_a_pre_empted_training_ends_with_the_same_numbers(slurm, tmp_path):
     arguments = ["--run.folder", str(interrupted), *length]
     number = slurm.submit(*TWO_BY_TWO, "--output=log", BATCH, *arguments, env=env, cwd=tmp_path)
     metrics = interrupted / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, 90, "no second step")
+    wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 1, "no second step")
     slurm.submit(
         *TWO_BY_TWO,
         "--exclusive",

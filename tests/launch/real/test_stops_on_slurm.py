@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.folder import find_latest
-from tests.support.hosts import ROOT, wait_until
+from tests.support.hosts import ROOT
 from tests.support.jobs import Job, curve
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.extended
 
@@ -42,7 +43,7 @@ def wait_for(folder: Path, text: str) -> None:
     def read() -> bool:
         return logged(folder, text)
 
-    wait_until(read, SECONDS, f"{text!r} is not in {folder / 'log'}")
+    wait_until(read, f"{text!r} is not in {folder / 'log'}")
 
 
 def test_sigusr1_to_a_step_saves_and_the_next_job_goes_on_bit_for_bit(slurm, job, tmp_path):

@@ -27,6 +27,7 @@ from megalite.topology.sharding import TensorSlice
 from megalite.topology.stages import PipelineSplit, pipeline_split
 from megalite.topology.state import StateShard
 from tests.support.checkpoints import save_checkpoint
+from tests.support.waiting import PATIENCE
 
 T = TypeVar("T")
 KINDS = ("exp_avg", "exp_avg_sq")
@@ -55,7 +56,7 @@ class Exchange:
 
     def __init__(self, size: int):
         self._values: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=20)
+        self._barrier = threading.Barrier(size, timeout=PATIENCE)
 
     def all(self, rank: int, value: Any) -> list[Any]:
         self._values[rank] = value

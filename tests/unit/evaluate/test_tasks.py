@@ -4,7 +4,6 @@ import gzip
 import importlib.util
 import json
 import shutil
-import time
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from megalite.generation.loaded import LoadedModel, load
 from tests.support.evaluated import write_evaluated
 from tests.support.jobs import ROOT
 from tests.support.parity import assert_close
+from tests.support.waiting import SOON, wait_until
 
 pytestmark = pytest.mark.extended
 EXAMPLES = ROOT / "examples" / "evaluate"
@@ -153,12 +153,9 @@ def test_the_solutions_of_humaneval_pass(shared_data: Path) -> None:
 
 def test_what_a_program_starts_ends_with_it(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-    child = f"import subprocess, sys\nsubprocess.Popen(['sleep', '60', {str(mark)!r}])\nwhile True: pass"
+    child = f"import subprocess, sys\nsubprocess.Popen(['sleep', '600', {str(mark)!r}])\nwhile True: pass"
     assert not programs().passes(child, seconds=1)
-    deadline = time.monotonic() + 10
-    while (left := processes_with(str(mark))) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == []
+    wait_until(lambda: not processes_with(str(mark)), "what it started runs on", SOON)
 
 
 def programs() -> Any:

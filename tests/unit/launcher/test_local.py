@@ -14,6 +14,7 @@ import pytest
 
 import megalite
 from tests.support import local_job
+from tests.support.waiting import PATIENCE, SOON, processes_with, wait_until
 
 ROOT = Path(megalite.__file__).parents[1]
 MARK = "MEGALITE_TEST_JOB"
@@ -46,26 +47,19 @@ class Job:
         )
 
     def wait_until_ready(self, ranks: int = 8) -> None:
-        deadline = time.monotonic() + 30
-        while len(list(self.folder.glob("ready-*"))) < ranks:
-            assert self.process.poll() is None and time.monotonic() < deadline, "the ranks did not start"
-            time.sleep(0.02)
+        def ready() -> bool:
+            assert self.process.poll() is None, "the job ended before its ranks were ready"
+            return len(list(self.folder.glob("ready-*"))) >= ranks
+
+        wait_until(ready, "the ranks did not start")
 
     def finish(self) -> tuple[int, str, float]:
         """Exit code, what is on stderr, and the seconds it took since `started`."""
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=PATIENCE)
         return self.process.returncode, errors, time.monotonic() - self.started
 
     def left_running(self) -> list[int]:
-        sign = f"{MARK}={self.mark}".encode()
-        found = []
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if sign in (folder / "environ").read_bytes():
-                    found.append(int(folder.name))
-            except OSError:
-                continue
-        return found
+        return processes_with(f"{MARK}={self.mark}")
 
     def reports(self) -> dict[int, dict]:
         files = (self.folder / "failures").glob("*")
@@ -105,7 +99,7 @@ def test_every_rank_runs_and_knows_its_place(start, tmp_path):
 def test_an_exception_ends_the_job_and_is_shown_once_with_coordinates(start):
     job = start("one_raises")
     code, errors, seconds = job.finish()
-    assert code == 1 and seconds < 5
+    assert code == 1 and seconds < SOON
     assert errors.startswith(f"error: {FIRST}")
     assert errors.count("ValueError: the moon is in the wrong place") == 1
     assert "local_job.py:" in errors and "in one_raises" in errors
@@ -118,14 +112,14 @@ def test_an_exception_ends_the_job_and_is_shown_once_with_coordinates(start):
 
 def test_ranks_that_ignore_sigterm_are_killed_in_time(start):
     code, errors, seconds = start("one_raises_and_the_others_are_deaf").finish()
-    assert code == 1 and seconds < 5
+    assert code == 1 and seconds < SOON
     assert errors.startswith(f"error: {FIRST}") and "the moon" in errors
 
 
 def test_a_rank_that_just_exits_is_named(start):
     job = start("one_exits")
     code, errors, seconds = job.finish()
-    assert code == 1 and seconds < 5
+    assert code == 1 and seconds < SOON
     assert errors.startswith(f"error: {FIRST}")
     assert "ended with exit code 7 and left no report" in errors
     assert list(job.reports()) == [3]
@@ -134,7 +128,7 @@ def test_a_rank_that_just_exits_is_named(start):
 def test_a_killed_rank_is_the_cause_and_not_those_that_noticed(start):
     job = start("one_is_killed_and_the_others_notice")
     code, errors, seconds = job.finish()
-    assert code == 1 and seconds < 5
+    assert code == 1 and seconds < SOON
     assert errors.startswith(f"error: {FIRST}")
     assert "was killed by signal 9 (SIGKILL): the kernel's out-of-memory killer" in errors
     assert "Connection closed" not in errors
@@ -151,7 +145,7 @@ def test_a_cause_reported_after_its_consequences_is_still_the_cause(start):
 
 def test_processes_that_a_killed_rank_had_started_end_too(start):
     code, errors, seconds = start("one_is_killed_with_helpers").finish()
-    assert code == 1 and seconds < 5
+    assert code == 1 and seconds < SOON
     assert "SIGKILL" in errors
 
 
@@ -172,7 +166,7 @@ def test_ctrl_c_ends_all_ranks_quietly(start):
     job.started = time.monotonic()
     os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to every process in the foreground
     code, errors, seconds = job.finish()
-    assert (code, errors) == (130, "") and seconds < 5
+    assert (code, errors) == (130, "") and seconds < SOON
 
 
 def test_after_ctrl_c_the_ranks_may_take_their_time_to_save(start, tmp_path):
@@ -191,9 +185,11 @@ def test_a_second_ctrl_c_ends_the_ranks_at_once(start):
     time.sleep(0.6)
     assert job.process.poll() is None and len(job.left_running()) == 9
     job.started = time.monotonic()
-    os.killpg(job.process.pid, signal.SIGINT)
+    while job.process.poll() is None:  # on a busy machine the first press may have been seen only now
+        os.killpg(job.process.pid, signal.SIGINT)
+        time.sleep(0.6)
     code, errors, seconds = job.finish()
-    assert (code, errors) == (130, "") and seconds < 2
+    assert (code, errors) == (130, "") and seconds < SOON
 
 
 def test_a_job_in_the_background_ignores_ctrl_c(start):
@@ -225,10 +221,7 @@ def test_processes_of_the_user_s_own_threads_live_on(start, tmp_path):
     assert sorted(job.left_running()) == sorted(users) and len(users) == 2
     for process in users:
         os.kill(process, signal.SIGKILL)
-    deadline = time.monotonic() + 10
-    while job.left_running():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: not job.left_running(), "they run on")
 
 
 def test_sigterm_is_passed_on(start):
@@ -252,11 +245,8 @@ def test_ranks_die_with_a_killed_parent(start):
     job.wait_until_ready()
     assert len(job.left_running()) == 9
     job.process.kill()
-    job.process.communicate(timeout=30)
-    deadline = time.monotonic() + 2
-    while job.left_running():
-        assert time.monotonic() < deadline, "ranks outlive their parent"
-        time.sleep(0.02)
+    job.process.communicate(timeout=PATIENCE)
+    wait_until(lambda: not job.left_running(), "ranks outlive their parent", SOON)
 
 
 def test_reports_of_an_earlier_run_are_forgotten(start):
@@ -312,7 +302,7 @@ def test_launched_ranks_that_fail_alike_show_the_whole_block_once(start):
 
 def test_a_launched_rank_that_cannot_exit_is_ended_at_once_with_its_code(start):
     code, errors, seconds = start("one_raises_and_cannot_exit", environ=launched(3)).finish()
-    assert code == 1 and seconds < 3
+    assert code == 1 and seconds < SOON
     assert "the moon" in errors
 
 

@@ -8,8 +8,6 @@ import re
 import select
 import struct
 import termios
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +18,7 @@ from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.preparation import PreparationConsole, PreparationProgress
 from megalite.monitor.work import duration
 from megalite.parallel.objective import Preference
+from tests.support.waiting import wait_until
 
 
 class Terminal(io.StringIO):
@@ -27,12 +26,6 @@ class Terminal(io.StringIO):
 
     def isatty(self) -> bool:
         return True
-
-
-def wait_for(event: Callable[[], bool]) -> None:
-    """Return once another thread has made `event` true; the time limit of the tests ends a wait in vain."""
-    while not event():
-        time.sleep(0.001)
 
 
 def metrics(step: int, mfu: float | None = 0.64) -> StepMetrics:
@@ -202,7 +195,7 @@ def test_a_phase_between_steps_stands_below_the_bar_and_gives_way_to_the_numbers
     console.step(metrics(4))
     with console.working("validating", "batches", 3) as work:
         work.advance()
-        wait_for(lambda: "validating: 1 of 3 batches" in stream.getvalue())
+        wait_until(lambda: "validating: 1 of 3 batches" in stream.getvalue(), "nothing was shown")
     assert stream.getvalue().rindex("loss 0.7500") > stream.getvalue().rindex("validating")
     console.close()
 

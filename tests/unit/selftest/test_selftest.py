@@ -21,6 +21,7 @@ from megalite.selftest.table import entries_of
 from megalite.selftest.trust import CaseResult, Findings, OperatorChoice
 from tests.support.faulty_operators import HANGING
 from tests.support.kernels import needs_library
+from tests.support.waiting import PATIENCE, wait_until
 
 FAULTY = Path(__file__).parents[2] / "support" / "faulty_operators.py"
 ROOT = Path(__file__).parents[3]
@@ -117,12 +118,10 @@ def test_an_interrupted_test_keeps_nothing_and_leaves_no_process(tmp_path: Path)
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
-    deadline = time.monotonic() + 60
-    while not marked.exists() and started.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.1)
+    wait_until(lambda: marked.exists() or started.poll() is not None, "no operator runs")
     workers = _children(started.pid)
     started.send_signal(signal.SIGINT)
-    output = started.communicate(timeout=60)[0]
+    output = started.communicate(timeout=PATIENCE)[0]
     assert started.returncode == 130, output
     assert workers and not any(Path(f"/proc/{each}").exists() for each in workers)
     assert [*tmp_path.iterdir()] == [marked]

@@ -18,6 +18,7 @@ from megalite.serve.keys import read_keys
 from megalite.serve.server import listen
 from megalite.serve.settings import ServeSettings
 from tests.support.serving import MODEL, LettersEngine, Live, live, served
+from tests.support.waiting import PATIENCE
 
 KEY = "a-key-of-some-length"
 
@@ -184,10 +185,10 @@ def test_sigterm_drains(tmp_path: Path) -> None:
             assert (await server.client.get("/health")).status_code == 200
             assert error_of(await server.complete()) == (503, "server_stops")
             assert len((await running).json()["choices"][0]["text"]) == 30
-            await asyncio.wait_for(server.task, timeout=5)
+            await asyncio.wait_for(server.task, timeout=PATIENCE)
             assert server.engine.closed and len(server.engine.threads) == 1
 
-    asyncio.run(asyncio.wait_for(run(), timeout=30))
+    asyncio.run(asyncio.wait_for(run(), timeout=PATIENCE))
 
 
 def test_a_client_that_takes_no_bytes_does_not_hold_the_end_up(tmp_path: Path) -> None:
@@ -203,12 +204,12 @@ def test_a_client_that_takes_no_bytes_does_not_hold_the_end_up(tmp_path: Path) -
                 sending = asyncio.create_task(asyncio.get_running_loop().sock_sendall(client, page * 5000))
                 await server.until(lambda: b'path="/"' in server.service.metrics.text())
                 os.kill(os.getpid(), signal.SIGTERM)
-                await asyncio.wait_for(server.task, timeout=20)
+                await asyncio.wait_for(server.task, timeout=PATIENCE)
                 assert server.engine.closed
                 sending.cancel()
                 await asyncio.wait({sending})
 
-    asyncio.run(asyncio.wait_for(run(), timeout=30))
+    asyncio.run(asyncio.wait_for(run(), timeout=PATIENCE))
 
 
 @pytest.mark.parametrize("again", [True, False])
@@ -224,9 +225,9 @@ def test_what_is_not_drained_in_time_or_at_a_second_signal_ends(tmp_path: Path, 
                 os.kill(os.getpid(), signal.SIGINT)
             text = (await running).text
             assert "engine_failed" in text and "[DONE]" not in text
-            await asyncio.wait_for(server.task, timeout=5)
+            await asyncio.wait_for(server.task, timeout=PATIENCE)
 
-    asyncio.run(asyncio.wait_for(run(), timeout=30))
+    asyncio.run(asyncio.wait_for(run(), timeout=PATIENCE))
 
 
 def test_the_log_names_the_error_that_ended_a_stream(
@@ -239,10 +240,10 @@ def test_the_log_names_the_error_that_ended_a_stream(
             server.engine.failure = ConnectionResetError("rank 1\nhas ended")
             assert "engine_failed" in (await running).text
             with pytest.raises(ConnectionResetError):
-                await asyncio.wait_for(server.task, timeout=5)
+                await asyncio.wait_for(server.task, timeout=PATIENCE)
 
     with caplog.at_level("INFO", logger="megalite.serve"):
-        asyncio.run(asyncio.wait_for(run(), timeout=30))
+        asyncio.run(asyncio.wait_for(run(), timeout=PATIENCE))
     [line] = [each for each in caplog.messages if "/v1/completions" in each]
     assert " 200 " in line and line.endswith(", error: the engine has ended: rank 1 has ended")
 
@@ -259,9 +260,9 @@ def test_a_failed_engine_ends_the_server_and_health_says_why(tmp_path: Path) -> 
             assert (await server.client.get("/ready")).status_code == 503
             assert error_of(await server.complete()) == (503, "engine_failed")
             with pytest.raises(RuntimeError, match="the card is gone"):
-                await asyncio.wait_for(server.task, timeout=5)
+                await asyncio.wait_for(server.task, timeout=PATIENCE)
 
-    asyncio.run(asyncio.wait_for(run(), timeout=30))
+    asyncio.run(asyncio.wait_for(run(), timeout=PATIENCE))
 
 
 def test_an_idle_engine_takes_empty_steps() -> None:
@@ -275,7 +276,7 @@ def test_an_idle_engine_takes_empty_steps() -> None:
             await asyncio.sleep(limit)
             assert engine.idle_steps > before
         owner.stop()
-        await asyncio.wait_for(owner.stopped(), timeout=5)
+        await asyncio.wait_for(owner.stopped(), timeout=PATIENCE)
         assert engine.closed
 
     asyncio.run(run())

@@ -99,7 +99,7 @@ def test_a_chat_and_its_stream_with_usage(tmp_path: Path) -> None:
 def test_an_echo_with_log_probabilities(tmp_path: Path) -> None:
     async def scenario(server: Live) -> None:
         prompt = "One two  three"
-        ids = server.service._prompts._model.tokenizer.encode(prompt)
+        ids = server.tokenizer.encode(prompt)
         for sent in (prompt, ids):
             asked = {"prompt": sent, "echo": True, "logprobs": 1, "max_tokens": 2}
             body = (await server.complete(**asked)).json()

@@ -66,7 +66,7 @@ def called(calls: list[dict[str, Any]]) -> list[tuple[str, Any]]:
 
 def prompt(server: Live) -> str:
     """Return the text of the newest prompt."""
-    return server.service._prompts._model.tokenizer.decode(server.engine.requests[-1].prompt_ids)
+    return server.tokenizer.decode(server.engine.requests[-1].prompt_ids)
 
 
 WEATHER, TIME = ("weather", {"city": "Ulm"}), ("time", {})

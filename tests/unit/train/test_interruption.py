@@ -1,11 +1,12 @@
 """Signals to a run, from the start of its process to its end; and the messages about its checkpoints."""
 
 import faulthandler
+import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from megalite.train.interruption import (
     tell_interruption,
     termination_raised,
 )
+from tests.support.waiting import PATIENCE, SOON, wait_until
 from tests.unit.config.runs import changed, write_run
 
 
@@ -81,6 +83,22 @@ def handlers_restored() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+class Clock:
+    """The monotonic clock, which a test can advance."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._ahead, now = 0.0, time.monotonic
+        monkeypatch.setattr(time, "monotonic", lambda: now() + self._ahead)
+
+    def advance(self, seconds: float) -> None:
+        self._ahead += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
 class Job:
     """Records the lines that a rank says, and the code that ends it."""
 
@@ -117,15 +135,10 @@ def test_a_caller_from_python_gets_its_handlers_back() -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def wait_for(event: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not event():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 @pytest.mark.parametrize("number", BATCH)
-def test_a_batch_signal_is_noted_and_its_repetitions_change_nothing(number: signal.Signals) -> None:
+def test_a_batch_signal_is_noted_and_its_repetitions_change_nothing(
+    number: signal.Signals, clock: Clock
+) -> None:
     """SLURM sends SIGCONT with each, and SIGTERM again when the time is over."""
     job = Job()
     with job.signals as signals:
@@ -134,8 +147,8 @@ def test_a_batch_signal_is_noted_and_its_repetitions_change_nothing(number: sign
         signal.raise_signal(signal.SIGCONT)
         signal.raise_signal(number)
         signal.raise_signal(signal.SIGCONT)
-        wait_for(lambda: signals() is number and bool(job.told))
-        signals._first -= 100  # the next ones come much later
+        wait_until(lambda: signals() is number and bool(job.told), "the signal was not noticed")
+        clock.advance(100)  # the next ones come much later
         for each in (signal.SIGTERM, signal.SIGCONT, signal.SIGTERM, signal.SIGUSR1):
             signal.raise_signal(each)
         time.sleep(0.1)
@@ -150,29 +163,29 @@ def test_a_batch_signal_is_noted_and_its_repetitions_change_nothing(number: sign
 
 
 @pytest.mark.parametrize("launched", [False, True])
-def test_a_second_ctrl_c_ends_at_once(launched: bool) -> None:
+def test_a_second_ctrl_c_ends_at_once(launched: bool, clock: Clock) -> None:
     job, before = Job(launched=launched), signal.getsignal(signal.SIGINT)
     with job.signals as signals:
         signals.first_step_over()
         signal.raise_signal(signal.SIGINT)
-        wait_for(lambda: signals() is signal.SIGINT and bool(job.told))
+        wait_until(lambda: signals() is signal.SIGINT and bool(job.told), "the signal was not noticed")
         signal.raise_signal(signal.SIGINT)  # the same once more: from the process group and from the parent
         time.sleep(0.1)
         assert not job.ended
-        signals._first -= 0.5
+        clock.advance(0.5)
         if launched:  # the launcher passes on what the terminal has sent to all
             signal.raise_signal(signal.SIGINT)
             time.sleep(0.1)
             assert not job.ended
-            signals._first -= 0.6
+            clock.advance(0.6)
         signal.raise_signal(signal.SIGINT)
-        wait_for(lambda: bool(job.ended))
+        wait_until(lambda: bool(job.ended), "the signal was not noticed")
     assert job.told[0] == "Ctrl-C: the run saves and ends after this step; a second Ctrl-C ends it at once"
     assert job.told[1:] == ["ended without saving a checkpoint: Ctrl-C came again"] and job.ended == [130]
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_behind_sigterm_ends_at_once_and_sigterm_behind_ctrl_c_does_not() -> None:
+def test_ctrl_c_behind_sigterm_ends_at_once_and_sigterm_behind_ctrl_c_does_not(clock: Clock) -> None:
     """deepspeed sends both."""
     for first, second, ended in (
         (signal.SIGTERM, signal.SIGINT, [143]),
@@ -183,11 +196,11 @@ def test_ctrl_c_behind_sigterm_ends_at_once_and_sigterm_behind_ctrl_c_does_not()
         with job.signals as signals:
             signals.first_step_over()
             signal.raise_signal(first)
-            wait_for(lambda signals=signals: signals() is not None)  # type: ignore[misc]
-            signals._first -= 5
+            wait_until(lambda signals=signals: signals() is not None, "the signal was not noticed")  # type: ignore[misc]
+            clock.advance(5)
             signal.raise_signal(second)
             if ended:
-                wait_for(lambda job=job: bool(job.ended))  # type: ignore[misc]
+                wait_until(lambda job=job: bool(job.ended), "the signal was not noticed")  # type: ignore[misc]
             time.sleep(0.05)
             assert signals() is first
         assert job.ended == ended
@@ -201,7 +214,7 @@ def test_a_signal_before_the_end_of_the_first_step_ends_a_rank_at_once(number: s
     with job.signals as signals:
         signals.on_end(lambda *each: others.append(each))
         signal.raise_signal(number)
-        wait_for(lambda: bool(job.ended))
+        wait_until(lambda: bool(job.ended), "the signal was not noticed")
     name = "Ctrl-C" if number is signal.SIGINT else number.name
     assert job.told == [f"{name} before the end of the first step: the run ends, there is nothing to save"]
     assert job.ended == [130 if number is signal.SIGINT else 76]
@@ -221,17 +234,17 @@ def test_a_process_that_trains_alone_is_told_by_an_exception(number: signal.Sign
     with job.signals as signals:
         signals.first_step_over()
         signal.raise_signal(number)
-        wait_for(lambda: signals() is number)
+        wait_until(lambda: signals() is number, "the signal was not noticed")
 
 
 def test_a_signal_during_the_export_lets_it_end_within_the_grace_time() -> None:
     job = Job(grace_seconds=0.2)
     with job.signals as signals:
         signals.all_saved()
+        began = time.monotonic()
         signal.raise_signal(signal.SIGTERM)
-        wait_for(lambda: bool(job.told))
-        assert not job.ended
-        wait_for(lambda: bool(job.ended))
+        wait_until(lambda: bool(job.ended), "the signal was not noticed")
+        assert time.monotonic() - began >= 0.2
     assert job.told[0] == "SIGTERM: every step is saved; the run ends after the export"
     assert job.ended == [75]
     with pytest.raises(KeyboardInterrupt), Job().signals as signals:
@@ -246,7 +259,7 @@ def test_a_run_that_does_not_end_in_time_is_ended() -> None:
         time.sleep(0.2)
         assert not job.ended and signals() is None
         signal.raise_signal(signal.SIGUSR1)
-        wait_for(lambda: bool(job.ended))
+        wait_until(lambda: bool(job.ended), "the signal was not noticed")
     assert job.told[1:] == [
         "ended without saving a checkpoint: the run was not over 0.1 s (launch.grace_seconds) after SIGUSR1"
     ]
@@ -255,31 +268,32 @@ def test_a_run_that_does_not_end_in_time_is_ended() -> None:
 
 def test_the_grace_time_stands_still_while_a_save_makes_progress() -> None:
     """Also that of another rank; a save that stands still is ended."""
-    written = [0]
-    job = Job(grace_seconds=0.3, saves=lambda: written[0])
+    looks = itertools.count()
+    goes_on = threading.Event()
+    goes_on.set()
+    job = Job(grace_seconds=0.6, saves=lambda: next(looks) if goes_on.is_set() else -1)
     with job.signals as signals:
         signals.first_step_over()
         signal.raise_signal(signal.SIGTERM)
-        for _ in range(10):
-            time.sleep(0.1)
-            written[0] += 1
-            assert not job.ended, "the save goes on"
+        time.sleep(1.5)
+        assert not job.ended, "the save goes on"
+        goes_on.clear()
         stood_still = time.monotonic()
-        wait_for(lambda: bool(job.ended))
-        assert time.monotonic() - stood_still < 2
+        wait_until(lambda: bool(job.ended), "the signal was not noticed")
+        assert time.monotonic() - stood_still < SOON
     assert job.told[1:] == [
-        "ended without saving a checkpoint: the checkpoint stood still for 0.3 s (launch.grace_seconds)"
+        "ended without saving a checkpoint: the checkpoint stood still for 0.6 s (launch.grace_seconds)"
     ]
     assert job.ended == [143]
 
 
 def test_a_disk_that_hangs_is_no_progress() -> None:
     hangs = threading.Event()
-    job = Job(grace_seconds=0.2, saves=lambda: hangs.wait(5))
+    job = Job(grace_seconds=0.2, saves=lambda: hangs.wait(PATIENCE))
     with job.signals as signals:
         signals.first_step_over()
         signal.raise_signal(signal.SIGTERM)
-        wait_for(lambda: bool(job.ended))
+        wait_until(lambda: bool(job.ended), "the signal was not noticed")
     hangs.set()
     assert job.ended == [143]
 
@@ -323,5 +337,5 @@ def test_a_rank_that_has_not_met_the_others_yet_meets_them_before_it_ends() -> N
         time.sleep(0.1)
         assert signals() is signal.SIGTERM and not job.ended
         signals.on_end(lambda reason, code: others.append(reason))
-        wait_for(lambda: bool(job.ended))
+        wait_until(lambda: bool(job.ended), "the signal was not noticed")
     assert others == job.told and job.ended == [76]

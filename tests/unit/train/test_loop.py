@@ -14,6 +14,7 @@ from megalite.monitor.work import working
 from megalite.train.callbacks import Callback
 from megalite.train.loop import StopConditions, TrainingLoop
 from megalite.train.time_budget import Deadline, TimeBudget
+from tests.support.waiting import PATIENCE
 
 RANKS = 2
 STEP_SECONDS = 100.0
@@ -29,7 +30,7 @@ class World:
     """Ranks as threads: what one hands in, all see. A rank that is not followed by the others fails."""
 
     def __init__(self) -> None:
-        self._barrier = threading.Barrier(RANKS, timeout=5)
+        self._barrier = threading.Barrier(RANKS, timeout=PATIENCE)
         self._values: list[Any] = [None] * RANKS
 
     def exchange(self, rank: int, value: Any) -> list[Any]:

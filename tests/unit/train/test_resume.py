@@ -1,6 +1,5 @@
 """Settings that may change between a checkpoint and the run that resumes from it, and those that stay."""
 
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +22,7 @@ from tests.support.checkpoint_pairs import COMMON, save
 from tests.support.matrix.rows import config_of
 from tests.support.matrix.train import TinyLoader
 from tests.support.tiny_run import VOCABULARY, write_token_files
+from tests.support.waiting import wait_until
 
 BATCH = {"training.micro_batch_size": 2, "training.micro_batches": 2}
 BEFORE = 3
@@ -69,13 +69,6 @@ def resumed(written: Path, **changes: Any) -> TrainStep:
     trainer.resume(written)
     asked.clear()
     return trainer
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.002)
 
 
 def state_of(trainer: TrainStep, name: str) -> Mapping[str, Any]:
@@ -190,7 +183,7 @@ def test_a_smaller_batch_is_read_ahead_too(written: Path) -> None:
     asked.clear()
     with trainer.batches:
         trainer.train_step()
-        wait_until(lambda: len(asked) == 4)
+        wait_until(lambda: len(asked) == 4, "not all were asked for")
     assert asked == [12, 14, 16, 18]
 
 

@@ -26,10 +26,10 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.train.state import StepReport, TrainerState
 from megalite.train.step import TrainStep
 from megalite.train.validation import held_out_set, validate
+from tests.support.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[4]
 ENDLESS = 1 << 60
-SECONDS = 20.0
 
 
 def reader_of(reads: list[int]):
@@ -40,13 +40,6 @@ def reader_of(reads: list[int]):
         return f"batch {samples}"
 
     return read
-
-
-def wait_until(condition) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "did not happen"
-        time.sleep(0.001)
 
 
 def loader_threads() -> list[threading.Thread]:
@@ -83,9 +76,9 @@ def test_the_steps_to_come_are_read_while_one_computes_and_no_more_than_asked_fo
     reads: list[int] = []
     with Prefetch(reader_of(reads), stride=1, end=ENDLESS, workers=2, depth=3) as batches:
         batches.step_batch(0)
-        wait_until(lambda: sorted(reads) == [0, 1, 2, 3])
+        wait_until(lambda: sorted(reads) == [0, 1, 2, 3], "nothing was read ahead")
         batches.step_batch(1)
-        wait_until(lambda: len(reads) == 5)
+        wait_until(lambda: len(reads) == 5, "nothing was read ahead")
         time.sleep(0.05)
         assert sorted(reads) == [0, 1, 2, 3, 4]
 
@@ -120,12 +113,12 @@ def test_closing_waits_for_the_read_under_way_and_begins_no_other() -> None:
         reads.append(samples)
         if samples == 1:
             begun.set()
-            assert go_on.wait(SECONDS)
+            assert go_on.wait(PATIENCE)
         return samples
 
     batches = Prefetch(read, stride=1, end=ENDLESS, workers=1, depth=3)
     batches.step_batch(0)
-    assert begun.wait(SECONDS)
+    assert begun.wait(PATIENCE)
     threading.Timer(0.05, go_on.set).start()
     batches.close()
     assert reads == [0, 1] and not loader_threads()
@@ -155,8 +148,8 @@ print("reading", flush=True)
     [
         ("", 0, None),
         ("raise ValueError('a step failed')", 1, None),
-        ("time.sleep(60)", -signal.SIGTERM, signal.SIGTERM),
-        ("time.sleep(60)", -signal.SIGINT, signal.SIGINT),
+        ("time.sleep(600)", -signal.SIGTERM, signal.SIGTERM),
+        ("time.sleep(600)", -signal.SIGINT, signal.SIGINT),
     ],
 )
 def test_no_end_of_a_process_hangs_on_its_reader(ending: str, code: int, sent: signal.Signals | None) -> None:
@@ -171,7 +164,7 @@ def test_no_end_of_a_process_hangs_on_its_reader(ending: str, code: int, sent: s
         assert process.stdout is not None and process.stdout.readline() == "reading\n"
         if sent is not None:
             process.send_signal(sent)
-        _, said = process.communicate(timeout=SECONDS)
+        _, said = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == code, said

@@ -12,6 +12,7 @@ import pytest
 
 from megalite.data.files.workers import ordered_map
 from megalite.errors import DataError
+from tests.support.waiting import wait_until
 
 
 def square_later(number: int) -> int:
@@ -104,10 +105,7 @@ def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     pids = [int(pid) for pid in parent.stdout.split()]
     assert pids
-    deadline = time.monotonic() + 10
-    while remaining := [pid for pid in pids if _running(pid)]:
-        assert time.monotonic() < deadline, f"still running: {remaining}"
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(_running, pids)), "workers outlive their parent")
 
 
 def _running(pid: int) -> bool:

@@ -25,6 +25,7 @@ from megalite.data.tokenizers.tokenizer_training import train_bpe
 from megalite.errors import DataError
 from megalite.monitor.preparation import PreparationProgress
 from tests.support.tiny import tiny_corpus
+from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[4]
 
@@ -253,14 +254,11 @@ def test_killed_it_publishes_nothing_and_the_next_run_succeeds(
         from megalite.data.tokenizers.tokenizer import load_tokenizer
         corpus = Corpus.open({list(corpus.sources)})
         tokenizer = load_tokenizer({str(tokenizer.file)!r})
-        prepare(corpus, tokenizer, Path({str(out)!r}, "x"), progress=lambda _: time.sleep(60))
+        prepare(corpus, tokenizer, Path({str(out)!r}, "x"), progress=lambda _: time.sleep(600))
     """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     try:
-        deadline = time.monotonic() + 60
-        while not published(out):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: published(out), "the other process prepares nothing")
         time.sleep(0.2)
         with pytest.raises(DataError, match="another process is preparing"):
             prepare(corpus, tokenizer, out / "x")

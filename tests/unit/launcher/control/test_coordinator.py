@@ -28,8 +28,9 @@ from megalite.launcher.control.messages import (
 )
 from megalite.launcher.control.verdicts import report_from
 from megalite.topology.axes import Layout
+from tests.support.members import break_off
+from tests.support.waiting import PATIENCE, SOON, wait_until
 
-SECONDS = 10.0
 LIMITS = ("rendezvous_seconds", "heartbeat_seconds")
 
 
@@ -47,7 +48,9 @@ class Job:
         self.members: list[Member] = []
         self.coordinator.start()
 
-    def join(self, rank: int, *, host: str = "", pid: int = 0, seconds: float = 5.0, **settings) -> Member:
+    def join(
+        self, rank: int, *, host: str = "", pid: int = 0, seconds: float = PATIENCE, **settings
+    ) -> Member:
         hello = Hello(
             rank=rank,
             world_size=settings.pop("world_size", self.coordinator.world_size),
@@ -77,7 +80,7 @@ def start() -> Iterator[Callable[..., Job]]:
         for each in job.members:
             each.leave()
         job.coordinator.stop()
-        assert job.coordinator.join(SECONDS)
+        assert job.coordinator.join(PATIENCE)
 
 
 def together(*calls: Callable[[], object]) -> list[object]:
@@ -94,21 +97,8 @@ def together(*calls: Callable[[], object]) -> list[object]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(SECONDS)
+        thread.join(PATIENCE)
     return results
-
-
-def eventually(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def break_off(each: Member) -> None:
-    """End a member's connection as the death of its process does."""
-    each._left = True
-    each._socket.shutdown(socket.SHUT_RDWR)
 
 
 def report(rank: int, **fields) -> FailureReport:
@@ -132,11 +122,11 @@ def test_ranks_agree_wait_for_a_value_and_leave(start):
     seen: list[object] = []
     waiting.start()
     members[0].announce("store", ["10.0.0.1", 5000])
-    waiting.join(SECONDS)
+    waiting.join(PATIENCE)
     assert seen == [["10.0.0.1", 5000]]
     for each in members:
         each.leave()
-    assert job.coordinator.join(SECONDS)
+    assert job.coordinator.join(PATIENCE)
     assert job.coordinator.verdict is None
     assert not job.said
 
@@ -227,7 +217,7 @@ NOISE = {
 def test_noise_closes_its_own_connection_only(start, noise):
     job = start(2)
     members = job.join_all()
-    with socket.create_connection(job.address, timeout=SECONDS) as stranger:
+    with socket.create_connection(job.address, timeout=PATIENCE) as stranger:
         stranger.sendall(noise)
         # A close with unread bytes resets the connection.
         with suppress(ConnectionResetError):
@@ -267,11 +257,13 @@ def test_a_rank_that_vanishes_ends_the_others_with_its_last_step(start):
         job.join(rank, ended=ended.append, progress=lambda: {"step": 12, "activity": "saving"})
         for rank in range(4)
     ]
-    eventually(lambda: all(state.step == 12 for state in job.coordinator.ranks.values()))
+    wait_until(
+        lambda: all(state.step == 12 for state in job.coordinator.ranks.values()), "nothing came of it"
+    )
     began = time.monotonic()
     break_off(members[3])
-    eventually(lambda: len(ended) == 3)
-    assert time.monotonic() - began < 2
+    wait_until(lambda: len(ended) == 3, "nothing came of it")
+    assert time.monotonic() - began < SOON
     [verdict] = set(ended)
     assert (verdict.rank, verdict.host) == (3, "n1")
     assert verdict.text == (
@@ -290,7 +282,7 @@ def test_the_first_cause_is_told_although_its_consequence_is_reported_before(sta
     )
     assert [verdict.rank for verdict in verdicts] == [2, 2]
     assert "ValueError: the moon" in verdicts[0].text
-    eventually(lambda: len(ended) == 1)
+    wait_until(lambda: len(ended) == 1, "nothing came of it")
     assert job.coordinator.verdict == verdicts[0]
 
 
@@ -312,7 +304,7 @@ def test_an_orderly_stop_reaches_all_ranks(start):
     assert members[1].stop("stopped before the first step", 75) == Verdict(
         "stopped before the first step", 75, 1, "n0"
     )
-    eventually(lambda: ended)
+    wait_until(lambda: ended, "nothing came of it")
     assert ended[0].exit_code == 75
 
 
@@ -321,9 +313,9 @@ def test_a_signal_is_passed_on_to_all_ranks(start, monkeypatch):
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     job.join_all()
     job.coordinator.signal(signal.SIGUSR1)
-    eventually(lambda: len(sent) == 2)
+    wait_until(lambda: len(sent) == 2, "nothing came of it")
     job.coordinator.signal(signal.SIGKILL)
-    eventually(lambda: job.members[0].verdict)
+    wait_until(lambda: job.members[0].verdict, "nothing came of it")
     assert sent == [(os.getpid(), signal.SIGUSR1)] * 2
     assert "number" in job.members[0].verdict.text
 
@@ -332,7 +324,7 @@ def test_another_thread_ends_the_job_before_a_rank_came_and_after(start):
     job, ended = start(2), list[Verdict]()
     job.join(0, ended=ended.append)
     job.coordinator.end(Verdict("srun ended with exit code 1", 1))
-    eventually(lambda: ended)
+    wait_until(lambda: ended, "nothing came of it")
     assert ended[0].text == "srun ended with exit code 1"
     with pytest.raises(JobEnded, match="srun ended with exit code 1"):
         job.join(1, seconds=0).wait("store")
@@ -342,7 +334,7 @@ def test_a_rank_leaves_with_its_exit_code(start):
     job = start(2)
     for each, code in zip(job.join_all(), (0, 75), strict=True):
         each.leave(code)
-    assert job.coordinator.join(SECONDS)
+    assert job.coordinator.join(PATIENCE)
     assert [job.coordinator.ranks[rank].exit_code for rank in range(2)] == [0, 75]
 
 
@@ -350,7 +342,7 @@ def test_ranks_notice_the_loss_of_the_coordinator(start):
     job, ended = start(2), list[Verdict]()
     job.join_all(ended=ended.append)
     job.coordinator.stop()
-    eventually(lambda: len(ended) == 2)
+    wait_until(lambda: len(ended) == 2, "nothing came of it")
     assert "the coordinator of the job at 127.0.0.1 vanished" in ended[0].text
 
 
@@ -358,7 +350,7 @@ def test_a_silent_rank_is_named_and_no_failure(start):
     job = start(1, heartbeat_seconds=0.05)
     job.coordinator._pause = lambda: 0.02
     job.join(0)
-    eventually(lambda: job.said)
+    wait_until(lambda: job.said, "nothing came of it")
     assert "rank 0 (pp 0, dp 0, tp 0) on n0 has been silent" in job.said[0]
     assert job.coordinator.verdict is None
 
@@ -421,7 +413,7 @@ def test_only_a_host_that_does_not_answer_is_said_to_be_gone(error, said):
 def test_a_rank_that_sends_nonsense_is_not_taken_for_a_lost_host(start):
     job = start(2)
     job.join_all()[1]._socket.sendall(b"nonsense\n")
-    eventually(lambda: job.coordinator.verdict)
+    wait_until(lambda: job.coordinator.verdict, "nothing came of it")
     text = job.coordinator.verdict.text
     assert "it sent something that no rank sends" in text and "network" not in text
 
@@ -457,10 +449,10 @@ def test_a_coordinator_that_comes_late_or_moves_is_found():
             return places[0]
         return places[1]
 
-    found = Member.join(find, Hello(0, 1, "n0", 1), RendezvousLimits(SECONDS))
+    found = Member.join(find, Hello(0, 1, "n0", 1), RendezvousLimits(PATIENCE))
     found.agree("start", {}, "")
     found.leave()
-    assert job[0].coordinator.join(SECONDS)
+    assert job[0].coordinator.join(PATIENCE)
 
 
 def test_a_rank_says_what_it_waits_for(monkeypatch):
@@ -506,7 +498,7 @@ def test_a_killed_process_is_a_lost_rank(start):
             time.sleep(60)
         finally:
             os._exit(0)
-    eventually(lambda: job.coordinator.complete)
+    wait_until(lambda: job.coordinator.complete, "nothing came of it")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with pytest.raises(JobEnded, match=r"rank 1 .* vanished"):

@@ -12,6 +12,7 @@ import pytest
 
 import megalite
 from megalite.launcher.control import launcher_watch as watch
+from tests.support.waiting import SOON, wait_until
 
 ROOT = Path(megalite.__file__).parents[1]
 
@@ -28,7 +29,7 @@ def gone(why):
 watch_launcher(launcher, gone)
 file.with_suffix(".made").write_text(f"{os.getpid()} {os.getppid()}")
 file.with_suffix(".made").rename(file.with_suffix(".ready"))
-time.sleep(20)
+time.sleep(600)
 """
 # It starts a process and waits for it, as a launcher does.
 LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, *sys.argv[1:]])"
@@ -46,14 +47,8 @@ class Rank:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **outputs}
         self.started = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes)  # type: ignore[call-overload]
         ready = self.noticed.with_suffix(".ready")
-        self._until(ready.exists, "the rank did not start", 20)
+        wait_until(ready.exists, "the rank did not start")
         self.pid, self.parent = map(int, ready.read_text().split())
-
-    def _until(self, condition: Callable[[], bool], problem: str, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline, problem
-            time.sleep(0.005)
 
     @property
     def runs(self) -> bool:
@@ -64,7 +59,7 @@ class Rank:
             return False
 
     def noticed_at_its_end(self) -> str:
-        self._until(lambda: not self.runs, "the rank runs on", 2)
+        wait_until(lambda: not self.runs, "the rank runs on", SOON)
         return self.noticed.read_text() if self.noticed.exists() else ""
 
     def runs_on(self) -> bool:
@@ -151,19 +146,15 @@ def test_without_descriptors_of_processes_the_parent_is_looked_at(
     """As on Linux before 5.3 and on macOS."""
     monkeypatch.setattr(watch, "_PAUSE_MILLISECONDS", 10)
     monkeypatch.delattr(os, "pidfd_open")
-    parents = [os.getppid()]
+    parents = [os.getpid()]  # a process that runs, and not 1, which this one may be below
     monkeypatch.setattr(os, "getppid", lambda: parents[-1])
     seen: list[str] = []
-    poll_ends = [*parents]
-    watch.threading.Thread(target=watch._watch, args=(poll_ends, [], seen.append)).start()
+    watch.watch_launcher("openmpi", seen.append)
     time.sleep(0.05)
     assert not seen
     parents.append(1)
-    deadline = time.monotonic() + 2
-    while not seen:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    assert seen == [f"process {poll_ends[0]} has ended"]
+    wait_until(lambda: seen, "the end was not noticed")
+    assert seen == [f"process {parents[0]} has ended"]
 
 
 @pytest.mark.parametrize("parent", [0, 1])

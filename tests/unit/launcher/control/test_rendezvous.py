@@ -18,6 +18,7 @@ from megalite.launcher.control.rendezvous import Meeting, meet
 from megalite.launcher.rank.address import Route
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import agent_owns_port, coordinator_address
+from tests.support.members import break_off
 
 LIMITS = RendezvousLimits(rendezvous_seconds=5, heartbeat_seconds=5)
 
@@ -188,8 +189,7 @@ def test_a_rank_that_is_lost_while_others_leave_is_told(monkeypatch):
     def act(met: Meeting) -> None:
         assert met.hosts
         if met.member.hello.rank == 1:
-            met.member._left = True
-            met.member._socket.shutdown(socket.SHUT_RDWR)
+            break_off(met.member)
         else:
             verdicts.append(met.leave())
 

@@ -1,0 +1,11 @@
+"""What happens to a member of a job, without its process."""
+
+import socket
+
+from megalite.launcher.control.member import Member
+
+
+def break_off(member: Member) -> None:
+    """End a member's connection as the death of its process does."""
+    member._left = True
+    member._socket.shutdown(socket.SHUT_RDWR)
