@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -164,7 +167,9 @@ def test_a_chat_template_is_needed_for_a_chat(
     evaluated: Evaluated, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(evaluate, "on_local_ranks", a_process_is_started)
-    monkeypatch.setattr(evaluate, "_require_lm_eval", lambda: None)
+    harness = ModuleType("lm_eval")
+    harness.__spec__ = ModuleSpec("lm_eval", None)
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
     assert main(["evaluate", str(evaluated.run), "--tasks", "arc_easy", "--chat"]) == 2
     assert "has no chat template" in capsys.readouterr().err
 

@@ -8,6 +8,7 @@ import torch
 from peft import LoraConfig
 
 from megalite.config.deepspeed import read
+from megalite.config.deepspeed.optimizer import DEFAULTS, TORCH_ADAMW_DECAY
 from megalite.config.deepspeed.optimizer import TORCH_ADAMW_DECAY
 from megalite.config.sources import peft
 from megalite.parallel.gradients import clip_factor
@@ -20,10 +21,9 @@ OPTIMIZER = {"optimizer": {"type": "AdamW"}}
 
 def test_deepspeed_clips_and_keeps_the_rate_by_default(tmp_path: Path) -> None:
     deepspeed = pytest.importorskip("deepspeed.runtime.config")
-    assert deepspeed.get_gradient_clipping({}) == read._GRADIENT_CLIPPING
     assert deepspeed.get_scheduler_name({}) is None
     loaded = load(tmp_path, ds_json=OPTIMIZER)
-    assert loaded.config.optimizer.gradient_clipping == read._GRADIENT_CLIPPING
+    assert loaded.config.optimizer.gradient_clipping == deepspeed.get_gradient_clipping({})
     assert loaded.origin("optimizer.gradient_clipping") == "DeepSpeed's default of gradient_clipping"
     assert not [note for note in loaded.notes if "clip" in note]
     [note] = [note for note in loaded.notes if "scheduler is not set" in note]
@@ -36,12 +36,13 @@ def test_deepspeed_clips_and_keeps_the_rate_by_default(tmp_path: Path) -> None:
     )
 
 
-def test_the_hysteresis_and_the_bucket_are_deepspeeds() -> None:
+def test_the_hysteresis_and_the_bucket_are_deepspeeds(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.precision_config import DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-    assert DeepSpeedFP16Config().hysteresis == read._HYSTERESIS
+    loaded = load(tmp_path, ds_json={**OPTIMIZER, "fp16": {"enabled": True}})
+    assert loaded.config.training.loss_scale_hysteresis == DeepSpeedFP16Config().hysteresis
     # train/optimizer/zero_defaults.py says so.
     assert DeepSpeedZeroConfig().reduce_bucket_size == 5e8
 

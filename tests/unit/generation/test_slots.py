@@ -83,17 +83,13 @@ def test_every_token_is_computed_behind_its_own(monkeypatch, seed):
 
 
 def test_a_beginning_is_reused_but_its_last_token():
-    tokens = Tokens(2)
-    table = SlotTable(tokens, 2, 100, reuse=True)
     prompt = tuple(range(20))
-    first = Running(0, Request(prompt, 1, GREEDY, frozenset()))
-    plan = table.plan([first], 2)
-    assert plan is not None and plan.ids == list(prompt)
-    table.launched(plan)
-    table.leave(first)
-    plan = table.plan([Running(1, Request(prompt, 1, GREEDY, frozenset()))], 2)
-    assert plan is not None and plan.ids == [19]
-    other = SlotTable(tokens, 2, 100, reuse=False)
-    other._held[0] = list(prompt)
-    plan = other.plan([Running(2, Request(prompt, 1, GREEDY, frozenset()))], 2)
-    assert plan is not None and plan.ids == list(prompt)
+    for reuse in (True, False):
+        table = SlotTable(Tokens(2), 2, 100, reuse=reuse)
+        first = Running(0, Request(prompt, 1, GREEDY, frozenset()))
+        plan = table.plan([first], 2)
+        assert plan is not None and plan.ids == list(prompt)
+        table.launched(plan)
+        table.leave(first)
+        plan = table.plan([Running(1, Request(prompt, 1, GREEDY, frozenset()))], 2)
+        assert plan is not None and plan.ids == ([19] if reuse else list(prompt))

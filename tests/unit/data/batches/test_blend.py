@@ -1,5 +1,6 @@
 """Several sets by weight: shares at every prefix, each set's own order and epochs, alike in every layout."""
 
+import tracemalloc
 from collections import Counter
 from fractions import Fraction
 
@@ -52,12 +53,14 @@ def test_any_step_is_looked_up_alone(shares: list[int], steps: list[int]) -> Non
 
 def test_a_long_period_is_computed_as_far_as_it_is_needed() -> None:
     shares = [700_000, 300_001, 48_575]
-    order = SetOrder(shares)
-    sets, _ = order.look_up(np.arange(20_000))
+    tracemalloc.start()
+    sets, _ = SetOrder(shares).look_up(np.arange(20_000))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
     counts = Counter(sets.tolist())
     for each, share in enumerate(shares):
         assert abs(counts[each] - 20_000 * share / sum(shares)) <= 1
-    assert len(order._sets) < 50_000
+    assert peak < 8 * sum(shares) / 4  # a quarter of the whole period
 
 
 @pytest.mark.parametrize(
