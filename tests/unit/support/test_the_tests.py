@@ -1,4 +1,4 @@
-"""Rules that every test keeps: it asserts something, and it has no tolerance of its own.
+"""Rules that every test keeps: it asserts something, has no tolerance of its own, and uses no private name of megalite.
 
 Each rule is a function from the modules of tests/ to complaints; it is held against them all, and against planted
 examples that break it.
@@ -8,7 +8,7 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,72 @@ import pytest
 TESTS = Path(__file__).parents[2]
 # The comparisons and their tolerances, and the test of them, which stands at their edges.
 OF_PARITY = ("support/parity.py", "unit/support/test_parity.py")
+# Files that use private names of megalite, and why. A limit in a private constant may be made small anywhere.
+PRIVATE_NAMES = {
+    **dict.fromkeys(
+        [
+            "distributed/test_gradient_buckets.py",
+            "parity/test_generation.py",
+            "parity/test_prompt_scores.py",
+            "standin/test_faults.py",
+            "support/mutations.py",
+        ],
+        "plants a fault inside of a module",
+    ),
+    **dict.fromkeys(
+        [
+            "cli/test_doctor.py",
+            "cli/test_launch_restarts.py",
+            "support/matrix/train.py",
+            "unit/launcher/control/test_coordinator.py",
+            "unit/launcher/rank/test_mpi.py",
+            "unit/ops/test_attention_backends.py",
+            "unit/train/test_agreement.py",
+            "unit/train/test_deepspeed_ops.py",
+            "unit/train/test_memory.py",
+            "unit/train/test_resume_check.py",
+            "unit/train/test_start_method.py",
+        ],
+        "stands in for other hosts, for cards, or for what costs minutes",
+    ),
+    **dict.fromkeys(
+        [
+            "cli/test_generate_cli.py",
+            "distributed/test_schedules.py",
+            "unit/checkpoint/test_bijection.py",
+            "unit/checkpoint/test_manifest.py",
+            "unit/convert/test_huggingface.py",
+            "unit/data/test_resuming.py",
+            "unit/launcher/control/test_launcher_watch.py",
+            "unit/launcher/test_process.py",
+        ],
+        "calls or counts a part whose caller needs a terminal, real launchers, files of the kernel, or trained weights",
+    ),
+    **dict.fromkeys(
+        [
+            "kernels/test_adamw.py",
+            "kernels/test_apex.py",
+            "unit/data/batches/test_blend.py",
+            "unit/data/batches/test_length_buckets.py",
+            "unit/generation/test_batch_engine.py",
+            "unit/train/test_resume.py",
+        ],
+        "looks at a state that no result shows: which optimizer works, on which device a cache is",
+    ),
+    **dict.fromkeys(
+        ["kernels/test_attention.py", "standin/test_attention.py", "unit/config/test_unknown_keys.py"],
+        "empties a cache of the process",
+    ),
+    "support/members.py": "breaks a connection as the death of its process does",
+    **dict.fromkeys(
+        ["distributed/test_deepspeed_fields.py", "unit/train/test_deepspeed_gather.py"],
+        "compares a function with DeepSpeed's that it replaces",
+    ),
+}
+PRIVATE = re.compile(r"_(?!_)\w*[a-z]\w*")  # not a constant
+# Of torch and argparse, by names that megalite has too.
+OTHERS_PRIVATE_NAMES = {"_schema", "_actions"}
+MEGALITE = TESTS.parent / "megalite"
 # They raise where something is wrong; CHECKS are functions that run in a worker, each of which is itself a test here.
 ASSERTING = {
     "pytest.raises",
@@ -190,7 +256,53 @@ def number(value: ast.expr) -> float | None:
     return None
 
 
-@pytest.mark.parametrize("rule", [without_an_assertion, own_tolerances], ids=lambda rule: rule.__name__)
+@cache
+def private_names_of_megalite() -> frozenset[str]:
+    """Return the private names of functions, classes, methods and attributes that megalite defines."""
+    names = set[str]()
+    for file in MEGALITE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return frozenset(filter(PRIVATE.fullmatch, names - OTHERS_PRIVATE_NAMES))
+
+
+def private_names(tests: Sequence[TestModule]) -> Iterator[str]:
+    for module in tests:
+        if module.path in PRIVATE_NAMES:
+            continue
+        own = set(module.functions) | {
+            node.attr
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in ("self", "cls")
+        }
+        for node in ast.walk(module.tree):
+            for name in sorted(private_names_in(node) & private_names_of_megalite() - own):
+                yield f"{module.path}:{getattr(node, 'lineno', 0)}: {name} is private"
+
+
+def private_names_in(node: ast.AST) -> set[str]:
+    """Return the private names that are imported, asked of an object, or patched, by this node alone."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megalite"):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.Attribute):
+        names = [node.attr]
+    elif isinstance(node, ast.Call):
+        # monkeypatch.setattr(module, "_name"), patch("module._name")
+        texts = [each.value for each in node.args[:2] if isinstance(each, ast.Constant)]
+        names = [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
+    else:
+        return set()
+    return set(filter(PRIVATE.fullmatch, names))
+
+
+@pytest.mark.parametrize(
+    "rule", [without_an_assertion, own_tolerances, private_names], ids=lambda rule: rule.__name__
+)
 def test_every_test_keeps(rule) -> None:
     assert not list(rule(modules()))
 
@@ -261,3 +373,40 @@ def test_a_tolerance_of_its_own_is_seen(text: str) -> None:
 )
 def test_a_named_or_exact_comparison_is_left_alone(text: str) -> None:
     assert not list(own_tolerances([TestModule("unit/test_it.py", text)]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from megalite.launcher.process import _quota",
+        "from megalite.launcher import process\nassert process._quota(folder)",
+        "monkeypatch.setattr(process, '_quota', lambda folder: 1.5)",
+        "mock.patch('megalite.launcher.process._quota')",
+    ],
+)
+def test_a_private_name_of_megalite_is_seen(text: str) -> None:
+    assert list(private_names([TestModule("unit/test_it.py", text)]))
+    assert not list(private_names([TestModule("unit/launcher/test_process.py", text)]))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def _quota(): return 1\nassert thing._quota()",
+        "monkeypatch.setattr(member, '_STRANGER_SECONDS', 0.3)",
+        "assert os._exit and pair._replace(one=1)",
+    ],
+)
+def test_a_private_name_of_anything_else_is_left_alone(text: str) -> None:
+    assert not list(private_names([TestModule("unit/test_it.py", text)]))
+
+
+def test_every_exception_is_one() -> None:
+    """A file that no longer uses a private name is taken off the list."""
+    known = {module.path: module for module in modules()}
+    needless = [
+        path
+        for path in PRIVATE_NAMES
+        if path not in known or not list(private_names([TestModule(f"other/{path}", known[path].text)]))
+    ]
+    assert not needless
