@@ -6,6 +6,7 @@ import signal
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from operator import itemgetter
 from pathlib import Path
 
@@ -68,6 +69,11 @@ def one_seed() -> None:
     random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+def pytest_sessionfinish() -> None:
+    # Otherwise nobody waits for the server from which ranks are forked, and the time of all ranks is in no sum.
+    forkserver._forkserver._stop()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -79,7 +79,7 @@ PRIVATE_NAMES = {
     ),
 }
 PRIVATE = re.compile(r"_(?!_)\w*[a-z]\w*")  # not a constant
-# Of torch and argparse, by names that megalite has too.
+# Of torch's operators and of parsers of argparse; megalite has the same names.
 OTHERS_PRIVATE_NAMES = {"_schema", "_actions"}
 MEGALITE = TESTS.parent / "megalite"
 # They raise where something is wrong; CHECKS are functions that run in a worker, each of which is itself a test here.
@@ -134,11 +134,12 @@ class TestModule:
         }  # type: ignore[misc]
 
 
-def modules() -> list[TestModule]:
-    return [
+@cache
+def modules() -> tuple[TestModule, ...]:
+    return tuple(
         TestModule(file.relative_to(TESTS).as_posix(), file.read_text(encoding="utf-8"))
         for file in sorted(TESTS.rglob("*.py"))
-    ]
+    )
 
 
 def references(function: ast.FunctionDef) -> Iterator[str]:
@@ -280,17 +281,31 @@ def private_names(tests: Sequence[TestModule]) -> Iterator[str]:
             and isinstance(node.value, ast.Name)
             and node.value.id in ("self", "cls")
         }
+        elsewhere = {
+            alias.asname or alias.name
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            and not (getattr(node, "module", None) or "megalite").startswith(("megalite", "tests"))
+            for alias in node.names
+        }
+        of_megalite = private_names_of_megalite() - own
         for node in ast.walk(module.tree):
-            for name in sorted(private_names_in(node) & private_names_of_megalite() - own):
+            for name in sorted(private_names_in(node, elsewhere) & of_megalite):
                 yield f"{module.path}:{getattr(node, 'lineno', 0)}: {name} is private"
 
 
-def private_names_in(node: ast.AST) -> set[str]:
-    """Return the private names that are imported, asked of an object, or patched, by this node alone."""
+def private_names_in(node: ast.AST, elsewhere: set[str]) -> set[str]:
+    """Return the private names that this node imports, asks of an object, or patches.
+
+    elsewhere: the names of what other packages have given, whose private names are their own.
+    """
     if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megalite"):
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.Attribute):
-        names = [node.attr]
+        owner: ast.expr = node
+        while isinstance(owner, ast.Attribute):
+            owner = owner.value
+        names = [] if isinstance(owner, ast.Name) and owner.id in elsewhere else [node.attr]
     elif isinstance(node, ast.Call):
         # monkeypatch.setattr(module, "_name"), patch("module._name")
         texts = [each.value for each in node.args[:2] if isinstance(each, ast.Constant)]
