@@ -19,33 +19,63 @@ fi
 set_up=$SECONDS
 [ $# -eq 0 ] || { wait && exec "$python" -m pytest "${chosen[@]}" "$@"; }
 
-# Two parts of about the same time. The launchers, which wait much, come beside the tests of one process.
-beside=(tests/cli tests/kernels tests/unit tests/test_architecture.py tests/parity)
-others=(tests/launch tests/distributed tests/end_to_end tests/standin)
+# Bytecode is kept: hundreds of processes of the tests import megalite, and would each compile it.
+unset PYTHONDONTWRITEBYTECODE
+
 failed=()
 times="set-up $set_up s"
-check() {
-    printf '\n== %s\n' "$*"
-    local start=$SECONDS
-    "$python" -m "$@" || failed+=("$1")
-    times+=", $1 $((SECONDS - start)) s"
-}
-check ruff check --quiet .
-check ruff format --quiet --check .
-check mypy
+for style in "ruff check --quiet ." "ruff format --quiet --check ."; do
+    # shellcheck disable=SC2086
+    "$python" -m $style || failed+=(ruff)
+done
 wait
-tests=(pytest -q --slowest-files 10 "${chosen[@]}")
-output=$(mktemp)
-trap 'rm -f "$output"' EXIT
-"$python" -m "${tests[@]}" "${beside[@]}" >"$output" 2>&1 &
-check "${tests[@]}" "${others[@]}"
+
+# Three at a time over two cores, since launchers, servers and signals wait much; what takes longest begins first.
+groups=(
+    "tests/launch"
+    "tests/unit"
+    "tests/end_to_end"
+    "tests/kernels"
+    "tests/distributed tests/standin"
+    "tests/parity"
+    "tests/cli tests/test_architecture.py"
+)
+outputs=$(mktemp -d)
+trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$outputs"' EXIT
+run() { # in a subshell: its output, and then its status and seconds, in files named after the group
+    local start=$SECONDS name=${1//[\/ ]/-} status=0
+    shift
+    "$python" -m "$@" >"$outputs/$name" 2>&1 || status=$?
+    echo "$status $1 $((SECONDS - start))" >"$outputs/$name.partial" && mv "$outputs/$name.partial" "$outputs/$name.end"
+}
+show() { # what has ended since the last call
+    local end name status tool seconds
+    for end in "$outputs"/*.end; do
+        [ -e "$end" ] || return
+        read -r status tool seconds <"$end"
+        name=${end%.end}
+        printf '\n== %s, %d s\n' "$(basename "$name")" "$seconds"
+        cat "$name"
+        rm "$end" "$name"
+        [ "$status" -eq 0 ] || failed+=("$tool")
+    done
+}
 start=$SECONDS
-wait $! || failed+=(pytest)
-times+=", waited $((SECONDS - start)) s"
-printf '\n== %s\n' "${tests[*]} ${beside[*]}"
-cat "$output"
-times >"$output" # not in a pipeline: a subshell has times of its own
-times+=", processors $(tr 'ms,' '  .' <"$output" | awk '{sum += $1 * 60 + $2 + $3 * 60 + $4} END {printf "%d", sum}') s"
+run mypy mypy &
+for group in "${groups[@]}"; do
+    while [ "$(jobs -rp | wc -l)" -ge 3 ]; do wait -n; done
+    show
+    # shellcheck disable=SC2086
+    run "$group" pytest -q --slowest-files 10 "${chosen[@]}" $group &
+done
+while [ -n "$(jobs -rp)" ]; do
+    wait -n
+    show
+done
+show
+times+=", tests $((SECONDS - start)) s"
+times >"$outputs/times" # not in a pipeline: a subshell has times of its own
+times+=", processors $(tr 'ms,' '  .' <"$outputs/times" | awk '{sum += $1 * 60 + $2 + $3 * 60 + $4} END {printf "%d", sum}') s"
 if [ ${#failed[@]} -gt 0 ]; then
     printf '\nfailed: %s (%s)\n' "${failed[*]}" "$times" >&2
     exit 1
