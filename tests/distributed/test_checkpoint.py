@@ -12,7 +12,6 @@ import torch
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.save import save_checkpoint
 from megalite.config.sections.schema import OptimizerConfig
 from megalite.errors import CheckpointError
 from megalite.parallel.mesh import ParallelMesh

@@ -9,7 +9,6 @@ import torch
 
 from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.save import save_checkpoint
 from megalite.config.sections.schema import OptimizerConfig
 from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup

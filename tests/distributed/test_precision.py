@@ -18,7 +18,6 @@ from torch import Tensor
 
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
-from megalite.checkpoint.save import save_checkpoint
 from megalite.config.sections.schema import OptimizerConfig
 from megalite.config.sections.training_section import PrecisionSettings
 from megalite.errors import TrainingError

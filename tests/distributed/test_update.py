@@ -13,7 +13,6 @@ from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
-from megalite.checkpoint.save import save_checkpoint
 from megalite.config.sections.schema import OptimizerConfig
 from megalite.topology.axes import Layout
 from megalite.topology.parameter_groups import ParameterGroup

@@ -15,7 +15,6 @@ from torch import Tensor
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.load import load_checkpoint
 from megalite.checkpoint.reader import CheckpointReader
-from megalite.checkpoint.save import save_checkpoint
 from megalite.config.sections.schema import OptimizerConfig
 from megalite.data.batches.loader import StepLoader
 from megalite.errors import TrainingError

@@ -6,8 +6,6 @@ from functools import cache
 import pytest
 import torch
 
-from megalite.generation.engine import generate_ids
-from megalite.model.options import Dropout, Recompute
 from megalite.model.replica import Replica
 from megalite.topology.axes import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process

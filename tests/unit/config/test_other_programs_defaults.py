@@ -7,8 +7,6 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from megalite.config.deepspeed import read
-from megalite.config.deepspeed.optimizer import DEFAULTS, TORCH_ADAMW_DECAY
 from megalite.config.deepspeed.optimizer import TORCH_ADAMW_DECAY
 from megalite.config.sources import peft
 from megalite.parallel.gradients import clip_factor
