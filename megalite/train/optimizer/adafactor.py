@@ -55,7 +55,7 @@ class Adafactor(UpdateRule):
 
     def _slices(self, group: dict[str, Any]) -> Iterator["_Slice"]:
         mesh = self._mesh
-        for weight in self._has_gradient(group):
+        for weight in self.weights_with_gradients(group):
             state, parameter = self.state[weight], self._sharding[weight]
             state["step"] += 1
             assert weight.grad is not None

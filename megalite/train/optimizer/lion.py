@@ -25,7 +25,7 @@ class Lion(UpdateRule):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            weights = self._has_gradient(group)
+            weights = self.weights_with_gradients(group)
             if not weights:
                 continue
             of_update, of_state = group["betas"]

@@ -73,7 +73,7 @@ class Muon(UpdateRule):
         if self._adamw is not None:
             self._adamw.step()
         for group in self._matrices:
-            weights = self._has_gradient(group)
+            weights = self.weights_with_gradients(group)
             if weights:
                 self._update(group, weights)
 

@@ -51,7 +51,7 @@ class UpdateRule(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every weight that has a gradient. The gradients are undefined afterwards."""
 
-    def _has_gradient(self, group: dict[str, Any]) -> list[Tensor]:
+    def weights_with_gradients(self, group: dict[str, Any]) -> list[Tensor]:
         """Return the weights of a group that have a gradient; each of them has its state."""
         weights = [each for each in group["params"] if each.grad is not None]
         for weight in weights:

@@ -32,7 +32,7 @@ class HeavyBall(UpdateRule):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            for weight in self._has_gradient(group):
+            for weight in self.weights_with_gradients(group):
                 velocity = self.state[weight]["velocity"]
                 velocity.mul_(group["momentum"]).add_(weight.grad)
                 weight.add_(velocity, alpha=-group["lr"])
