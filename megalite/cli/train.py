@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
     leads = info is None or info.rank == 0
     try:
         starter = _starter(overrides, info) if options.run_file is None else None
-        loaded = load_run(options.run_file, overrides, launched=info, places=leads, starter=starter)
+        loaded = load_run(options.run_file, overrides, info, places=leads, starter=starter)
         if leads:
             for note in loaded.notes:
                 print(f"note: {note}")

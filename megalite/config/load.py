@@ -44,17 +44,16 @@ class LoadedRun:
 def load_run(
     path: Path | str | None,
     overrides: Sequence[str] = (),
-    world_size: int | None = None,
+    world_size: int | RankInfo | None = None,
     *,
-    launched: RankInfo | None = None,
     slots: int | None = None,
     places: bool = False,
     starter: Starter | None = None,
 ) -> LoadedRun:
     """Read RUN.toml, apply `["--section.key", "value", ...]`, check all settings and fill in the derived ones.
 
-    world_size: number of ranks that a launcher started; None: megalite starts as many as the layout has.
-    launched: the rank of a launcher that this process is, instead of world_size: messages name the launcher.
+    world_size: number of ranks that a launcher started, or the rank of it that this process is, so that messages name
+        the launcher; None: megalite starts as many as the layout has.
     slots: number of ranks that can be started; with parallel.data = "auto" the run takes as many of them as it can.
     places: whether the files and folders that the settings name must exist on this machine.
     starter: gives the settings of a first run that are not set.
@@ -75,7 +74,8 @@ def load_run(
     apply_deepspeed(draft, Path() if path is None else Path(path).parent)
     if starter is not None:
         starter.fill(draft)
-    run = replace(validate(draft, world_size if launched is None else launched.world_size), launched=launched)
+    launched = world_size if isinstance(world_size, RankInfo) else None
+    run = replace(validate(draft, launched.world_size if launched else world_size), launched=launched)
     if slots is not None:
         run = replace(run, world_size=most_ranks(run, slots))
     problems = dict.fromkeys([*draft.problems, *problems_of(run, places=places)])
@@ -100,7 +100,7 @@ def load_config(path: Path | str | None, *flags: str, **settings: Any) -> RunCon
     # Rank 0 prepares the text and writes the run folder; other machines may not have them.
     leads = info is None or info.rank == 0
     overrides = [*as_flags(settings), *without_local_rank(flags)]
-    loaded = load_run(path, overrides, launched=info, places=leads)
+    loaded = load_run(path, overrides, info, places=leads)
     if leads:
         for note in loaded.notes:
             logger.warning(note)

@@ -1,18 +1,17 @@
 """Rules over [adapter]: the linears that it names, where its weights come from, and what PEFT's files can say."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from megalite.config.peft_names import fused_with_others
 from megalite.config.rules.pipeline import split_of
 from megalite.config.sections.adapter_section import SETTINGS_OF, AdapterConfig, described_adapter
 from megalite.config.sections.checked import CheckedRun
+from megalite.config.sections.derived import adapted_shape
 from megalite.config.sections.shape_settings import model_shape
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem, listed
-from megalite.topology.adapter import Adapter, Lora, names_module
+from megalite.topology.adapter import Lora, names_module
 from megalite.topology.parameters import Parameter, model_parameters, names_tied_table, stage_parameters
-from megalite.topology.shape import ModelShape
 
 
 def settings_belong_to_an_adapter(run: CheckedRun) -> Iterator[Problem]:
@@ -90,7 +89,7 @@ def every_stage_trains_something(run: CheckedRun) -> Iterator[Problem]:
     split = split_of(run)
     if split is None:
         return
-    shape = _adapted_shape(run, adapter)
+    shape = adapted_shape(run)
     idle = [
         stage
         for stage in range(stages)
@@ -111,7 +110,7 @@ def an_adapter_can_be_exported(run: CheckedRun) -> Iterator[Problem]:
     adapter = described_adapter(run.adapter)
     if not isinstance(adapter, Lora) or not run.checkpoint.export:
         return
-    fused = fused_with_others(_adapted_shape(run, adapter))
+    fused = fused_with_others(adapted_shape(run))
     if fused is not None:
         message = (
             f"PEFT's files cannot say it: {run.model.family} holds an adapted linear in {fused}, with others"
@@ -140,8 +139,3 @@ def ranks_above_every_matrix(run: CheckedRun) -> Iterator[str]:
             f"adapter.rank = {adapter.rank:,} is above the smaller side of every adapted matrix, {largest:,} at most: "
             f"the adapter has more values than these updates need; {largest:,} can express all of them"
         )
-
-
-def _adapted_shape(run: CheckedRun, adapter: Adapter) -> ModelShape:
-    # Neither names nor stages depend on the vocabulary's size.
-    return replace(model_shape(run.model, 1), adapter=adapter)

@@ -1,13 +1,11 @@
 """Rules over [optimizer]: parameter groups, clipping, moving average, learning-rate schedule; and the loss scale."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 
 from megalite.config.rules.pipeline import split_of
-from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.checked import CheckedRun
+from megalite.config.sections.derived import adapted_shape
 from megalite.config.sections.schema import OptimizerConfig, warmup_of
-from megalite.config.sections.shape_settings import model_shape
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 from megalite.topology.optimizers import OPTIMIZERS, OptimizerRecord, optimizers_with
@@ -17,8 +15,7 @@ from megalite.topology.parameters import model_parameters, stage_parameters
 
 def patterns_choose_whole_parameters(run: CheckedRun) -> Iterator[Problem]:
     if run.optimizer.groups:
-        # Parameter names do not depend on the vocabulary's size.
-        shape = replace(model_shape(run.model, 1), adapter=described_adapter(run.adapter))
+        shape = adapted_shape(run)
         groups = [each.group(shape.base) for each in run.optimizer.groups]
         trained = [each for each in model_parameters(shape) if each.trained]
         for message in group_problems(trained, groups):
@@ -37,8 +34,7 @@ def zero_finds_every_group_on_every_stage(run: CheckedRun) -> Iterator[Problem]:
     split = split_of(run)
     if split is None:
         return
-    # Parameter names do not depend on the vocabulary's size.
-    shape = replace(model_shape(run.model, 1), adapter=described_adapter(run.adapter))
+    shape = adapted_shape(run)
     groups = [each.group(shape.base) for each in run.optimizer.groups]
     held = [
         update_rules((each for each in stage_parameters(shape, split, stage) if each.trained), groups)

@@ -1,12 +1,11 @@
 """Rules over [training]: the length of the run and of its sequences."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.checked import CheckedRun
+from megalite.config.sections.derived import adapted_shape
 from megalite.config.sections.duration import seconds_of
-from megalite.config.sections.shape_settings import longest_sequence_setting, model_shape
+from megalite.config.sections.shape_settings import longest_sequence_setting
 from megalite.config.sections.toml import format_value
 from megalite.errors import Problem
 
@@ -26,7 +25,7 @@ def length_is_given_once(run: CheckedRun) -> Iterator[Problem]:
 
 
 def sequences_fit_the_model(run: CheckedRun) -> Iterator[Problem]:
-    shape = replace(model_shape(run.model, 1), adapter=described_adapter(run.adapter))
+    shape = adapted_shape(run)
     length, longest = run.training.sequence_length, shape.longest_sequence
     if length > longest:
         message = f"{length} is longer than {longest_sequence_setting(shape)} = {longest}"

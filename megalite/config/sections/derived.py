@@ -1,10 +1,14 @@
 """Values that follow from several settings, for the rules and for whoever uses a resolved run."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
+from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.schema import RunConfig
+from megalite.config.sections.shape_settings import model_shape
+from megalite.topology.shape import ModelShape
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
 
@@ -14,6 +18,11 @@ def vocabulary(config: RunConfig | CheckedRun) -> int | None:
     rows: int | Literal["auto"] = config.model.vocab_size
     rows = config.tokenizer.vocab_size if rows == "auto" else rows
     return None if rows == "auto" else rows
+
+
+def adapted_shape(run: CheckedRun) -> ModelShape:
+    """Return the model's shape with its adapter and one row of vocabulary, on which no name or stage depends."""
+    return replace(model_shape(run.model, 1), adapter=described_adapter(run.adapter))
 
 
 def offload_devices(zero: object) -> dict[str, Any]:

@@ -95,13 +95,13 @@ def test_a_run_file_for_another_number_of_ranks_names_the_variable_and_the_start
         ),
     ):
         with pytest.raises(ConfigError) as caught:
-            load_run(write_run(tmp_path, RUN), flags, launched=ranks(name)[-1])
+            load_run(write_run(tmp_path, RUN), flags, ranks(name)[-1])
         told = str(caught.value)
         assert f"parallel.data: {reason} the 4 ranks that {source}; " in told
         assert f"start {counts} ranks: {start.replace('{}', str(counts))}" in told
         assert ('use "auto"' in told) is bool(offer), "auto helps only where the ranks make whole replicas"
     with pytest.raises(ConfigError) as caught:
-        load_run(write_run(tmp_path, RUN), ["--parallel.pipeline", "3"], launched=ranks(name)[-1])
+        load_run(write_run(tmp_path, RUN), ["--parallel.pipeline", "3"], ranks(name)[-1])
     told = str(caught.value)
     assert (
         f"tensor 1 x pipeline 3 = 3 does not divide the 4 ranks that {source}; start 3 or 6 ranks, as with"
