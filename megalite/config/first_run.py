@@ -83,7 +83,7 @@ class Starter:
         """Set every other setting that the draft has not."""
         length = _whole(draft, "training", "sequence_length") or self.sequence_length
         small = self.size is SIZES["tiny"]
-        given = {
+        settings = {
             "run.folder": f"runs/{Path(self.source).expanduser().name.split('.')[0] or 'text'}",
             "tokenizer.vocab_size": self.vocab_size,
             "training.sequence_length": length,
@@ -94,7 +94,7 @@ class Starter:
             "optimizer.learning_rate": self.size.learning_rate,
             "data.split": [0.95, 0.05] if self._can_be_split else None,
         }
-        self._fill(draft, {**given, **self.size.settings})
+        self._fill(draft, {**settings, **self.size.settings})
         steps = _whole(draft, "training", "steps")
         if steps is None:
             # The data says later how many steps the epochs have: at most this many.

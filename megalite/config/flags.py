@@ -28,7 +28,7 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     overrides: list[str] = []
     rest = with_deepspeeds_flags(arguments)
     if any(problems := list(megatron_problems(rest))) and not all(
-        _with_section(each.key) for each in problems
+        _with_section(problem.key) for problem in problems
     ):
         raise ConfigError(problems, COMMAND_LINE)
     while rest:
@@ -98,8 +98,8 @@ def as_flags(settings: Mapping[str, Any]) -> Iterator[str]:
 
 def _flags_of(name: str, value: Any) -> Iterator[str]:
     if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _flags_of(f"{name}.{key}", each)
+        for key, inner in value.items():
+            yield from _flags_of(f"{name}.{key}", inner)
     else:
         value = str(value) if isinstance(value, Path) else value
         try:

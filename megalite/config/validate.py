@@ -60,10 +60,10 @@ def _known_values(draft: SettingsDraft, name: str, model: type[Section]) -> dict
         return dict(model.model_validate(raw))
     except ValidationError as error:
         wrong: dict[str, list[ErrorDetails]] = {}
-        for each in error.errors(include_url=False):
-            wrong.setdefault(str(each["loc"][0]), []).append(each)
+        for detail in error.errors(include_url=False):
+            wrong.setdefault(str(detail["loc"][0]), []).append(detail)
     for key, errors in wrong.items():
-        in_tables = [each for each in errors if _is_in_table(each)]
+        in_tables = [detail for detail in errors if _is_in_table(detail)]
         if in_tables:
             draft.problems += _table_problems(draft, name, model.model_fields[key], in_tables)
         elif not (_is_missing(errors) and name in draft.incomplete):
@@ -113,10 +113,10 @@ def _table_problems(
     draft: SettingsDraft, section: str, info: FieldInfo, errors: list[ErrorDetails]
 ) -> Iterator[Problem]:
     wrong: dict[tuple[str, int, str], list[ErrorDetails]] = {}
-    for each in errors:
-        key, place, name = each["loc"][:3]
+    for detail in errors:
+        key, place, name = detail["loc"][:3]
         assert isinstance(place, int)
-        wrong.setdefault((str(key), place, str(name)), []).append(each)
+        wrong.setdefault((str(key), place, str(name)), []).append(detail)
     for (key, place, name), about in wrong.items():
         full = f"{section}.{key}[{place + 1}].{name}"
         known = item_model(info.annotation).model_fields
@@ -125,7 +125,9 @@ def _table_problems(
         elif name not in known:
             yield Problem(full, "unknown key", did_you_mean(name, known) or f"there are {', '.join(known)}")
         else:
-            rules = " or ".join(dict.fromkeys(_rules([{**each, "loc": each["loc"][3:]} for each in about])))
+            rules = " or ".join(
+                dict.fromkeys(_rules([{**detail, "loc": detail["loc"][3:]} for detail in about]))
+            )
             yield Problem(full, f"{shown(draft.values[section][key][place][name])} should be {rules}")
 
 

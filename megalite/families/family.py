@@ -192,12 +192,12 @@ class Family:
 
 def _foreign_head_dim(config: Config, keys: Mapping[str, str]) -> tuple[int, int] | None:
     """Return head_dim and hidden_size / num_attention_heads where transformers would take the first, another one."""
-    given, hidden, heads = (
+    width, hidden, heads = (
         config.get(key) for key in (_HEAD_DIM, keys["hidden_size"], keys["num_attention_heads"])
     )
-    if not (isinstance(given, int) and isinstance(hidden, int) and isinstance(heads, int) and heads):
+    if not (isinstance(width, int) and isinstance(hidden, int) and isinstance(heads, int) and heads):
         return None
-    return None if given == hidden // heads else (given, hidden // heads)
+    return None if width == hidden // heads else (width, hidden // heads)
 
 
 def sizes(

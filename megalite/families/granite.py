@@ -21,8 +21,8 @@ class AttentionMultiplier(Plain):
         return {} if value is None else {"attention_multiplier": value}
 
     def write(self, shape: ModelShape) -> dict[str, Any]:
-        given = shape.attention_multiplier
-        return {"attention_multiplier": shape.head_dim**-0.5 if given is None else given}
+        multiplier = shape.attention_multiplier
+        return {"attention_multiplier": shape.head_dim**-0.5 if multiplier is None else multiplier}
 
 
 _GRANITE_3: dict[str, Any] = {

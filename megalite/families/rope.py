@@ -48,13 +48,13 @@ class Rope(Plain):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        given = {
+        said = {
             "rope_theta": True,
             "rope_scaling": bool(self.scalings),
             "rope_local_base_freq": self.local,
             "partial_rotary_factor": self.partial,
         }
-        return tuple(name for name, free in given.items() if free)
+        return tuple(name for name, free in said.items() if free)
 
     @property
     def config_keys(self) -> tuple[str, ...]:
@@ -72,16 +72,16 @@ class Rope(Plain):
     def read(self, config: Config) -> dict[str, Any]:
         rope = self._rope(config)
         kind = self.rope_type(rope)
-        found = {"rope_theta": rope.get("rope_theta", config.get(self.theta_key))}
+        said = {"rope_theta": rope.get("rope_theta", config.get(self.theta_key))}
         if kind in self.scalings:
-            found["rope_scaling"] = _scaling(kind, rope, config)
+            said["rope_scaling"] = _scaling(kind, rope, config)
         if self.local:
-            found["rope_local_base_freq"] = _local(config).get(
+            said["rope_local_base_freq"] = _local(config).get(
                 "rope_theta", config.get("rope_local_base_freq")
             )
         if self.partial:
-            found["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get(self.partial_key))
-        return {name: value for name, value in found.items() if value is not None}
+            said["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get(self.partial_key))
+        return {name: value for name, value in said.items() if value is not None}
 
     def write(self, shape: ModelShape) -> dict[str, Any]:
         base = {"rope_theta": shape.rope_theta}
@@ -174,15 +174,15 @@ def _scaling(kind: Any, rope: Mapping[str, Any], config: Config) -> RopeScaling:
     original = config.get(_ORIGINAL) or rope.get(_ORIGINAL) or longest
     if isinstance(original, float) and original.is_integer():
         original = int(original)
-    given = {**rope, _ORIGINAL: original}
+    values_of = {**rope, _ORIGINAL: original}
     for name in ("mscale", "mscale_all_dim"):
-        given[name] = rope.get(name) or None  # 0 counts as not set
+        values_of[name] = rope.get(name) or None  # 0 counts as not set
     if kind in ("yarn", "longrope") and rope.get("factor") is None:
-        given["factor"] = _ratio(longest, original)
+        values_of["factor"] = _ratio(longest, original)
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name in SCALINGS[kind]
-        if (value := given.get(name)) is not None
+        if (value := values_of.get(name)) is not None
     }
     return RopeScaling(kind, **{"factor": 1.0, **values})
 

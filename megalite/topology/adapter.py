@@ -72,5 +72,6 @@ Adapter = Lora | Prefix
 def names_module(patterns: Iterable[str], module: str) -> bool:
     """Return whether a pattern names the module: its whole canonical name, the end of it, or a glob over the whole."""
     return any(
-        module == each or module.endswith(f".{each}") or fnmatchcase(module, each) for each in patterns
+        module == pattern or module.endswith(f".{pattern}") or fnmatchcase(module, pattern)
+        for pattern in patterns
     )

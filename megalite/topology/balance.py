@@ -28,8 +28,8 @@ def balanced_layers(
         ends = [*accumulate(sizes)]
         chunks = [prefix[end] - prefix[end - size] for end, size in zip(ends, sizes, strict=True)]
         chunks[-1] += head_cost
-        held = [sum(chunks[chunk] for chunk in split.chunks_of(stage)) for stage in range(stages)]
-        return sorted(held, reverse=True), sorted(chunks, reverse=True)
+        of_stages = [sum(chunks[chunk] for chunk in split.chunks_of(stage)) for stage in range(stages)]
+        return sorted(of_stages, reverse=True), sorted(chunks, reverse=True)
 
     best = cost(sizes)
     while True:

@@ -48,7 +48,9 @@ def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
     """Return the operations of the forward and backward of one token; a frozen weight has no gradient."""
     forward = forward_flops(shape, sequence_length)
     frozen = 2 * sum(
-        each.numel for each in model_parameters(shape) if not each.trained and _multiplies(each, shape)
+        parameter.numel
+        for parameter in model_parameters(shape)
+        if not parameter.trained and _multiplies(parameter, shape)
     )
     return 3 * (sum(forward.layers) + forward.head) - frozen
 

@@ -39,8 +39,8 @@ def group_of(parameter: Parameter, groups: Sequence[ParameterGroup]) -> Paramete
 def update_rules(parameters: Iterable[Parameter], groups: Sequence[ParameterGroup]) -> set[tuple[int, bool]]:
     """Return the distinct (index of the group, -1 for none; whether weight decay applies) of the parameters."""
     indices = {group: index for index, group in enumerate(groups)}
-    found = ((group_of(each, groups), each.decay) for each in parameters)
-    return {(-1 if group is None else indices[group], decays) for group, decays in found}
+    rules = ((group_of(each, groups), each.decay) for each in parameters)
+    return {(-1 if group is None else indices[group], decays) for group, decays in rules}
 
 
 def group_problems(parameters: Sequence[Parameter], groups: Sequence[ParameterGroup]) -> Iterator[str]:

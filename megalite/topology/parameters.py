@@ -197,7 +197,9 @@ def _own_layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
             yield Parameter(weight, spec, layer, None, False, ones)
 
     before_mlp = [
-        each for each in layer_norms(shape) if each not in ("input_layernorm", "post_feedforward_layernorm")
+        norm_name
+        for norm_name in layer_norms(shape)
+        if norm_name not in ("input_layernorm", "post_feedforward_layernorm")
     ]
     if "input_layernorm" in layer_norms(shape):
         yield from norm("input_layernorm")
@@ -207,8 +209,8 @@ def _own_layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
     yield from head_norm("q_norm", shape.num_attention_heads)
     yield from head_norm("k_norm", shape.num_key_value_heads)
     yield from row("self_attn.o_proj", query, shape.attention_output_bias)
-    for each in before_mlp:
-        yield from norm(each)
+    for norm_name in before_mlp:
+        yield from norm(norm_name)
     if shape.gated_mlp:
         gate_up = {"mlp.gate_proj": shape.intermediate_size, "mlp.up_proj": shape.intermediate_size}
         yield from column("mlp.gate_up_proj", gate_up, shape.mlp_bias)
@@ -288,8 +290,8 @@ def canonical_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def trained_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return canonical name -> full shape of every tensor that training changes: a checkpoint's."""
-    found = (parameter.spec.parts for parameter in model_parameters(shape) if parameter.trained)
-    return {part.name: part.shape for parts in found for part in parts}
+    trained = [parameter for parameter in model_parameters(shape) if parameter.trained]
+    return {part.name: part.shape for parameter in trained for part in parameter.spec.parts}
 
 
 def names_tied_table(pattern: str, shape: ModelShape) -> bool:

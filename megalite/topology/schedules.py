@@ -66,14 +66,14 @@ class Schedule:
         """Return why the schedule does not run with these numbers, or None if it runs."""
         if not self.takes_chunks(chunks):
             return f"{self.name} runs {_counted(self.only_chunks or 1, 'chunk')} per stage, not {chunks}"
-        given = _counted(micro_batches, "micro batch", "es")
+        counted = _counted(micro_batches, "micro batch", "es")
         least = self.least_micro_batches * stages
         if micro_batches < least:
             verb = "is" if micro_batches == 1 else "are"
-            return f"{given} {verb} fewer than the {least} that {self.name} needs for {stages} stages"
+            return f"{counted} {verb} fewer than the {least} that {self.name} needs for {stages} stages"
         rounds = _rounds(stages, micro_batches)
         if self.whole_rounds and micro_batches % rounds:
-            return f"{given} do not make {rounds} equal rounds, as {self.name} needs for {stages} stages"
+            return f"{counted} do not make {rounds} equal rounds, as {self.name} needs for {stages} stages"
         return None
 
     def nearest_micro_batches(self, stages: int, micro_batches: int, chunks: int) -> int:
@@ -121,9 +121,9 @@ def looped_bfs_order(stage: int, stages: int, micro_batches: int, chunks: int) -
 
     Lamy-Poirier 2023, "Breadth-First Pipeline Parallelism".
     """
-    held = _looped(stage, stages, chunks)
-    forwards = _actions(FORWARD, held, range(micro_batches))
-    return (*forwards, *_actions(BACKWARD, held[::-1], range(micro_batches)[::-1]))
+    looped = _looped(stage, stages, chunks)
+    forwards = _actions(FORWARD, looped, range(micro_batches))
+    return (*forwards, *_actions(BACKWARD, looped[::-1], range(micro_batches)[::-1]))
 
 
 def interleaved_1f1b_order(stage: int, stages: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
@@ -132,13 +132,13 @@ def interleaved_1f1b_order(stage: int, stages: int, micro_batches: int, chunks: 
     The bubble shrinks by the number of chunks, and the transfers grow by it. Narayanan et al. 2021, "Efficient
     Large-Scale Language Model Training on GPU Clusters Using Megatron-LM".
     """
-    held, a_round = _looped(stage, stages, chunks), micro_batches // _rounds(stages, micro_batches)
+    looped, a_round = _looped(stage, stages, chunks), micro_batches // _rounds(stages, micro_batches)
     # Each stage further from the last one gets its first backward two actions later: one down, one up.
     warm_up = (chunks - 1) * a_round + 2 * (stages - 1 - stage)
     return tuple(
         _by_turns(
-            _in_rounds(FORWARD, held, micro_batches, a_round),
-            _in_rounds(BACKWARD, held[::-1], micro_batches, a_round),
+            _in_rounds(FORWARD, looped, micro_batches, a_round),
+            _in_rounds(BACKWARD, looped[::-1], micro_batches, a_round),
             warm_up,
         )
     )
@@ -152,10 +152,10 @@ def interleaved_zero_bubble_order(
     With one chunk per stage this is ZB-H1, in which every stage holds as many activations as the first stage of 1F1B.
     Qi et al. 2023, "Zero Bubble Pipeline Parallelism".
     """
-    held, a_round = _looped(stage, stages, chunks), micro_batches // _rounds(stages, micro_batches)
+    looped, a_round = _looped(stage, stages, chunks), micro_batches // _rounds(stages, micro_batches)
     turns = _by_turns(
-        _in_rounds(FORWARD, held, micro_batches, a_round),
-        _in_rounds(INPUT, held[::-1], micro_batches, a_round),
+        _in_rounds(FORWARD, looped, micro_batches, a_round),
+        _in_rounds(INPUT, looped[::-1], micro_batches, a_round),
         warm_up=(chunks - 1) * a_round + stages - 1 - stage,
     )
     actions: list[Action] = []
@@ -250,14 +250,14 @@ def _looped(stage: int, stages: int, chunks: int) -> range:
     return range(stage, stage + stages * chunks, stages)
 
 
-def _actions(kind: ActionKind, held: Iterable[int], micro_batches: Iterable[int]) -> Iterator[Action]:
+def _actions(kind: ActionKind, chunks: Iterable[int], micro_batches: Iterable[int]) -> Iterator[Action]:
     micro_batches = tuple(micro_batches)
-    return (Action(kind, chunk, micro_batch) for chunk in held for micro_batch in micro_batches)
+    return (Action(kind, chunk, micro_batch) for chunk in chunks for micro_batch in micro_batches)
 
 
-def _in_rounds(kind: ActionKind, held: Sequence[int], micro_batches: int, a_round: int) -> Iterator[Action]:
+def _in_rounds(kind: ActionKind, chunks: Sequence[int], micro_batches: int, a_round: int) -> Iterator[Action]:
     for start in range(0, micro_batches, a_round):
-        yield from _actions(kind, held, range(start, start + a_round))
+        yield from _actions(kind, chunks, range(start, start + a_round))
 
 
 def _by_turns(forwards: Iterable[Action], backwards: Iterable[Action], warm_up: int) -> Iterator[Action]:

@@ -97,11 +97,11 @@ class ShardSpec:
         offsets, shape = [0] * len(part.shape), list(part.shape)
         if self.dim is not None:
             if part.heads is None:
-                held = balanced_split(part.shape[self.dim], size)[index]
+                span = balanced_split(part.shape[self.dim], size)[index]
             else:
                 length, heads = part.shape[self.dim] // part.heads, heads_held(part.heads, index, size)
-                held = range(heads.start * length, heads.stop * length)
-            offsets[self.dim], shape[self.dim] = held.start, len(held)
+                span = range(heads.start * length, heads.stop * length)
+            offsets[self.dim], shape[self.dim] = span.start, len(span)
         return TensorSlice(tuple(offsets), tuple(shape))
 
     def slices(self, index: int, size: int) -> tuple[tuple[Part, TensorSlice], ...]:

@@ -75,15 +75,15 @@ class _Plan:
             for place, action in enumerate(order):
                 if (needed := self._needs(action)) is not None:
                     used[needed] = place
-                if (given := self._gives(action)) is None:
+                if (transfer := self._gives(action)) is None:
                     continue
-                self._made[given.message] = place
-                if source != stage == given.stage:
-                    self._sent[source].append(given.message)
+                self._made[transfer.message] = place
+                if source != stage == transfer.stage:
+                    self._sent[source].append(transfer.message)
         for action in self._order:
-            given = self._gives(action)
-            if given is not None and given.stage != stage:
-                underway[given.stage].append((used[given.message], given.message))
+            transfer = self._gives(action)
+            if transfer is not None and transfer.stage != stage:
+                underway[transfer.stage].append((used[transfer.message], transfer.message))
         self._underway = {target: deque(sorted(messages)) for target, messages in underway.items()}
 
     def actions(self) -> Iterator[ScheduledAction]:

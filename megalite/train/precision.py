@@ -36,10 +36,10 @@ def choose_precision(asked: str, device: torch.device, resumed: Any = None) -> P
         capable = torch.get_device_module(device).is_bf16_supported(including_emulation=False)
         return Precision(("bf16" if capable else "fp32") if asked == "auto" else asked)
     if asked == "auto":
-        found = _instructions("bf16")
-        if not found:
+        instructions = _instructions("bf16")
+        if not instructions:
             return Precision("fp32")
-        return Precision("bf16", f'training.precision: "auto" is "bf16": the processor has {found[0]}')
+        return Precision("bf16", f'training.precision: "auto" is "bf16": the processor has {instructions[0]}')
     if asked in _INSTRUCTIONS and not _instructions(asked):
         needed = " or ".join(_INSTRUCTIONS[asked])
         cost = f'"{asked}" is slower than "fp32" on a processor without {needed}'

@@ -53,25 +53,25 @@ class Block:
 def read_block(draft: SettingsDraft, section: dict[str, Any], run_folder: Path) -> Block:
     """Return the settings of the file that deepspeed.config names, with flags applied, or those of RUN.toml."""
     inline = {key: value for key, value in section.items() if key not in OURS}
-    given = section.get("config")
-    if given is None:
+    file = section.get("config")
+    if file is None:
         return _checked(draft, Block(inline, None))
-    if not isinstance(given, str):
-        draft.problem("deepspeed.config", f"{shown(given)} is not a path")
+    if not isinstance(file, str):
+        draft.problem("deepspeed.config", f"{shown(file)} is not a path")
         return _checked(draft, Block(inline, None))
     beside = sorted(key for key in inline if not draft.given_by_flag(f"deepspeed.{key}"))
     if beside:
         draft.problem(
             "deepspeed.config",
             f"is set together with deepspeed.{beside[0]}",
-            f"move {', '.join(beside)} into {given}",
+            f"move {', '.join(beside)} into {file}",
         )
-    path = Path(given)
+    path = Path(file)
     if not path.exists() and (run_folder / path).exists():
         path = run_folder / path
-    found = _read_json(draft, path)
-    draft.incomplete |= {"deepspeed"} if found is None else set()
-    return _checked(draft, Block(_merged(found or {}, inline), path.name))
+    values = _read_json(draft, path)
+    draft.incomplete |= {"deepspeed"} if values is None else set()
+    return _checked(draft, Block(_merged(values or {}, inline), path.name))
 
 
 def _checked(draft: SettingsDraft, block: Block) -> Block:
@@ -81,7 +81,7 @@ def _checked(draft: SettingsDraft, block: Block) -> Block:
 
 def _read_json(draft: SettingsDraft, path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads(
+        values = json.loads(
             path.expanduser().read_text(encoding="utf-8-sig"),
             object_pairs_hook=_without_duplicates,
             parse_constant=_no_constant,
@@ -94,18 +94,18 @@ def _read_json(draft: SettingsDraft, path: Path) -> dict[str, Any] | None:
     except (ValueError, RuntimeError) as error:
         draft.problem("deepspeed.config", f"{path} cannot be read: {error}")
     else:
-        if isinstance(found, dict):
-            return found
+        if isinstance(values, dict):
+            return values
         draft.problem("deepspeed.config", f"{path} holds no JSON object")
     return None
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"it has the key {next(key for key in keys if keys.count(key) > 1)!r} twice")
-    return found
+    return table
 
 
 def _no_constant(name: str) -> None:
@@ -124,21 +124,21 @@ def _merged(below: dict[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
 def _without_nulls(value: Any) -> Any:
     """Return `value` without the keys that are null: null means "not set", and TOML cannot express it."""
     if isinstance(value, dict):
-        return {key: _without_nulls(each) for key, each in value.items() if each is not None}
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return value
 
 
 def _value_problems(block: Block, value: Any, path: str) -> Iterator[Problem]:
     """Yield values that JSON or TOML cannot express: dates, infinities, nan, and null in a list."""
     if isinstance(value, dict):
-        for key, each in value.items():
-            yield from _value_problems(block, each, f"{path}.{key}" if path else key)
+        for key, inner in value.items():
+            yield from _value_problems(block, inner, f"{path}.{key}" if path else key)
     elif isinstance(value, list):
-        for each in value:
-            if each is None:
+        for inner in value:
+            if inner is None:
                 yield Problem(block.key(path), "has a null in a list", "remove it")
             else:
-                yield from _value_problems(block, each, path)
+                yield from _value_problems(block, inner, path)
     elif isinstance(value, float) and not math.isfinite(value):
         yield Problem(block.key(path), f"{value} is not a finite number")
     elif value is not None and not isinstance(value, str | int | float):

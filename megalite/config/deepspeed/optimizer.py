@@ -53,10 +53,10 @@ def read_optimizer(draft: SettingsDraft, block: Block, table: Any, peak: str | N
     if not isinstance(params, dict):
         return
     _check(draft, block, kind, name or "adamw", params)
-    given = {key: value for key, value in params.items() if key in _READ}
+    read = {key: value for key, value in params.items() if key in _READ}
     if peak is not None:
-        _drop_rate(draft, block, given, peak)
-    for theirs, value in given.items():
+        _drop_rate(draft, block, read, peak)
+    for theirs, value in read.items():
         block.take(draft, f"optimizer.params.{theirs}", "optimizer", _READ[theirs], value)
     if name is not None:
         for theirs, default in _FORMS[name].defaults.items():
@@ -109,8 +109,8 @@ def _is_torch_adamw(kind: Any, params: dict[str, Any]) -> bool:
     return params.get("torch_adam") is True and decoupled
 
 
-def _drop_rate(draft: SettingsDraft, block: Block, given: dict[str, Any], peak: str) -> None:
-    rate = given.pop("lr", AUTO)
+def _drop_rate(draft: SettingsDraft, block: Block, read: dict[str, Any], peak: str) -> None:
+    rate = read.pop("lr", AUTO)
     if rate != AUTO and rate != draft.section("optimizer").get("learning_rate", rate):
         key = block.key("optimizer.params.lr")
         draft.notes.append(f"{key} has no effect: scheduler.params.{peak} replaces it, as in DeepSpeed")

@@ -61,8 +61,8 @@ def apply_deepspeed(draft: SettingsDraft, run_folder: Path) -> None:
 def _read_batch(draft: SettingsDraft, block: Block) -> None:
     for theirs, ours in _BATCH.items():
         block.take(draft, theirs, "training", ours, block.values.get(theirs))
-    given = [ours for ours in _BATCH.values() if draft.has("training", ours)]
-    alone = given in (["global_batch_size"], ["micro_batch_size"]) and any(
+    chosen = [ours for ours in _BATCH.values() if draft.has("training", ours)]
+    alone = chosen in (["global_batch_size"], ["micro_batch_size"]) and any(
         key in block.values for key in _BATCH
     )
     if alone and "gradient_accumulation_steps" not in block.values:
@@ -72,7 +72,7 @@ def _read_batch(draft: SettingsDraft, block: Block) -> None:
 def _read_precision(draft: SettingsDraft, block: Block) -> None:
     """Read fp16.enabled and bf16.enabled into training.precision, and the loss scale."""
     enabled: list[str] = []
-    given = draft.section("training").get("precision", AUTO)
+    precision_set = draft.section("training").get("precision", AUTO)
     for name, precision in (("fp16", "fp16"), ("bf16", "bf16"), ("bfloat16", "bf16")):
         table = block.values.get(name)
         if not isinstance(table, dict):
@@ -82,16 +82,18 @@ def _read_precision(draft: SettingsDraft, block: Block) -> None:
             draft.problem(block.key(f"{name}.enabled"), f"{shown(switch)} should be true or false")
         elif switch is True:
             enabled.append(f"{name}.enabled")
-            if given in (AUTO, precision):
+            if precision_set in (AUTO, precision):
                 draft.set("training", "precision", precision, block.origin(f"{name}.enabled"))
-        differs = given != precision if switch is True else given == precision and switch is False
-        if differs and given != AUTO:
-            message = f"{shown(given)} ({draft.origin('training.precision')}) differs from "
+        differs = (
+            precision_set != precision if switch is True else precision_set == precision and switch is False
+        )
+        if differs and precision_set != AUTO:
+            message = f"{shown(precision_set)} ({draft.origin('training.precision')}) differs from "
             message += f"{shown(switch)} ({block.origin(f'{name}.enabled')})"
             draft.problem("training.precision", message, f'make them agree, or write "{AUTO}" in one of them')
         if name == "fp16":
             _read_loss_scale(draft, block, table, on=switch is True)
-        elif switch is False and given == AUTO and not enabled:
+        elif switch is False and precision_set == AUTO and not enabled:
             draft.set("training", "precision", "fp32", block.origin(f"{name}.enabled"))
     if len(enabled) > 1:
         draft.problem(block.key(enabled[0]), f"and {enabled[1]} are both true", "enable only one of them")
@@ -110,18 +112,18 @@ def _read_loss_scale(draft: SettingsDraft, block: Block, fp16: Mapping[str, Any]
 def _read_accumulation(draft: SettingsDraft, block: Block) -> None:
     """Read data_types.grad_accum_dtype, which must be fp32 or the number type of the model."""
     table, path = block.values.get("data_types"), "data_types.grad_accum_dtype"
-    wanted = table.get("grad_accum_dtype", AUTO) if isinstance(table, dict) else AUTO
-    if wanted == AUTO:
+    dtype = table.get("grad_accum_dtype", AUTO) if isinstance(table, dict) else AUTO
+    if dtype == AUTO:
         return
     precision = draft.section("training").get("precision", AUTO)
-    if problem := problem_of("fp32 or bf16 or fp16", wanted):
+    if problem := problem_of("fp32 or bf16 or fp16", dtype):
         draft.problem(block.key(path), *problem)
-    elif wanted in ("fp32", precision):
-        block.take(draft, path, "training", "accumulation", "fp32" if wanted == "fp32" else "model")
+    elif dtype in ("fp32", precision):
+        block.take(draft, path, "training", "accumulation", "fp32" if dtype == "fp32" else "model")
     else:
         source = draft.origin("training.precision")
-        message = f"{shown(wanted)} differs from training.precision = {shown(precision)} ({source})"
-        draft.problem(block.key(path), message, f'use "fp32", or set training.precision to {shown(wanted)}')
+        message = f"{shown(dtype)} differs from training.precision = {shown(precision)} ({source})"
+        draft.problem(block.key(path), message, f'use "fp32", or set training.precision to {shown(dtype)}')
 
 
 def _fill_what_is_left_out(draft: SettingsDraft, block: Block) -> None:

@@ -187,7 +187,7 @@ def _read_params(draft: SettingsDraft, block: Block, kind: str, params: dict[str
             remedy = "write one number, and set learning_rate_ratio in [[optimizer.groups]]"
             draft.problem(block.key(path), message, remedy)
         elif parameter.ours:
-            _read_ours(draft, block, path, parameter.ours, value, given=name in params)
+            _read_ours(draft, block, path, parameter.ours, value, written=name in params)
             handed[name] = AUTO
         elif parameter.kind:
             handed[name] = value
@@ -203,10 +203,10 @@ def _read_params(draft: SettingsDraft, block: Block, kind: str, params: dict[str
     return handed
 
 
-def _read_ours(draft: SettingsDraft, block: Block, path: str, key: str, value: Any, *, given: bool) -> None:
-    if not given and key == "warmup_steps" and draft.has("optimizer", "warmup_ratio"):
+def _read_ours(draft: SettingsDraft, block: Block, path: str, key: str, value: Any, *, written: bool) -> None:
+    if not written and key == "warmup_steps" and draft.has("optimizer", "warmup_ratio"):
         return  # the run says its warm-up, which DeepSpeed's default must not contradict
-    if not given:
+    if not written:
         block.fill(draft, path, "optimizer", key, value)
     elif key == "warmup_steps" and value != AUTO and (problem := problem_of("positive", value)):
         draft.problem(block.key(path), *problem)

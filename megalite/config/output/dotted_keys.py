@@ -14,10 +14,10 @@ def flat_settings(config: RunConfig) -> dict[str, str]:
 def flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
     """Yield dotted key and text of each value of nested tables; those of an array of tables are key[1], key[2]."""
     if isinstance(value, Mapping) and value:
-        for name, each in value.items():
-            yield from flat(each, f"{key}.{name}" if key else name)
-    elif isinstance(value, list) and value and all(isinstance(each, Mapping) for each in value):
-        for number, each in enumerate(value, start=1):
-            yield from flat(each, f"{key}[{number}]")
+        for name, inner in value.items():
+            yield from flat(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list) and value and all(isinstance(inner, Mapping) for inner in value):
+        for number, inner in enumerate(value, start=1):
+            yield from flat(inner, f"{key}[{number}]")
     else:
         yield key, str(value)

@@ -41,10 +41,12 @@ class RankMemory:
 
 def memory_line(config: RunConfig, vocab_size: int) -> str:
     """Return the memory of the largest rank by kind, for a run whose precision is known."""
-    each = max(memory_of_stages(config, vocab_size), key=lambda memory: memory.total)
-    kinds = f"weights {memory_text(each.weights)}, gradients {memory_text(each.gradients)}"
+    largest = max(memory_of_stages(config, vocab_size), key=lambda memory: memory.total)
+    kinds = f"weights {memory_text(largest.weights)}, gradients {memory_text(largest.gradients)}"
     where = " of the largest rank" if config.layout.world_size > 1 else ""
-    return f"memory{where}: {kinds}, {config.optimizer.name} {memory_text(each.optimizer)}, and activations"
+    return (
+        f"memory{where}: {kinds}, {config.optimizer.name} {memory_text(largest.optimizer)}, and activations"
+    )
 
 
 def memory_of_stages(config: RunConfig, vocab_size: int) -> Iterator[RankMemory]:
@@ -56,14 +58,14 @@ def memory_of_stages(config: RunConfig, vocab_size: int) -> Iterator[RankMemory]
     of_gradient = exact if config.training.accumulation == "fp32" else of_weight
     for place in RankPlace.of_stages(config.layout):
         copies = len(place.peers["dense_gradients"])
-        held = [
-            (each, prod(place.local_shape(each)))
-            for each in stage_parameters(shape, config.split, place.at.pp)
+        sizes = [
+            (parameter, prod(place.local_shape(parameter)))
+            for parameter in stage_parameters(shape, config.split, place.at.pp)
         ]
-        trained = [(each, numel) for each, numel in held if each.trained]
-        weights = of_weight * sum(numel for _, numel in held)
+        trained = [(parameter, numel) for parameter, numel in sizes if parameter.trained]
+        weights = of_weight * sum(numel for _, numel in sizes)
         gradients = of_gradient * sum(numel for _, numel in trained)
-        states = sum(_state_numel(config, each, place) for each, _ in trained)
+        states = sum(_state_numel(config, parameter, place) for parameter, _ in trained)
         # ZeRO has its own fp32 copy of what it updates, also of a model in fp32.
         masters = sum(numel for _, numel in trained) if of_weight < 4 or zero else 0
         optimizer = exact * (states + masters)

@@ -82,11 +82,11 @@ def rank_share_line(config: RunConfig) -> str:
     if rows is None or len(places[0].peers["replica"]) == 1:
         return ""
     shape = config.shape(rows)
-    held = [
+    counts = [
         sum(prod(place.local_shape(each)) for each in stage_parameters(shape, config.split, place.at.pp))
         for place in places
     ]
-    return f"{max(held):,} on the largest rank, a rank of stage {held.index(max(held))}"
+    return f"{max(counts):,} on the largest rank, a rank of stage {counts.index(max(counts))}"
 
 
 def batch_line(config: RunConfig) -> str:

@@ -92,11 +92,11 @@ def _indivisible(run: CheckedRun, total: int, name: str, known: int, data: int) 
 
 
 def _too_few(run: CheckedRun) -> Problem:
-    found = {key: getattr(run.training, key.removeprefix("training.")) for key in (_GLOBAL, _SIZE, _COUNT)}
-    given = [f"{key} = {value} {run.source(key)}" for key, value in found.items() if value is not None]
-    others = [key for key, value in found.items() if value is None]
-    message = f"{given[0]} alone does not determine the batch" if given else "the batch size is not set"
-    return Problem(others[0], message, f"set {'one' if given else 'two'} of {', '.join(others)}")
+    values = {key: getattr(run.training, key.removeprefix("training.")) for key in (_GLOBAL, _SIZE, _COUNT)}
+    known = [f"{key} = {value} {run.source(key)}" for key, value in values.items() if value is not None]
+    others = [key for key, value in values.items() if value is None]
+    message = f"{known[0]} alone does not determine the batch" if known else "the batch size is not set"
+    return Problem(others[0], message, f"set {'one' if known else 'two'} of {', '.join(others)}")
 
 
 def _data(run: CheckedRun, data: int) -> str:

@@ -34,11 +34,11 @@ def family_can_be_exported(run: CheckedRun) -> Iterator[Problem]:
 def rope_settings_belong_to_their_type(run: CheckedRun) -> Iterator[Problem]:
     kind = run.model.rope_type
     used = SCALINGS.get(kind, ())
-    for name in dict.fromkeys(each for names in SCALINGS.values() for each in names):
+    for name in dict.fromkeys(name for names in SCALINGS.values() for name in names):
         setting = rope_setting(name)
         if name not in used and getattr(run.model, setting) != ModelConfig.model_fields[setting].default:
             message = f"has no effect with model.rope_type = {shown(kind)}"
-            kinds = " or ".join(shown(each) for each, names in SCALINGS.items() if name in names)
+            kinds = " or ".join(shown(other) for other, names in SCALINGS.items() if name in names)
             yield Problem(
                 f"model.{setting}", message, f"set model.rope_type to {kinds}, or delete the setting"
             )
@@ -66,8 +66,8 @@ def yarn_and_longrope_have_their_numbers(run: CheckedRun) -> Iterator[Problem]:
         return
     pairs = model_shape(model, 1).rotary_dim // 2
     for setting in ("rope_short_factor", "rope_long_factor"):
-        if (given := len(getattr(model, setting))) != pairs:
-            message = f"has {given} numbers, but a head has {pairs} rotated pairs"
+        if (count := len(getattr(model, setting))) != pairs:
+            message = f"has {count} numbers, but a head has {pairs} rotated pairs"
             yield Problem(f"model.{setting}", message, f"give {pairs} numbers")
     longest, original = model.max_position_embeddings, model.rope_original_positions
     factors = {"model.rope_factor", "model.rope_attention_factor"}

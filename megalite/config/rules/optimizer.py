@@ -36,11 +36,11 @@ def zero_finds_every_group_on_every_stage(run: CheckedRun) -> Iterator[Problem]:
         return
     shape = adapted_shape(run)
     groups = [each.group(shape.base) for each in run.optimizer.groups]
-    held = [
+    of_stages = [
         update_rules((each for each in stage_parameters(shape, split, stage) if each.trained), groups)
         for stage in range(stages)
     ]
-    missing = {rule for each in held for rule in each if not all(rule in other for other in held)}
+    missing = {rule for each in of_stages for rule in each if not all(rule in other for other in of_stages)}
     if missing:
         group, _ = min(missing)
         name = (

@@ -21,12 +21,12 @@ def chunks_per_stage(run: CheckedRun) -> int:
     Raises Unknown if the schedule does not run that number of chunks.
     """
     stages, schedule = run.parallel.pipeline, SCHEDULES[run.parallel.schedule]
-    given = run.parallel.virtual_stages
-    if given == "auto":
+    chunks = run.parallel.virtual_stages
+    if chunks == "auto":
         return schedule.default_chunks if stages > 1 else 1
-    if not (given == 1 if stages == 1 else schedule.takes_chunks(given)):
+    if not (chunks == 1 if stages == 1 else schedule.takes_chunks(chunks)):
         raise Unknown("parallel.virtual_stages")
-    return given
+    return chunks
 
 
 def layers_per_chunk(run: CheckedRun) -> tuple[int, ...] | None:
@@ -34,9 +34,9 @@ def layers_per_chunk(run: CheckedRun) -> tuple[int, ...] | None:
 
     Raises Unknown if the work is not known.
     """
-    given: tuple[int, ...] | Literal["auto"] | None = run.parallel.layers_per_stage
-    if given != "auto":
-        return given
+    layers: tuple[int, ...] | Literal["auto"] | None = run.parallel.layers_per_stage
+    if layers != "auto":
+        return layers
     rows = vocabulary(run)
     if rows is None:
         raise Unknown("model.vocab_size")
@@ -76,18 +76,18 @@ def balanced_layers_know_the_vocabulary(run: CheckedRun) -> Iterator[Problem]:
 
 
 def chunks_suit_the_schedule(run: CheckedRun) -> Iterator[Problem]:
-    key, given = "parallel.virtual_stages", run.parallel.virtual_stages
+    key, chosen = "parallel.virtual_stages", run.parallel.virtual_stages
     schedule = SCHEDULES[run.parallel.schedule]
-    if given == "auto":
+    if chosen == "auto":
         return
     if run.parallel.pipeline == 1:
-        if given > 1:
-            message = f"{given} chunks per stage need at least 2 stages, but parallel.pipeline is 1"
+        if chosen > 1:
+            message = f"{chosen} chunks per stage need at least 2 stages, but parallel.pipeline is 1"
             yield Problem(key, message, 'use "auto", or parallel.pipeline 2 or more')
-    elif not schedule.takes_chunks(given):
+    elif not schedule.takes_chunks(chosen):
         chunks = f"{schedule.only_chunks} chunk{'s' * (schedule.only_chunks != 1)} per stage"
-        message = f'is {given}, but parallel.schedule "{schedule.name}" runs {chunks}'
-        other = _nearest_schedule(schedule, run, given)
+        message = f'is {chosen}, but parallel.schedule "{schedule.name}" runs {chunks}'
+        other = _nearest_schedule(schedule, run, chosen)
         yield Problem(key, message, f'use "auto", or parallel.schedule "{other}"')
 
 
@@ -110,19 +110,19 @@ def every_chunk_has_a_layer(run: CheckedRun) -> Iterator[Problem]:
 
 
 def layers_per_stage_cover_the_model(run: CheckedRun) -> Iterator[Problem]:
-    given, key = run.parallel.layers_per_stage, "parallel.layers_per_stage"
-    if given is None or given == "auto":
+    counts, key = run.parallel.layers_per_stage, "parallel.layers_per_stage"
+    if counts is None or counts == "auto":
         return
     stages, chunks, layers = run.parallel.pipeline, chunks_per_stage(run), run.model.num_hidden_layers
-    if len(given) != stages * chunks:
-        message = f"has {len(given)} numbers, but parallel.pipeline is {stages}"
+    if len(counts) != stages * chunks:
+        message = f"has {len(counts)} numbers, but parallel.pipeline is {stages}"
         if chunks > 1:
-            message = f"has {len(given)} numbers, but parallel.pipeline {stages} * parallel.virtual_stages {chunks} = "
+            message = f"has {len(counts)} numbers, but parallel.pipeline {stages} * parallel.virtual_stages {chunks} = "
             message += f"{stages * chunks} chunks"
         yield Problem(key, message, f"give {stages * chunks} numbers")
-    if sum(given) != layers:
+    if sum(counts) != layers:
         message = (
-            f"{' + '.join(map(str, given)) or 0} = {sum(given)} is not model.num_hidden_layers = {layers}"
+            f"{' + '.join(map(str, counts)) or 0} = {sum(counts)} is not model.num_hidden_layers = {layers}"
         )
         yield Problem(key, message, f"give numbers whose sum is {layers}")
 
@@ -150,13 +150,15 @@ def _nearest_schedule(schedule: Schedule, run: CheckedRun, chunks: int) -> str:
     """Return the most similar schedule among those that run these chunks and the run's micro batches."""
     plan, stages = _batch(run), run.parallel.pipeline
     fitting = [
-        each
-        for each in SCHEDULES.values()
-        if each.takes_chunks(chunks)
-        and (plan is None or not each.problem(stages, plan.micro_batches, chunks))
+        other
+        for other in SCHEDULES.values()
+        if other.takes_chunks(chunks)
+        and (plan is None or not other.problem(stages, plan.micro_batches, chunks))
     ]
     traits = (schedule.splits_backward, schedule.v_shaped)
-    unlike = {each.name: (each.splits_backward != traits[0], each.v_shaped != traits[1]) for each in fitting}
+    unlike = {
+        other.name: (other.splits_backward != traits[0], other.v_shaped != traits[1]) for other in fitting
+    }
     return min(unlike, key=lambda name: unlike[name])
 
 

@@ -105,8 +105,8 @@ def _sources(run: CheckedRun) -> Iterator[tuple[str, str]]:
     named += [
         (f"data.blend[{number}].source", part.source) for number, part in enumerate(data.blend or (), start=1)
     ]
-    for key, given in [*named, ("data.validation", data.validation)]:
-        for source in [given] if isinstance(given, str) else given or ():
+    for key, sources in [*named, ("data.validation", data.validation)]:
+        for source in [sources] if isinstance(sources, str) else sources or ():
             yield key, source
 
 

@@ -36,13 +36,13 @@ def sequences_fit_the_model(run: CheckedRun) -> Iterator[Problem]:
 
 
 def stop_after_is_a_duration(run: CheckedRun) -> Iterator[Problem]:
-    given = run.training.stop_after
-    if given is None:
+    duration = run.training.stop_after
+    if duration is None:
         return
     try:
-        seconds_of(given)
+        seconds_of(duration)
     except ValueError as error:
-        shown = format_value(given)
+        shown = format_value(duration)
         yield Problem(
             "training.stop_after", f"{shown} {error}", 'write "23h30m", "45m" or a number of seconds'
         )

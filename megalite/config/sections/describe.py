@@ -17,11 +17,11 @@ _INDENT = 30
 
 def section_models() -> dict[str, type[Section]]:
     """Return section name -> model, in the order of RUN.toml."""
-    found = {}
+    models = {}
     for name, info in RunConfig.model_fields.items():
         [model] = [kind for kind in _members(info.annotation) if kind is not NoneType]
-        found[name] = model
-    return found
+        models[name] = model
+    return models
 
 
 def item_model(annotation: Any) -> type[Section]:

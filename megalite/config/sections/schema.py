@@ -395,8 +395,8 @@ class RunConfig(Section):
     @property
     def _deepspeed_loss_scale(self) -> dict[str, Any]:
         """The loss scale under DeepSpeed's keys; there 0 means a dynamic scale."""
-        found = {theirs: getattr(self.training, ours) for theirs, ours in DEEPSPEED_LOSS_SCALE.items()}
-        return found | ({"loss_scale": 0} if self.training.loss_scale == "dynamic" else {})
+        scale = {theirs: getattr(self.training, ours) for theirs, ours in DEEPSPEED_LOSS_SCALE.items()}
+        return scale | ({"loss_scale": 0} if self.training.loss_scale == "dynamic" else {})
 
     @property
     def _data(self) -> int:

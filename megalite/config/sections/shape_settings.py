@@ -92,16 +92,16 @@ def shape_settings() -> dict[str, tuple[Any, Any]]:
     """
     settings = {"family": _setting(one_of(FAMILIES), "llama", _DESCRIPTIONS["family"])}
     hints = get_type_hints(ModelShape)
-    for each in fields(ModelShape):
-        if each.name in _DESCRIPTIONS and each.name not in settings:
-            settings[each.name] = _of_field(each, hints[each.name])
+    for field in fields(ModelShape):
+        if field.name in _DESCRIPTIONS and field.name not in settings:
+            settings[field.name] = _of_field(field, hints[field.name])
     hints, used = get_type_hints(RopeScaling), {name for names in SCALINGS.values() for name in names}
     description = "scaling of the rotary frequencies for longer sequences"
     settings["rope_type"] = _setting(one_of(("default", *SCALINGS)), "default", description)
-    for each in fields(RopeScaling):
-        if each.name in used:
-            kind, default = _limited(each, hints[each.name]), _default(each)
-            settings[rope_setting(each.name)] = _setting(kind, default, _ROPE_DESCRIPTIONS[each.name])
+    for field in fields(RopeScaling):
+        if field.name in used:
+            kind, default = _limited(field, hints[field.name]), _default(field)
+            settings[rope_setting(field.name)] = _setting(kind, default, _ROPE_DESCRIPTIONS[field.name])
     return settings
 
 
@@ -116,8 +116,8 @@ def as_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
     """Return fields of ModelShape as settings of [model]: rope_scaling is several of them."""
     scaling = shape.get("rope_scaling")
     stretched = {} if scaling is None else scaling_words(scaling)
-    given = {name: value for name, value in shape.items() if name != "rope_scaling"}
-    return given | {rope_setting(name): value for name, value in stretched.items()}
+    settings = {name: value for name, value in shape.items() if name != "rope_scaling"}
+    return settings | {rope_setting(name): value for name, value in stretched.items()}
 
 
 def model_shape(model: Any, vocab_size: int) -> ModelShape:
@@ -126,13 +126,13 @@ def model_shape(model: Any, vocab_size: int) -> ModelShape:
     vocab_size: the tokenizer's, which counts where the setting is "auto".
     """
     heads = model.num_attention_heads
-    given = {name: getattr(model, name) for name in _DESCRIPTIONS} | {
+    values = {name: getattr(model, name) for name in _DESCRIPTIONS} | {
         "vocab_size": vocab_size if model.vocab_size == "auto" else model.vocab_size,
         "num_key_value_heads": model.num_key_value_heads or heads,
         "head_dim": model.head_dim or model.hidden_size // heads,
         "rope_scaling": _rope_scaling(model),
     }
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in values.items() if value is not None}
     return ModelShape(**FAMILIES[model.family].defaults | chosen)
 
 

@@ -90,7 +90,7 @@ def format_value(value: Any) -> str:
         return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, Mapping):
         items = [
-            f"{format_key(key)} = {format_value(each)}" for key, each in value.items() if each is not None
+            f"{format_key(key)} = {format_value(inner)}" for key, inner in value.items() if inner is not None
         ]
         return "{" + ", ".join(items) + "}"
     raise TypeError(f"TOML has no {type(value).__name__}")

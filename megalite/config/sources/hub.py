@@ -75,8 +75,8 @@ def fetch(name: HubName, files: Sequence[str], required: Sequence[str], one_of: 
     with _one_at_a_time(Path(constants.HF_HUB_CACHE), name):
         try:
             folder = snapshot(cached=True)
-            held = {file for file in (*required, *one_of) if (folder / file).is_file()}
-            if held.issuperset(required) and (not one_of or held.intersection(one_of)):
+            cached_files = {file for file in (*required, *one_of) if (folder / file).is_file()}
+            if cached_files.issuperset(required) and (not one_of or cached_files.intersection(one_of)):
                 return folder
         except (OSError, ValueError):
             pass  # not in the cache, incomplete there, or not a valid name

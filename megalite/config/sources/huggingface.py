@@ -36,17 +36,17 @@ def apply_hf_config(draft: SettingsDraft, *, int8: bool = False, trains: bool = 
 
     int8: take a folder of int8 weights too, to generate from; nothing else reads one. trains: take dropout too.
     """
-    given = draft.take_out("model", "hf_config")
+    named = draft.take_out("model", "hf_config")
     named_by = _KEY
-    if given is None:
-        given, named_by = draft.section("model").get("weights"), "model.weights"
-    if given is None:
+    if named is None:
+        named, named_by = draft.section("model").get("weights"), "model.weights"
+    if named is None:
         return
     try:
-        path = _here(draft, str(given), named_by).expanduser()
+        path = _here(draft, str(named), named_by).expanduser()
         path = path / "config.json" if path.is_dir() else path
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
             raise ValueError("holds no JSON object")
     except CheckpointError as error:
         draft.problem(named_by, str(error))
@@ -54,46 +54,46 @@ def apply_hf_config(draft: SettingsDraft, *, int8: bool = False, trains: bool = 
         return
     except (OSError, ValueError, RuntimeError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        draft.problem(named_by, f'"{given}" cannot be read: {reason}', "name a config.json or its folder")
+        draft.problem(named_by, f'"{named}" cannot be read: {reason}', "name a config.json or its folder")
         draft.incomplete.add("model")
         return
-    family = FAMILIES.get(str(found.get("model_type")))
+    family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
-        kind = shown(found.get("model_type"))
-        remedy = _ELSEWHERE.get(str(found.get("model_type")), f"{', '.join(FAMILIES)} are supported")
+        kind = shown(config.get("model_type"))
+        remedy = _ELSEWHERE.get(str(config.get("model_type")), f"{', '.join(FAMILIES)} are supported")
         draft.problem(named_by, f"{path} is of model_type {kind}", remedy)
         draft.incomplete.add("model")
         return
-    quantised = found.get(KEY)
+    quantised = config.get(KEY)
     if quantised and not (int8 and is_int8(quantised)):
         remedy = "use the weights from before they were quantised"
         draft.problem(named_by, f"{path} has a {KEY}", f"{remedy}{_FOR_INFERENCE * is_int8(quantised)}")
-    for text, remedy in family.refused(found):
+    for text, remedy in family.refused(config):
         draft.problem(named_by, f"{path} {text}", remedy)
         draft.incomplete.add("model")
-    draft.notes += [f"{path} {text}" for text in notes_of(family, found)]
-    shape = as_settings(family.read_config(found))
+    draft.notes += [f"{path} {text}" for text in notes_of(family, config)]
+    shape = as_settings(family.read_config(config))
     if named_by != _KEY and draft.is_open("tokenizer", "path") and not draft.has("tokenizer", "vocab_size"):
         draft.set("tokenizer", "path", str(path.parent), named_by)
     draft.set_behind("model", {"family": family.model_type, **shape}, str(path), named_by=named_by)
     draft.set_behind("checkpoint", {"export_like": str(path)}, str(path), named_by=named_by)
     if trains:
-        _take_dropout(draft, family.read_dropout(found), str(path), named_by)
+        _take_dropout(draft, family.read_dropout(config), str(path), named_by)
 
 
-def notes_of(family: Family, found: Mapping[str, Any]) -> Iterator[str]:
+def notes_of(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what config.json has that a run does not do: what transformers' own model does not either, and padding."""
     known = family.config_keys | family.dropouts.keys() | INERT | {_CODE, KEY}
-    unknown = sorted(key for key in found.keys() - known if found[key] is not None)
-    if unknown := [*unknown, *family.ignored(found)]:
+    unknown = sorted(key for key in config.keys() - known if config[key] is not None)
+    if unknown := [*unknown, *family.ignored(config)]:
         yield f"has keys that transformers' {family.model_type} does not use, nor this run: {listed(unknown)}"
-    if code := found.get(_CODE):
+    if code := config.get(_CODE):
         classes = sorted({str(name) for name in code.values()} if isinstance(code, Mapping) else {str(code)})
         yield (
             f"names code of its own ({listed(classes)}), which is not run: the model is transformers'"
             f" {family.model_type}"
         )
-    padding, ends = found.get("pad_token_id"), found.get("eos_token_id")
+    padding, ends = config.get("pad_token_id"), config.get("eos_token_id")
     if (
         family.has_padding_row
         and padding is not None
@@ -113,11 +113,11 @@ def _take_dropout(draft: SettingsDraft, dropout: Mapping[str, Any], path: str, n
         draft.notes.append(f"{values} as in {path}; for training without dropout set 0")
 
 
-def _here(draft: SettingsDraft, given: str, named_by: str) -> Path:
+def _here(draft: SettingsDraft, named: str, named_by: str) -> Path:
     """Where on this machine it is. A name of the Hub is fetched, and weights are from then on those of its commit."""
-    name = HubName.of(given)
+    name = HubName.of(named)
     if name is None:
-        return Path(given)
+        return Path(named)
     folder = fetch_description(name)
     if named_by != _KEY:
         draft.set("model", "weights", str(name.at(folder)), draft.origin(named_by))
@@ -142,8 +142,8 @@ def shape_of_folder(folder: str, *, int8: bool = False) -> ModelShape:
     try:
         model = ModelConfig(**draft.section("model")) if not draft.problems else None
     except ValidationError as error:
-        for each in error.errors(include_url=False):
-            draft.problem(f"config.json: {each['loc'][0]}", str(each["msg"]).lower())
+        for detail in error.errors(include_url=False):
+            draft.problem(f"config.json: {detail['loc'][0]}", str(detail["msg"]).lower())
         model = None
     if model is None:
         raise ConfigError(draft.problems, draft.source)

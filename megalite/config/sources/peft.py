@@ -55,32 +55,32 @@ _DEFAULTS = {
 
 def apply_peft(draft: SettingsDraft) -> None:
     """Put the settings of adapter.path behind the keys that [adapter] has."""
-    given = draft.section("adapter").get("path")
-    if not isinstance(given, str):
+    folder = draft.section("adapter").get("path")
+    if not isinstance(folder, str):
         return
-    path = Path(given).expanduser() / ADAPTER_CONFIG
+    path = Path(folder).expanduser() / ADAPTER_CONFIG
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
             raise ValueError("holds no JSON object")
     except (OSError, ValueError) as error:
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         draft.problem(_KEY, f'"{path}" cannot be read: {reason}', "name a folder that PEFT has saved")
         draft.incomplete.add("adapter")
         return
-    if problem := _refusal(found):
+    if problem := _refusal(config):
         draft.problem(_KEY, f"{path} {problem}", "use another adapter, or merge it into its model with PEFT")
         draft.incomplete.add("adapter")
         return
     known = {*_INERT, *_REFUSED, *_DEFAULTS}
-    if unknown := sorted(key for key in found.keys() - known if found[key] not in _EMPTY):
+    if unknown := sorted(key for key in config.keys() - known if config[key] not in _EMPTY):
         draft.notes.append(f"{path} has keys that PEFT does not have, nor this run: {listed(unknown)}")
-    if found["peft_type"] == "PREFIX_TUNING":
+    if config["peft_type"] == "PREFIX_TUNING":
         # PEFT saves the keys and values that a projection has computed.
-        prefix = {"kind": "prefix", "tokens": found.get("num_virtual_tokens")}
+        prefix = {"kind": "prefix", "tokens": config.get("num_virtual_tokens")}
         draft.set_behind("adapter", prefix, str(path), named_by=_KEY)
         return
-    given_there = {**_DEFAULTS, **found}
+    given_there = {**_DEFAULTS, **config}
     settings = {ours: given_there[theirs] for theirs, ours in _WORDS.items()}
     for name in ("alpha", "dropout"):
         # A whole number in JSON; another value is for the schema to refuse.
@@ -88,7 +88,7 @@ def apply_peft(draft: SettingsDraft) -> None:
     named = draft.section("model").get("family")
     family = named if isinstance(named, str) and named in FAMILIES else "llama"
     for theirs, ours in (("target_modules", "targets"), ("modules_to_save", "modules_to_save")):
-        settings[ours] = [canonical_word(family, each) for each in sorted(found.get(theirs) or [])]
+        settings[ours] = [canonical_word(family, each) for each in sorted(config.get(theirs) or [])]
     draft.set_behind("adapter", {"kind": "lora", **settings}, str(path), named_by=_KEY)
 
 
@@ -102,28 +102,28 @@ def adapter_of_folder(folder: Path, family: str) -> Adapter:
     try:
         adapter = AdapterConfig(**draft.section("adapter")) if not draft.problems else None
     except ValidationError as error:
-        for each in error.errors(include_url=False):
-            draft.problem(f"{ADAPTER_CONFIG}: {each['loc'][0]}", str(each["msg"]).lower())
+        for detail in error.errors(include_url=False):
+            draft.problem(f"{ADAPTER_CONFIG}: {detail['loc'][0]}", str(detail["msg"]).lower())
         adapter = None
     for note in draft.notes:
         logger.warning("note: %s", note)
-    found = None if adapter is None else described_adapter(adapter)
-    if found is None:
+    described = None if adapter is None else described_adapter(adapter)
+    if described is None:
         raise ConfigError(draft.problems, draft.source)
-    return found
+    return described
 
 
-def _refusal(found: Mapping[str, Any]) -> str | None:
+def _refusal(config: Mapping[str, Any]) -> str | None:
     """Return what of the file is not built; None if all of it is."""
-    kind = found.get("peft_type")
+    kind = config.get("peft_type")
     if kind not in ("LORA", "PREFIX_TUNING"):
         return f"is of peft_type {shown(kind)}; LORA and PREFIX_TUNING are supported"
     for key in ("target_modules", "modules_to_save") if kind == "LORA" else ():
-        names = found.get(key) or ([] if key == "modules_to_save" else None)
+        names = config.get(key) or ([] if key == "modules_to_save" else None)
         if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
-            return f"has {key} {shown(found.get(key))}, which is not a list of names"
-    init = found.get("init_lora_weights")
+            return f"has {key} {shown(config.get(key))}, which is not a list of names"
+    init = config.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(_CHANGES_THE_BASE):
         return f"has init_lora_weights = {shown(init)}, with which PEFT changes the weights of the base too"
-    set_keys = (key for key in _REFUSED if found.get(key))
-    return next((f"has {key} = {shown(found[key])}, which is not supported" for key in set_keys), None)
+    set_keys = (key for key in _REFUSED if config.get(key))
+    return next((f"has {key} = {shown(config[key])}, which is not supported" for key in set_keys), None)

@@ -43,11 +43,11 @@ def is_int8(config: Any) -> bool:
 def holds_int8(folder: Path) -> bool:
     """Whether a Hugging Face folder has int8 weights that megalite reads."""
     try:
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(found, dict) and is_int8(found.get(KEY))
+    return isinstance(config, dict) and is_int8(config.get(KEY))
 
 
-def _has(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    return all(config.get(name) == value for name, value in wanted.items())
+def _has(config: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    return all(config.get(name) == value for name, value in expected.items())

@@ -46,12 +46,12 @@ class Adafactor(UpdateRule):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every weight that has a gradient, and overwrite the gradients. Collective over the weights' axes."""
-        slices = [each for group in self.param_groups for each in self._slices(group)]
-        for each, sums in zip(slices, self._summed(slices, [each.sums() for each in slices]), strict=True):
-            each.precondition(sums)
-        squares = [each.gradient.square().sum().view(1) for each in slices]
-        for each, square in zip(slices, self._summed(slices, squares), strict=True):
-            each.update(square)
+        slices = [part for group in self.param_groups for part in self._slices(group)]
+        for part, sums in zip(slices, self._summed(slices, [part.sums() for part in slices]), strict=True):
+            part.precondition(sums)
+        squares = [part.gradient.square().sum().view(1) for part in slices]
+        for part, square in zip(slices, self._summed(slices, squares), strict=True):
+            part.update(square)
 
     def _slices(self, group: dict[str, Any]) -> Iterator["_Slice"]:
         mesh = self._mesh
@@ -81,9 +81,9 @@ class Adafactor(UpdateRule):
         """Return the sums of each slice over all slices of its tensor, in one collective an axis."""
         totals = [*sums]
         by_ranks: dict[RankGroup, list[int]] = {}
-        for index, each in enumerate(slices):
-            if each.dim is not None:
-                by_ranks.setdefault(each.ranks, []).append(index)
+        for index, part in enumerate(slices):
+            if part.dim is not None:
+                by_ranks.setdefault(part.ranks, []).append(index)
         for ranks, split in by_ranks.items():
             flat = all_reduce(torch.cat([sums[index] * slices[index].counts for index in split]), ranks)
             for index, total in zip(split, flat.split([sums[index].numel() for index in split]), strict=True):

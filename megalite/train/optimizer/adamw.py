@@ -92,11 +92,11 @@ class OnePassAdamW(TorchAdamW):
             return
         # They lie on the host (initial_state): no wait for a device.
         steps = torch.stack([self.state[each]["step"] for each in weights]).tolist()
-        found: dict[Any, list[Tensor]] = defaultdict(list)
+        by_type: dict[Any, list[Tensor]] = defaultdict(list)
         for step, weight in zip(steps, weights, strict=True):
             copy = self.copies.get(weight, weight)
-            found[step, weight.dtype, copy.dtype, self._gradient(weight).dtype].append(weight)
-        for (step, *_), alike in found.items():
+            by_type[step, weight.dtype, copy.dtype, self._gradient(weight).dtype].append(weight)
+        for (step, *_), alike in by_type.items():
             yield step, alike
 
     def _gradient(self, weight: Tensor) -> Tensor:

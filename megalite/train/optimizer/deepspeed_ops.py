@@ -74,19 +74,21 @@ def operators(config: Mapping[str, Any], *, native: bool) -> list[Operator]:
     """Return the operators that a run needs. config: DeepSpeed's JSON; native: its own AdamW updates the weights."""
     zero = config["zero_optimization"]
     to_disk = [key for key, device in offload_devices(zero).items() if device == "nvme"]
-    found = [Operator(_adam_builder(zero), "deepspeed.native_optimizer", "set it to false")] if native else []
+    needed = (
+        [Operator(_adam_builder(zero), "deepspeed.native_optimizer", "set it to false")] if native else []
+    )
     if to_disk:
         key = f"deepspeed.zero_optimization.{to_disk[0]}.device"
-        found += [Operator(builder(), key, 'use "cpu"') for builder in (PinMemoryBuilder, AsyncIOBuilder)]
-    return found
+        needed += [Operator(builder(), key, 'use "cpu"') for builder in (PinMemoryBuilder, AsyncIOBuilder)]
+    return needed
 
 
-def build_operators(wanted: Sequence[Operator], say: Callable[[str], None]) -> None:
+def build_operators(needed: Sequence[Operator], say: Callable[[str], None]) -> None:
     """Compile those that were not compiled before. Raises ConfigError when one cannot be.
 
     In a process of its own, since to find out what a GPU can do starts CUDA, which no fork survives.
     """
-    for operator in wanted:
+    for operator in needed:
         builder, folder = operator.builder, operator.folder
         if (folder / f"{builder.name}.so").exists():
             continue
@@ -101,9 +103,9 @@ def build_operators(wanted: Sequence[Operator], say: Callable[[str], None]) -> N
             raise operator.refused(f"it does not compile: {error}", "see what the compiler says")
 
 
-def load_operators(wanted: Sequence[Operator]) -> None:
+def load_operators(needed: Sequence[Operator]) -> None:
     """Have them in this process, for DeepSpeed to find."""
-    for operator in wanted:
+    for operator in needed:
         with _alone(operator.folder):
             operator.builder.load(verbose=False)
 
@@ -141,8 +143,8 @@ def _adam_builder(zero: Mapping[str, Any]) -> Any:
 
 def _missing_programs() -> str:
     compiler = cpp_extension.get_cxx_compiler()
-    found = {"ninja": cpp_extension.is_ninja_available(), compiler: shutil.which(compiler) is not None}
-    return " and ".join(name for name, there in found.items() if not there)
+    programs = {"ninja": cpp_extension.is_ninja_available(), compiler: shutil.which(compiler) is not None}
+    return " and ".join(name for name, there in programs.items() if not there)
 
 
 def _built_apart(operator: Operator) -> str:

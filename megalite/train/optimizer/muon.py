@@ -96,9 +96,9 @@ class Muon(UpdateRule):
         """Return the slices of `values`, tensors with the shapes of `weights`."""
         pairs = zip(weights, values, strict=True)
         return [
-            each
+            shard
             for weight, tensor in pairs
-            for each in matrix_shards(self._sharding[weight], tensor, self._mesh)
+            for shard in matrix_shards(self._sharding[weight], tensor, self._mesh)
         ]
 
 

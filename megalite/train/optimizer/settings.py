@@ -37,22 +37,22 @@ def update_groups(
     A parameter in no group of the settings has the schedule's learning rate, and weight decay unless it is a norm or
     a bias.
     """
-    found: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] = []
     for group in (None, *settings.groups):
         ratio = 1.0 if group is None else group.learning_rate_ratio
-        given = None if group is None else group.weight_decay
+        group_decay = None if group is None else group.weight_decay
         for decays in (True, False):
             members = [p for p in parameters if group_of(p, settings.groups) == group and p.decay == decays]
             decay = settings.optimizer.weight_decay if decays else 0.0
-            found.append(
+            groups.append(
                 {
                     "params": [tensors[each.name] for each in members],
                     "learning_rate_ratio": ratio,
-                    "weight_decay": decay if given is None else given,
+                    "weight_decay": decay if group_decay is None else group_decay,
                     "ema_decay": settings.optimizer.ema_decay,
                 }
             )
-    return found
+    return groups
 
 
 def filled_groups(

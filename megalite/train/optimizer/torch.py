@@ -125,8 +125,8 @@ class TorchOptimizer:
         """Leave out an update whose gradient is not finite, on every rank alike; raises as `skip_update`."""
         tensor = first_nonfinite(self._parameters, self._tensors, self._mesh)
         update = skip_update(self._scale, tensor, skip_nonfinite=self._settings.training.nonfinite == "skip")
-        for held in self._tensors.values():
-            held.grad = None
+        for weight in self._tensors.values():
+            weight.grad = None
         return update
 
     def _hand_gradients_to_masters(self) -> None:
@@ -196,10 +196,10 @@ class _TorchState:
         for turn, parameter in enumerate(self._parameters):
             owned = self._mesh.writes(parameter, turn)
             master = self._masters[parameter.name]
-            held = {key: values for key, values in self._optimizer.state[master].items() if key != "step"}
+            state = {key: values for key, values in self._optimizer.state[master].items() if key != "step"}
             if master is not self._tensors[parameter.name]:
-                held[MASTER] = master.detach()
-            for key, values in held.items():
+                state[MASTER] = master.detach()
+            for key, values in state.items():
                 yield StateShard(state_parameter(parameter, key), key, 0, values.view(-1), owned)
 
     def scalars(self) -> dict[str, Any]:

@@ -63,10 +63,10 @@ class _ZeroState(ABC):
 
     def shards(self) -> Iterator[StateShard]:
         self._ensure_state()
-        for each in self._ranges():
-            for key, values in self._held(each.group, each.flat).items():
+        for flat_range in self._ranges():
+            for key, values in self._held(flat_range.group, flat_range.flat).items():
                 if key != MASTER or self._low_precision:
-                    yield StateShard(each.parameter, key, each.start, each.of(values))
+                    yield StateShard(flat_range.parameter, key, flat_range.start, flat_range.of(values))
 
     def _held(self, group: int, flat: Tensor) -> dict[str, Tensor]:
         """A partition and what the optimizer has of it."""
@@ -135,17 +135,19 @@ class _ShardedState(_ZeroState):
         return bool(self._zero._swappable_optimizer_subgroup(group))
 
     def _held(self, group: int, flat: Tensor) -> dict[str, Tensor]:
-        held = super()._held(group, flat)
+        state = super()._held(group, flat)
         if not self._on_disk(group):
-            return held
+            return state
         swapped = self._zero.optimizer_swapper.swap_params_info[flat.ds_id]  # type: ignore[attr-defined]
-        files = {id(each.compute_tensor): each.swap_path for each in swapped.tensors}
-        return {key: _mapped(files[id(each)], swapped.numel(), each.dtype) for key, each in held.items()}
+        files = {id(tensor.compute_tensor): tensor.swap_path for tensor in swapped.tensors}
+        return {
+            key: _mapped(files[id(tensor)], swapped.numel(), tensor.dtype) for key, tensor in state.items()
+        }
 
     def weights(self) -> Iterable[StateShard]:
-        for each in self._ranges():
-            values = self._weight(self._tensors[each.parameter.name]).narrow(0, 0, each.size)
-            yield StateShard(each.parameter, WEIGHT, each.start, values)
+        for flat_range in self._ranges():
+            values = self._weight(self._tensors[flat_range.parameter.name]).narrow(0, 0, flat_range.size)
+            yield StateShard(flat_range.parameter, WEIGHT, flat_range.start, values)
 
     def _weight(self, tensor: Any) -> Tensor:
         """This rank's partition of a parameter."""
@@ -156,9 +158,11 @@ class _ShardedState(_ZeroState):
         return values
 
     def _refresh_masters(self) -> None:
-        for each in self._ranges():
-            weight = self._weight(self._tensors[each.parameter.name])
-            each.of(self._held(each.group, each.flat)[MASTER]).copy_(weight.narrow(0, 0, each.size))
+        for flat_range in self._ranges():
+            weight = self._weight(self._tensors[flat_range.parameter.name])
+            flat_range.of(self._held(flat_range.group, flat_range.flat)[MASTER]).copy_(
+                weight.narrow(0, 0, flat_range.size)
+            )
 
     def load(self, scalars: Mapping[str, Any]) -> None:
         super().load(scalars)
