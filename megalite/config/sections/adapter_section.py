@@ -1,6 +1,7 @@
 """The settings of [adapter]."""
 
-from typing import Annotated, Literal
+from dataclasses import fields
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -41,8 +42,8 @@ class AdapterConfig(Section):
 
 
 SETTINGS_OF = {
-    "lora": ("rank", "alpha", "dropout", "targets", "modules_to_save", "bias", "rslora", "dora"),
-    "prefix": ("tokens", "projection"),
+    "lora": (*(field.name for field in fields(Lora)), "dropout"),
+    "prefix": tuple(field.name for field in fields(Prefix)),
 }
 """Kind of adapter -> the settings that only it has."""
 
@@ -51,14 +52,8 @@ def described_adapter(adapter: AdapterConfig) -> Adapter | None:
     """Return the adapter as the model's shape has it; None: there is none."""
     if adapter.kind == "none":
         return None
-    if adapter.kind == "prefix":
-        return Prefix(adapter.tokens, adapter.projection)
-    return Lora(
-        rank=adapter.rank,
-        alpha=adapter.alpha,
-        targets=PROJECTIONS if adapter.targets == "all" else adapter.targets,
-        modules_to_save=adapter.modules_to_save,
-        bias=adapter.bias,
-        rslora=adapter.rslora,
-        dora=adapter.dora,
-    )
+    kind = Prefix if adapter.kind == "prefix" else Lora
+    settings: dict[str, Any] = {field.name: getattr(adapter, field.name) for field in fields(kind)}
+    if settings.get("targets") == "all":
+        settings["targets"] = PROJECTIONS
+    return kind(**settings)
