@@ -100,9 +100,10 @@ SCHEDULERS: dict[str, Scheduler] = {
 """Classes of deepspeed.runtime.lr_schedules. `last_batch_iteration`, which each takes, must be -1: a new scheduler."""
 
 _OF_TORCH = (
-    "ChainedScheduler ConstantLR CosineAnnealingLR CosineAnnealingWarmRestarts CyclicLR ExponentialLR LRScheduler "
-    "LambdaLR LinearLR MultiStepLR MultiplicativeLR OneCycleLR PolynomialLR ReduceLROnPlateau SequentialLR StepLR"
-).split()
+    *("ChainedScheduler", "ConstantLR", "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "CyclicLR"),
+    *("ExponentialLR", "LRScheduler", "LambdaLR", "LinearLR", "MultiStepLR", "MultiplicativeLR"),
+    *("OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "SequentialLR", "StepLR"),
+)
 """Names that DeepSpeed looks up in torch.optim.lr_scheduler."""
 
 
