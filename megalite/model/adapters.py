@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megalite.model.lora import LoraShare, lora_shares
+from megalite.model.lora import lora_shares
 from megalite.model.replica import Replica
 from megalite.parallel.int8 import Int8Linear
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.lora import part_blocks
+from megalite.parallel.lora import LoraShare, part_blocks
 from megalite.parallel.lora_bank import LoraBank, Selection
 from megalite.topology.adapter import Lora
 

@@ -49,6 +49,7 @@ class SelfAttention(nn.Module):
             mesh=mesh,
             dtype=options.dtype,
             bias=shape.attention_bias,
+            gradients=options.weight_gradients,
         )
         self.o_proj = RowParallelLinear(
             self.heads * shape.head_dim,
@@ -56,6 +57,7 @@ class SelfAttention(nn.Module):
             mesh=mesh,
             dtype=options.dtype,
             bias=shape.attention_output_bias,
+            gradients=options.weight_gradients,
         )
         self.qk_norm = shape.qk_norm
         if shape.qk_norm:

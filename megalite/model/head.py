@@ -44,7 +44,7 @@ class OutputHead(nn.Module):
     ):
         super().__init__()
         self.norm, self.projection, self.mesh, self.ops = norm, projection, mesh, options.ops
-        self.chunked_loss = options.model.chunked_loss
+        self.chunked_loss, self.gradients = options.model.chunked_loss, options.weight_gradients
         self.transform = LogitTransform(shape.final_logit_softcapping, shape.logits_scaling)
         self.vocabulary = balanced_split(shape.vocab_size, mesh.tp.size)
         self.loss_terms = LossTerms(
@@ -71,7 +71,13 @@ class OutputHead(nn.Module):
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
         """[B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp]."""
-        logits = column_linear(self.norm(hidden_states), self.projection.weight, self._bias, mesh=self.mesh)
+        logits = column_linear(
+            self.norm(hidden_states),
+            self.projection.weight,
+            self._bias,
+            mesh=self.mesh,
+            gradients=self.gradients,
+        )
         if self.transform.scaling != 1:
             logits = logits / self.transform.scaling
         return logits if self.transform.softcap is None else soft_capped(logits, self.transform.softcap)

@@ -1,31 +1,16 @@
 """Gives the linears of a decoder layer their low-rank adapters."""
 
-from dataclasses import dataclass
-
 from torch import nn
 
 from megalite.model.options import ModelOptions
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megalite.parallel.lora import ColumnLora, RowLora
+from megalite.parallel.lora import ColumnLora, LoraShare, RowLora
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.adapter import Lora
-from megalite.topology.parameters import Parameter, layer_parameters
+from megalite.topology.parameters import layer_parameters
 from megalite.topology.shape import ModelShape
 
 _A = ".lora.A"
-
-
-@dataclass(frozen=True)
-class LoraShare:
-    """A rank's share of an adapter of one linear.
-
-    a, b: A [adapted parts * rank, in] and B [rows of adapted parts, rank]. parts: the rows here of each part of the
-    linear's weight, and whether it is adapted.
-    """
-
-    a: Parameter
-    b: Parameter
-    parts: tuple[tuple[int, bool], ...]
 
 
 def lora_shares(shape: ModelShape, layer: int, mesh: ParallelMesh) -> dict[str, LoraShare]:
@@ -58,21 +43,9 @@ def add_lora(
     """Add A and B, and DoRA's magnitudes, to each linear of `decoder_layer` that the topology adapts."""
     for name, share in lora_shares(shape, layer, mesh).items():
         linear = decoder_layer.get_submodule(name)
-        a, b = (mesh.local_shape(each) for each in (share.a, share.b))
-        if isinstance(linear, ColumnParallelLinear):
-            linear.lora = ColumnLora(
-                a,
-                b,
-                share.parts,
-                mesh=mesh,
-                scale=adapter.scale,
-                dora=adapter.dora,
-                dtype=options.dtype,
-            )
-        elif isinstance(linear, RowParallelLinear):
-            linear.lora = RowLora(
-                a, b, mesh=mesh, scale=adapter.scale, dora=adapter.dora, dtype=options.dtype
-            )
+        assert isinstance(linear, ColumnParallelLinear | RowParallelLinear)
+        kind = ColumnLora if isinstance(linear, ColumnParallelLinear) else RowLora
+        linear.lora = kind(adapter, share, mesh, options.dtype, options.weight_gradients)
 
 
 def set_magnitudes(stage: nn.Module) -> None:

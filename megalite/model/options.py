@@ -10,6 +10,7 @@ from megalite.config.sections.adapter_section import AdapterConfig
 from megalite.config.sections.schema import ModelComputeSettings
 from megalite.config.sections.training_section import ComputeSettings, RecomputeMode
 from megalite.ops.choice import PLAIN_TORCH, Operators
+from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class ModelOptions:
     """dtype: of weights and activations; logits and losses of bf16 and fp16 models are float32.
 
     model, training, adapter: the sections of these names; how a step is computed is read from them where it is used.
-    operators: the implementation of each operator.
+    operators: the implementation of each operator. `assemble` sets weight_gradients.
     """
 
     dtype: torch.dtype = torch.float32
@@ -26,6 +27,7 @@ class ModelOptions:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     dropout_seed: int = 0
     operators: Operators = PLAIN_TORCH
+    weight_gradients: WeightGradients = BY_AUTOGRAD
 
     @cached_property
     def ops(self) -> Operators:

@@ -35,12 +35,13 @@ class _Linear(nn.Module):
 
     def __init__(self, rows: int, columns: int, options: ModelOptions):
         super().__init__()
+        self.gradients = options.weight_gradients
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=options.dtype))
         self.bias = nn.Parameter(torch.empty(rows, dtype=options.dtype))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., columns] -> [..., rows]."""
-        return linear(inputs, self.weight, self.bias)
+        return linear(inputs, self.weight, self.bias, self.gradients)
 
 
 def build_trunk(shape: ModelShape, options: ModelOptions) -> PrefixTrunk | None:
@@ -60,7 +61,7 @@ class LayerPrefix(nn.Module):
 
     def __init__(self, prefix: Prefix, heads: int, head_dim: int, options: ModelOptions):
         super().__init__()
-        self.heads, self.head_dim = heads, head_dim
+        self.heads, self.head_dim, self.gradients = heads, head_dim, options.weight_gradients
         rows, projected = 2 * heads * head_dim, prefix.projection is not None
         columns = prefix.tokens if prefix.projection is None else prefix.projection
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=options.dtype))
@@ -68,7 +69,9 @@ class LayerPrefix(nn.Module):
 
     def forward(self, hidden: Tensor | None) -> Tensor:
         """Return keys and values, [tokens, 2, heads of this rank, head_dim]; hidden: the trunk's output, if any."""
-        values = self.weight.t() if hidden is None else linear(hidden, self.weight, self.bias)
+        values = self.weight.t()
+        if hidden is not None:
+            values = linear(hidden, self.weight, self.bias, self.gradients)
         return values.unflatten(-1, (2, self.heads, self.head_dim))
 
 

@@ -37,7 +37,11 @@ class Decoder(nn.Module):
         first, last = 0 in chunks, len(split.layers) - 1 in chunks
         if first or (last and shape.tie_word_embeddings):
             self.embed_tokens = VocabParallelEmbedding(
-                shape.vocab_size, shape.hidden_size, mesh=mesh, dtype=options.dtype
+                shape.vocab_size,
+                shape.hidden_size,
+                mesh=mesh,
+                dtype=options.dtype,
+                gradients=options.weight_gradients,
             )
         if first and shape.position_embedding == "learned":
             self.embed_positions = nn.Embedding(

@@ -1,45 +1,61 @@
 """Linear and embedding backwards that add weight gradients to the sum in place, or leave them to a later moment."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalite.ops.adamw import add_weight_gradient_
 from megalite.ops.few_rows import few_rows_linear
 
 
-def sum_in_place(
-    weights: Iterable[nn.Parameter], accumulate: Callable[[Tensor, Tensor, Tensor], None]
-) -> None:
-    """Have linears and embeddings add to the gradients of these weights in place, in at least float32.
+@dataclass(frozen=True)
+class WeightGradients:
+    """How the backwards of linears and embeddings give the gradients of trained weights; by default to autograd.
 
-    Otherwise autograd materialises every partial gradient, including embedding rows that no token used. Only where no
-    gradient is read before all parts are summed; weights with hooks are left to autograd. accumulate: a function like
-    ops.adamw.add_weight_gradient_.
+    accumulate: a function like ops.adamw.add_weight_gradient_, by which they add to the sum in place, where that is at
+    least float32. Otherwise autograd materialises every partial gradient, including embedding rows that no token used.
+    Only where no gradient is read before all parts are summed; weights with hooks are left to autograd.
+    deferrable: `deferred_weight_gradients` may leave those of linears for later.
     """
-    for weight in weights:
-        if weight.dim() == 2 and (weight.element_size() >= 4 or weight.grad_dtype == torch.float32):
-            setattr(weight, _ACCUMULATE, accumulate)
+
+    accumulate: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    deferrable: bool = False
+
+    def sums_in_place(self, weight: Tensor) -> bool:
+        """Return whether backward adds to this weight's gradient itself."""
+        if self.accumulate is None or torch.compiler.is_compiling() or not weight.requires_grad:
+            return False
+        # A tensor hook must see autograd's gradient; a post-accumulate hook sees the sum either way.
+        return not weight._backward_hooks and (
+            weight.element_size() >= 4 or weight.grad_dtype == torch.float32
+        )
+
+    def of_product(self, weight: Tensor, grad: Tensor, inputs: Callable[[], Tensor]) -> Tensor | None:
+        """Return grad [N, out]^T inputs [N, in]; None if the product is or will be added to `weight.grad`."""
+        if not (deferring() or self.sums_in_place(weight)):
+            return grad.t() @ inputs()
+        now_or_later(partial(self._add_product, weight, grad, inputs))
+        return None
+
+    @torch.no_grad()
+    def _add_product(self, weight: Tensor, grad: Tensor, inputs: Callable[[], Tensor]) -> None:
+        total = weight.grad
+        if total is None:
+            # Set at once instead of returned: a tied embedding's backward adds to this sum.
+            weight.grad = (grad.t() @ inputs()).to(weight.grad_dtype)
+        elif total.dtype == grad.dtype:
+            total.addmm_(grad.t(), inputs())
+        else:
+            (self.accumulate or add_weight_gradient_)(total, grad, inputs())
 
 
-def allow_deferral(weights: Iterable[nn.Parameter]) -> None:
-    """Let `deferred_weight_gradients` leave the gradients of these weights, of linears, for later."""
-    for weight in weights:
-        setattr(weight, _DEFERRABLE, True)
-
-
-_ACCUMULATE, _DEFERRABLE = "accumulate_gradient", "gradient_may_wait"
-
-
-def _sums_in_place(weight: Tensor) -> bool:
-    # A tensor hook must see autograd's gradient; a post-accumulate hook sees the sum either way.
-    hooked = bool(weight._backward_hooks)
-    return not torch.compiler.is_compiling() and not hooked and hasattr(weight, _ACCUMULATE)
+BY_AUTOGRAD = WeightGradients()
 
 
 # The weight gradients that a split backward leaves for later; None outside of one. Not of a thread: autograd computes
@@ -74,55 +90,40 @@ def deferring() -> bool:
     return _deferred is not None
 
 
-def weight_gradient(weight: Tensor, grad: Tensor, inputs: Callable[[], Tensor]) -> Tensor | None:
-    """Return grad [N, out]^T inputs [N, in]; None if the product is or will be added to `weight.grad`."""
-    if not (deferring() or _sums_in_place(weight)):
-        return grad.t() @ inputs()
-    now_or_later(partial(_add_weight_gradient, weight, grad, inputs))
-    return None
-
-
-@torch.no_grad()
-def _add_weight_gradient(weight: Tensor, grad: Tensor, inputs: Callable[[], Tensor]) -> None:
-    total = weight.grad
-    if total is None:
-        # Set at once instead of returned: a tied embedding's backward adds to this sum.
-        weight.grad = (grad.t() @ inputs()).to(weight.grad_dtype)
-    elif total.dtype == grad.dtype:
-        total.addmm_(grad.t(), inputs())
-    else:
-        getattr(weight, _ACCUMULATE, add_weight_gradient_)(total, grad, inputs())
-
-
 class _SummingLinear(torch.autograd.Function):
     """A linear whose backward adds the weight's gradient to `weight.grad` in place, or leaves it for later."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, gradients: WeightGradients
+    ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         # A recomputed region gives back saved tensors without their gradients.
-        ctx.parameter = weight
+        ctx.parameter, ctx.gradients = weight, gradients
         return F.linear(inputs, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         inputs, weight = ctx.saved_tensors
-        for_inputs, for_weight, for_bias = ctx.needs_input_grad
-        flat_grad = grad.flatten(0, -2)
+        for_inputs, for_weight, for_bias, _ = ctx.needs_input_grad
+        flat_grad, for_product = grad.flatten(0, -2), ctx.gradients.of_product
         return (
             grad @ weight if for_inputs else None,
-            weight_gradient(ctx.parameter, flat_grad, lambda: inputs.flatten(0, -2)) if for_weight else None,
+            for_product(ctx.parameter, flat_grad, lambda: inputs.flatten(0, -2)) if for_weight else None,
             flat_grad.sum(dim=0) if for_bias else None,
+            None,
         )
 
 
-def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None = None, gradients: WeightGradients = BY_AUTOGRAD
+) -> Tensor:
     if not torch.is_grad_enabled():
         return few_rows_linear(inputs, weight, bias)
-    own = _sums_in_place(weight) or hasattr(weight, _DEFERRABLE)
-    if not own or torch.compiler.is_compiling():
+    own = gradients.sums_in_place(weight) or (gradients.deferrable and weight.requires_grad)
+    if torch.compiler.is_compiling() or not own:
         return F.linear(inputs, weight, bias)
-    output: Tensor = _SummingLinear.apply(inputs, weight, bias)  # type: ignore[no-untyped-call]
+    output: Tensor = _SummingLinear.apply(inputs, weight, bias, gradients)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -146,9 +147,9 @@ class _SummingEmbedding(torch.autograd.Function):
         return None, None
 
 
-def embedding(input_ids: Tensor, weight: Tensor) -> Tensor:
+def embedding(input_ids: Tensor, weight: Tensor, gradients: WeightGradients) -> Tensor:
     # On a GPU index_add_ sums in a nondeterministic order: a resumed run would not match bit for bit.
-    in_place = weight.device.type == "cpu" and _sums_in_place(weight)
+    in_place = weight.device.type == "cpu" and gradients.sums_in_place(weight)
     if not (in_place and torch.is_grad_enabled()):
         return F.embedding(input_ids, weight)
     embedded: Tensor = _SummingEmbedding.apply(input_ids, weight)  # type: ignore[no-untyped-call]

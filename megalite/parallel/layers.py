@@ -20,7 +20,7 @@ from megalite.parallel.collectives import (
     start_gather,
     start_reduce_scatter,
 )
-from megalite.parallel.gradient_sums import deferring, embedding, linear, weight_gradient
+from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients, deferring, embedding, linear
 from megalite.parallel.lora import ColumnLora, RowLora
 from megalite.parallel.lora_bank import LoraBank, Selection
 from megalite.parallel.mesh import ParallelMesh
@@ -36,29 +36,34 @@ class _OverlappedColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_states: Tensor, weight: Tensor, bias: Tensor | None, mesh: ParallelMesh
+        ctx: Any,
+        hidden_states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        mesh: ParallelMesh,
+        gradients: WeightGradients,
     ) -> Tensor:
         ctx.save_for_backward(hidden_states, weight)
         # A recomputed region gives back saved tensors without their gradients.
-        ctx.mesh, ctx.parameter = mesh, weight
+        ctx.mesh, ctx.parameter, ctx.gradients = mesh, weight, gradients
         inputs = start_gather(hidden_states, mesh.tp)() if mesh.splits_sequence else hidden_states
         return F.linear(inputs, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         hidden_states, weight = ctx.saved_tensors
         tp, split = ctx.mesh.tp, ctx.mesh.splits_sequence
-        for_inputs, for_weight, for_bias, _ = ctx.needs_input_grad
+        for_inputs, for_weight, for_bias, *_ = ctx.needs_input_grad
         inputs = _all_positions(hidden_states, ctx.mesh) if for_weight else None
         summing = (
             (start_reduce_scatter if split else start_all_reduce)(grad @ weight, tp) if for_inputs else None
         )
         flat_grad = grad.flatten(0, -2)
-        weight_grad = (
-            weight_gradient(ctx.parameter, flat_grad, lambda: inputs().flatten(0, -2)) if inputs else None
-        )
+        weight_grad = None
+        if inputs:
+            weight_grad = ctx.gradients.of_product(ctx.parameter, flat_grad, lambda: inputs().flatten(0, -2))
         bias_grad = flat_grad.sum(dim=0) if for_bias else None
-        return summing() if summing is not None else None, weight_grad, bias_grad, None
+        return summing() if summing is not None else None, weight_grad, bias_grad, None, None
 
 
 def _all_positions(hidden_states: Tensor, mesh: ParallelMesh) -> Pending:
@@ -76,11 +81,14 @@ def column_linear(
     bias: Tensor | None = None,
     *,
     mesh: ParallelMesh,
+    gradients: WeightGradients = BY_AUTOGRAD,
 ) -> Tensor:
     """Compute a linear whose outputs are split over tp: [B, S or S / tp, in] -> [B, S, this rank's outputs]."""
     if mesh.tp.size == 1 or not torch.is_grad_enabled():
-        return linear(column_input(hidden_states, mesh), weight, bias)
-    output: Tensor = _OverlappedColumnLinear.apply(hidden_states, weight, bias, mesh)  # type: ignore[no-untyped-call]
+        return linear(column_input(hidden_states, mesh), weight, bias, gradients)
+    output: Tensor = _OverlappedColumnLinear.apply(  # type: ignore[no-untyped-call]
+        hidden_states, weight, bias, mesh, gradients
+    )
     return output
 
 
@@ -100,9 +108,10 @@ class ColumnParallelLinear(nn.Module):
         mesh: ParallelMesh,
         dtype: torch.dtype,
         bias: bool = False,
+        gradients: WeightGradients = BY_AUTOGRAD,
     ):
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.gradients = mesh, gradients
         self.weight = nn.Parameter(torch.empty(local_out_features, in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local_out_features, dtype=dtype)) if bias else None
         self.lora: ColumnLora | None = None
@@ -125,7 +134,7 @@ class ColumnParallelLinear(nn.Module):
         if self.lora is not None and adapters is None:
             adapted: Tensor = self.lora(hidden_states, lambda: self.weight, mask)
             return adapted if bias is None else adapted + bias
-        product = column_linear(hidden_states, self.weight, bias, mesh=self.mesh)
+        product = column_linear(hidden_states, self.weight, bias, mesh=self.mesh, gradients=self.gradients)
         if self.bank is None or adapters is None:
             return product
         return self.bank.add_to(product, hidden_states, adapters)
@@ -147,9 +156,10 @@ class RowParallelLinear(nn.Module):
         mesh: ParallelMesh,
         dtype: torch.dtype,
         bias: bool = False,
+        gradients: WeightGradients = BY_AUTOGRAD,
     ):
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.gradients = mesh, gradients
         self.weight = nn.Parameter(torch.empty(out_features, local_in_features, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
         self.lora: RowLora | None = None
@@ -162,7 +172,7 @@ class RowParallelLinear(nn.Module):
         if self.lora is not None and adapters is None:
             summed: Tensor = self.lora(hidden_states, lambda: self.weight, mask)
         else:
-            product = linear(hidden_states, self.weight)
+            product = linear(hidden_states, self.weight, gradients=self.gradients)
             if self.bank is not None and adapters is not None:
                 product = self.bank.add_to(product, hidden_states, adapters)
             summed = row_output(product, self.mesh)
@@ -176,17 +186,26 @@ class VocabParallelEmbedding(nn.Module):
     weight: [this rank's rows, hidden_size]. Tokens of other ranks' rows give zero, and the sum over tp completes them.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, *, mesh: ParallelMesh, dtype: torch.dtype):
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int,
+        *,
+        mesh: ParallelMesh,
+        dtype: torch.dtype,
+        gradients: WeightGradients = BY_AUTOGRAD,
+    ):
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.gradients = mesh, gradients
         self.rows = balanced_split(vocab_size, mesh.tp.size)[mesh.tp.rank]
         self.weight = nn.Parameter(torch.empty(len(self.rows), hidden_size, dtype=dtype))
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Embed input_ids [B, S] as [B, S or S / tp, hidden_size]."""
         if self.mesh.tp.size == 1:
-            return embedding(input_ids, self.weight)
+            return embedding(input_ids, self.weight, self.gradients)
         elsewhere = (input_ids < self.rows.start) | (input_ids >= self.rows.stop)
         local_ids = (input_ids - self.rows.start).masked_fill(elsewhere, 0)
-        embedded = embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0)
+        embedded = embedding(local_ids, self.weight, self.gradients)
+        embedded = embedded.masked_fill(elsewhere.unsqueeze(-1), 0)
         return row_output(embedded, self.mesh)

@@ -5,14 +5,17 @@ the row's norm.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from megalite.ops.dropout import Mask, dropout
 from megalite.parallel.collectives import all_reduce, column_input, row_output
-from megalite.parallel.gradient_sums import linear
+from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients, linear
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.adapter import Lora
+from megalite.topology.parameters import Parameter
 
 
 def part_blocks(b: Tensor, parts: Sequence[tuple[int, bool]]) -> Tensor:
@@ -30,6 +33,19 @@ def part_blocks(b: Tensor, parts: Sequence[tuple[int, bool]]) -> Tensor:
     return blocks
 
 
+@dataclass(frozen=True)
+class LoraShare:
+    """A rank's share of an adapter of one linear.
+
+    a, b: A [adapted parts * rank, in] and B [rows of adapted parts, rank]. parts: the rows here of each part of the
+    linear's weight, and whether it is adapted.
+    """
+
+    a: Parameter
+    b: Parameter
+    parts: tuple[tuple[int, bool], ...]
+
+
 class _LowRank(nn.Module):
     """A [parts * rank, in] and B [rows, rank] of one linear on this rank; with DoRA magnitude [rows].
 
@@ -39,20 +55,22 @@ class _LowRank(nn.Module):
 
     def __init__(
         self,
-        a: tuple[int, ...],
-        b: tuple[int, ...],
-        *,
+        adapter: Lora,
+        share: LoraShare,
         mesh: ParallelMesh,
-        scale: float,
-        dora: bool,
         dtype: torch.dtype,
+        gradients: WeightGradients = BY_AUTOGRAD,
     ):
-        """a, b: their shapes on this rank."""
         super().__init__()
-        self.mesh, self.scale = mesh, scale
+        self.mesh, self.scale, self.parts, self.gradients = mesh, adapter.scale, share.parts, gradients
+        a, b = mesh.local_shape(share.a), mesh.local_shape(share.b)
         self.A = nn.Parameter(torch.empty(a, dtype=dtype))
         self.B = nn.Parameter(torch.empty(b, dtype=dtype))
-        self.magnitude = nn.Parameter(torch.empty(b[0], dtype=dtype)) if dora else None
+        self.magnitude = nn.Parameter(torch.empty(b[0], dtype=dtype)) if adapter.dora else None
+
+    def _low(self, inputs: Tensor, mask: Mask | None) -> Tensor:
+        """Return A x, [..., columns of B]; mask: dropout of x."""
+        return linear(dropout(inputs, mask), self.A, None, self.gradients)
 
     def _add(self, output: Tensor, low: Tensor, b: Tensor) -> Tensor:
         """Return output [..., rows] + scale * low [..., columns of b] b^T."""
@@ -74,30 +92,15 @@ class ColumnLora(_LowRank):
     linear's input before the one all-reduce; with it, only the columns of A x are gathered.
     """
 
-    def __init__(
-        self,
-        a: tuple[int, ...],
-        b: tuple[int, ...],
-        parts: Sequence[tuple[int, bool]],
-        *,
-        mesh: ParallelMesh,
-        scale: float,
-        dora: bool,
-        dtype: torch.dtype,
-    ):
-        """a, b: shapes here. parts: this rank's rows of each part of the fused weight, and whether it is adapted."""
-        super().__init__(a, b, mesh=mesh, scale=scale, dora=dora, dtype=dtype)
-        self.parts = tuple(parts)
-
     def forward(self, hidden_states: Tensor, weight: Callable[[], Tensor], mask: Mask | None) -> Tensor:
         """[B, S or S / tp, in] -> [B, S, this rank's rows]; mask: dropout of A's input."""
         inputs = column_input(hidden_states, self.mesh)
         if self.mesh.splits_sequence:
-            low = column_input(linear(dropout(hidden_states, mask), self.A), self.mesh)
+            low = column_input(self._low(hidden_states, mask), self.mesh)
         else:
-            low = linear(dropout(inputs, mask), self.A)
+            low = self._low(inputs, mask)
         b = part_blocks(self.B, self.parts)
-        output = self._add(linear(inputs, weight()), low, b)
+        output = self._add(linear(inputs, weight(), None, self.gradients), low, b)
         if self.magnitude is not None:
             output = output * self._over_norm(self.magnitude, weight(), b)
         return output
@@ -136,8 +139,9 @@ class RowLora(_LowRank):
 
     def forward(self, hidden_states: Tensor, weight: Callable[[], Tensor], mask: Mask | None) -> Tensor:
         """[B, S, in / tp] -> [B, S or S / tp, out]; mask: dropout of A's input."""
-        low = linear(dropout(hidden_states, mask), self.A)
-        summed = row_output(self._add(linear(hidden_states, weight()), low, self.B), self.mesh)
+        low = self._low(hidden_states, mask)
+        product = linear(hidden_states, weight(), None, self.gradients)
+        summed = row_output(self._add(product, low, self.B), self.mesh)
         if self.magnitude is None:
             return summed
         return summed * (self.magnitude / self.row_norms(weight())).to(summed.dtype)

@@ -10,7 +10,8 @@ from typing import Any
 from megalite.model.options import ModelOptions
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
-from megalite.parallel.gradient_sums import allow_deferral
+from megalite.ops.choice import TORCH
+from megalite.parallel.gradient_sums import WeightGradients
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.objective import NEXT_TOKEN, Objective
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes
@@ -49,10 +50,19 @@ def assemble(
     deepspeed: DeepSpeed's JSON with ZeRO 1 to 3; None for the optimizer of torch alone.
     prepare: called with the replica before the optimizer copies its weights and registers its hooks.
     """
+    # ZeRO reads gradients in the middle of a step: autograd sums them.
+    in_place = (
+        deepspeed is None
+        and settings.training.accumulation == "fp32"
+        and options.operators.of("accumulate") != TORCH
+    )
+    gradients = WeightGradients(
+        options.operators.accumulate if in_place else None,
+        deferrable=split.stages > 1 and SCHEDULES[schedule.name].splits_backward,
+    )
+    options = replace(options, weight_gradients=gradients)
     replica = build_replica(shape, mesh, split, options, seed=seed)
     prepare(replica)
-    if mesh.pp.size > 1 and SCHEDULES[schedule.name].splits_backward:
-        allow_deferral(replica.trained_tensors.values())
     settings = replace(settings, operators=options.operators)
     optimizer = _optimizer(replica, settings, deepspeed)
     forward = optimizer.wrap(replica.stage)

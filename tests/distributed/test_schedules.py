@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from megalite.model.layer import DecoderLayer
+from megalite.model.options import ModelOptions
 from megalite.model.stages import build_replica
 from megalite.model.transformer import Stage
-from megalite.parallel.gradient_sums import allow_deferral
+from megalite.parallel.gradient_sums import WeightGradients
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.pipeline import PipelineRunner, PipelineShapes
 from megalite.parallel.schedule import _Step
@@ -59,9 +60,8 @@ def step_on_rank(schedule: str, layout: Layout, micro_batches: int, chunks: int)
         chunks_per_stage=chunks,
         v_shaped=SCHEDULES[schedule].v_shaped,
     )
-    stage = build_replica(SHAPE, mesh, split, seed=0).stage
-    if SCHEDULES[schedule].splits_backward:
-        allow_deferral(stage.parameters())
+    gradients = WeightGradients(deferrable=SCHEDULES[schedule].splits_backward)
+    stage = build_replica(SHAPE, mesh, split, ModelOptions(weight_gradients=gradients), seed=0).stage
     shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32)
     runner = PipelineRunner(stage.chunks, split, mesh, shapes, schedule=schedule)
     executed = Executed()

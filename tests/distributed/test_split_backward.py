@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.model.norms import Norm
 from megalite.model.options import ModelOptions
-from megalite.parallel.gradient_sums import allow_deferral, deferred_weight_gradients
+from megalite.parallel.gradient_sums import WeightGradients, deferred_weight_gradients
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
@@ -24,9 +24,10 @@ HIDDEN, FEATURES, SEQUENCES, LENGTH = 12, 20, 3, 8
 class Block(nn.Module):
     """x + down(tanh(up(norm(x)))), with biases."""
 
-    def __init__(self, mesh: ParallelMesh):
+    def __init__(self, mesh: ParallelMesh, *, deferrable: bool):
         super().__init__()
         common: dict[str, Any] = {"mesh": mesh, "dtype": torch.float64, "bias": True}
+        common["gradients"] = WeightGradients(deferrable=deferrable)
         self.norm = Norm(HIDDEN, 1e-5, ModelOptions(torch.float64))
         self.up = ColumnParallelLinear(HIDDEN, mesh.local(FEATURES), **common)
         self.down = RowParallelLinear(mesh.local(FEATURES), HIDDEN, **common)
@@ -78,14 +79,14 @@ def _values(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def _prepared(sequence_parallel: bool) -> tuple[Block, Tensor, Tensor]:
+def _prepared(sequence_parallel: bool, *, deferrable: bool = False) -> tuple[Block, Tensor, Tensor]:
     """The block, its input and the gradient of its output, of this rank's positions."""
     mesh = ParallelMesh.over_world(Layout(tensor=2), sequence_parallel=sequence_parallel)
     here = mesh.sequence_range(LENGTH)
     inputs, grad = (
         _values(SEQUENCES, LENGTH, HIDDEN, seed=seed)[:, here.start : here.stop].clone() for seed in (3, 4)
     )
-    return Block(mesh), inputs.requires_grad_(), grad
+    return Block(mesh, deferrable=deferrable), inputs.requires_grad_(), grad
 
 
 def _gradients(block: Block, inputs: Tensor) -> dict[str, Tensor]:
@@ -102,8 +103,7 @@ def in_one_pass_on_rank(sequence_parallel: bool) -> Seen:
 
 def in_two_passes_on_rank(sequence_parallel: bool) -> Seen:
     """As a schedule that splits the backward runs it."""
-    block, inputs, grad = _prepared(sequence_parallel)
-    allow_deferral([block.up.weight, block.down.weight])
+    block, inputs, grad = _prepared(sequence_parallel, deferrable=True)
     output = block(inputs)
     with Counter() as first, deferred_weight_gradients() as deferred:
         output.backward(grad)

@@ -22,7 +22,7 @@ from megalite.ops.adamw import (
 )
 from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH
 from megalite.parallel import layers
-from megalite.parallel.gradient_sums import sum_in_place
+from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.optimizer.adamw import OnePassAdamW
 from megalite.train.optimizer.settings import OptimizerSettings
@@ -279,15 +279,18 @@ def test_linears_add_to_the_sums_that_are_there(monkeypatch, bias):
     def summed(in_place: bool) -> tuple[list[Tensor], int]:
         counted = _Counted()
         torch.manual_seed(4)
-        mesh = ParallelMesh.single()
-        up = layers.ColumnParallelLinear(6, 10, mesh=mesh, dtype=torch.bfloat16, bias=bias)
-        down = layers.RowParallelLinear(10, 6, mesh=mesh, dtype=torch.bfloat16, bias=bias)
+        gradients = WeightGradients(counted) if in_place else BY_AUTOGRAD
+        common = {
+            "mesh": ParallelMesh.single(),
+            "dtype": torch.bfloat16,
+            "bias": bias,
+            "gradients": gradients,
+        }
+        up, down = layers.ColumnParallelLinear(6, 10, **common), layers.RowParallelLinear(10, 6, **common)
         parameters = [*up.parameters(), *down.parameters()]
         for each in parameters:
             torch.nn.init.normal_(each)
             each.grad_dtype = torch.float32
-        if in_place:
-            sum_in_place(parameters, counted)
         for _ in range(3):
             inputs = torch.randn(2, 4, 6).bfloat16().requires_grad_()
             down(up(inputs).tanh()).square().sum().backward()
@@ -307,7 +310,8 @@ def test_a_tied_embedding_adds_to_its_own_rows_of_the_heads_gradient(dtype):
     def summed(in_place: bool) -> tuple[Tensor, int]:
         torch.manual_seed(5)
         mesh = ParallelMesh.single()
-        embedding = layers.VocabParallelEmbedding(11, 6, mesh=mesh, dtype=dtype)
+        gradients = WeightGradients(compiled_add_weight_gradient_ if in_place else None)
+        embedding = layers.VocabParallelEmbedding(11, 6, mesh=mesh, dtype=dtype, gradients=gradients)
         weight = embedding.weight
         torch.nn.init.normal_(weight)
         weight.grad_dtype = torch.promote_types(dtype, torch.float32)
@@ -315,11 +319,10 @@ def test_a_tied_embedding_adds_to_its_own_rows_of_the_heads_gradient(dtype):
         # A hook on the weight itself would leave its gradient to autograd.
         node = torch.autograd.graph.get_gradient_edge(weight).node
         node.register_prehook(lambda gradients: seen.append(gradients[0]))
-        if in_place:
-            sum_in_place([weight], compiled_add_weight_gradient_)
         for _ in range(2):
             hidden_states = embedding(torch.randint(11, (2, 8)))
-            layers.column_linear(hidden_states.tanh(), weight, mesh=mesh).square().sum().backward()
+            logits = layers.column_linear(hidden_states.tanh(), weight, mesh=mesh, gradients=gradients)
+            logits.square().sum().backward()
         assert weight.grad is not None
         return weight.grad, sum(gradient is not None for gradient in seen)
 
@@ -334,8 +337,9 @@ def test_a_tied_embedding_adds_to_its_own_rows_of_the_heads_gradient(dtype):
 def test_a_hook_of_a_weight_is_shown_every_gradient(hook):
     def summed(in_place: bool) -> tuple[Tensor, list[float]]:
         torch.manual_seed(6)
+        gradients = WeightGradients(compiled_add_weight_gradient_ if in_place else None)
         linear = layers.ColumnParallelLinear(
-            6, 10, mesh=ParallelMesh.single(), dtype=torch.float64, bias=False
+            6, 10, mesh=ParallelMesh.single(), dtype=torch.float64, gradients=gradients
         )
         torch.nn.init.normal_(linear.weight)
         shown: list[float] = []
@@ -345,8 +349,6 @@ def test_a_hook_of_a_weight_is_shown_every_gradient(hook):
             shown.append(torch.nan if own is None else own.norm().item())
 
         getattr(linear.weight, hook)(look)
-        if in_place:
-            sum_in_place([linear.weight], compiled_add_weight_gradient_)
         for _ in range(3):
             linear(torch.randn(2, 4, 6, dtype=torch.float64)).square().sum().backward()
         assert linear.weight.grad is not None

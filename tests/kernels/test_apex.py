@@ -13,19 +13,25 @@ import torch
 from torch import Tensor
 
 from megalite.launcher.rank.environment import without_apex
+from megalite.model.options import ModelOptions
 from megalite.ops import apex
 from megalite.ops.adamw import AdamWRule, AdamWTensors
 from megalite.ops.choice import Operators
 from megalite.parallel import layers
-from megalite.parallel.gradient_sums import sum_in_place
+from megalite.parallel.gradient_sums import WeightGradients
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.pipeline import weight_share
 from megalite.selftest import trust
 from megalite.selftest.optimizer import ENTRIES
 from megalite.selftest.prove import prove
 from megalite.selftest.registry import Case
+from megalite.topology.stages import pipeline_split
+from megalite.train.assemble import StepSchedule, assemble
 from megalite.train.optimizer.adamw import OnePassAdamW, TorchAdamW
 from tests.kernels.test_adamw import ADAMW
+from tests.support.options import changed
 from tests.support.parity import FLOAT32_RTOL, NARROW_FLOOR, assert_close
+from tests.support.tiny import tiny_batch, tiny_shape
 from tests.unit.train.test_optimizer import made
 
 CPU = torch.device("cpu")
@@ -100,10 +106,12 @@ def test_the_trainer_updates_by_it(fake):
 
 
 def test_linears_add_to_their_gradients_by_it(fake):
-    linear = layers.RowParallelLinear(8, 4, mesh=ParallelMesh.single(), dtype=torch.bfloat16)
+    gradients = WeightGradients(CHOSEN.accumulate)
+    linear = layers.RowParallelLinear(
+        8, 4, mesh=ParallelMesh.single(), dtype=torch.bfloat16, gradients=gradients
+    )
     torch.nn.init.normal_(linear.weight)
     linear.weight.grad_dtype = torch.float32
-    sum_in_place([linear.weight], CHOSEN.accumulate)
     batches = [torch.randn(2, 3, 8).bfloat16() for _ in range(3)]
     for inputs in batches:
         linear(inputs).sum().backward()
@@ -113,12 +121,23 @@ def test_linears_add_to_their_gradients_by_it(fake):
     assert_close(linear.weight.grad, exact, rtol=NARROW_FLOOR["bf16"])
 
 
-def test_the_trainer_has_linears_add_by_what_was_chosen(fake):
-    settings = ADAMW
-    for operators, found in ((CHOSEN, CHOSEN.accumulate), (Operators(), None)):
-        _, tensors = made(replace(settings, operators=operators), torch.bfloat16)
-        weights = [each for each in tensors.values() if each.dim() == 2]
-        assert weights and all(getattr(each, "accumulate_gradient", None) is found for each in weights)
+@pytest.mark.parametrize(("operators", "sum_in_fp32"), [(CHOSEN, True), (CHOSEN, False), (Operators(), True)])
+def test_the_trainer_has_linears_add_by_what_was_chosen(fake, operators, sum_in_fp32):
+    shape, mesh = tiny_shape(layers=1), ParallelMesh.single()
+    _, _, pipeline = assemble(
+        shape,
+        pipeline_split(1),
+        mesh,
+        ModelOptions(torch.bfloat16, operators=operators),
+        changed(ADAMW, accumulation="fp32" if sum_in_fp32 else "model"),
+        StepSchedule(micro_batches=3),
+        seed=3,
+    )
+    batch = tiny_batch(shape, 3)
+    pipeline.forward_backward(batch, weight_share(batch, mesh))
+    linears = 4 + 1  # of the layer, and the head
+    by_apex = operators is CHOSEN and sum_in_fp32
+    assert fake.calls.get("wgrad_gemm_accum_fp32", 0) == (2 * linears if by_apex else 0)
 
 
 def test_float64_is_not_given_to_it(fake):

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
-from megalite.ops.choice import TORCH
 from megalite.parallel.gradient_buckets import GradientBuckets
-from megalite.parallel.gradient_sums import sum_in_place
 from megalite.parallel.gradients import (
     all_reduce_replicated_gradients,
     clip_factor,
@@ -50,8 +48,6 @@ class TorchOptimizer:
         self._tensors = replica.trained_tensors
         if settings.training.accumulation == "fp32":
             accumulate_in_float32(self._tensors)
-            if settings.operators.of("accumulate") != TORCH:
-                sum_in_place(self._tensors.values(), settings.operators.accumulate)
         self._masters = {name: _master(tensor) for name, tensor in self._tensors.items()}
         copies: dict[Tensor, nn.Parameter] = {
             master: self._tensors[name]
