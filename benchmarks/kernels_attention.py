@@ -15,7 +15,9 @@ import torch
 
 from benchmarks.kernel_timing import Case, run
 from megalite.ops.attention import causal_attention, compiled_attention, document_cu_seqlens, document_spans
+from megalite.ops.attention_form import AttentionForm
 from megalite.ops.counter import MASK_LEVELS
+from megalite.ops.documents import Documents
 from megalite.ops.dropout import CountedMask
 
 ROWS, LENGTH, HEADS, HEAD_SIZE, DOCUMENT, WINDOW = 2, 1024, 8, 64, 200, 128
@@ -38,8 +40,8 @@ def _forms(
 
     mask = CountedMask((1, 2), torch.arange(rows), range(HEADS), MASK_LEVELS // 10) if dropped else None
 
-    def once(attend: Callable[..., Any] = causal_attention, **how: Any) -> Any:
-        output = attend(*leaves, window=window, mask=mask, **how)
+    def once(attend: Callable[..., Any] = causal_attention, documents: Documents | None = None) -> Any:
+        output = attend(*leaves, AttentionForm(window, documents, mask))
         return torch.autograd.grad(output, leaves, grad) if backward else output
 
     fused = partial(once, attend=compiled_attention, documents=starts)

@@ -13,7 +13,7 @@ from megalite.model.options import ModelOptions
 from megalite.model.prefix import LayerPrefix, in_front
 from megalite.model.recompute import recomputed
 from megalite.model.rope import Rotation
-from megalite.ops.dropout import CountedMask, Mask
+from megalite.ops.attention_form import AttentionForm
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.norms import HeadShardedNorm
@@ -71,15 +71,20 @@ class SelfAttention(nn.Module):
         )
         rotated = context.rotation is not None and self.rotates
         rotation = context.rotation.of(self.window) if context.rotation is not None and rotated else None
-        query, key, value = self._heads(qkv, rotation)
+        heads = self._heads(qkv, rotation)
         # Behind the projection, so that backward has the prefix's gradients before that of the layer's input.
         prefix = self.prefix(context.prefix) if context.prefix_tokens and context.begins else None
+        mask = None if context.cache is not None else masks.attention
+        form = AttentionForm(
+            self.window, context.documents, mask, self.scale, self.softcap, context.prefix_tokens
+        )
         if context.cache is not None:
-            attended = self._attend_cached(context, context.cache, query, key, value, prefix)
+            attended = self._attend_cached(context.cache, form, heads, prefix)
             return self.o_proj(attended, masks.adapter_o, context.adapters)
+        query, key, value = heads
         if prefix is not None:
             key, value = in_front(prefix, key, value)
-        attend = partial(self._attend, context, masks.attention)
+        attend = partial(self.ops.attend, form=form)
         attended = recomputed(attend, query, key, value) if self.recompute else attend(query, key, value)
         return self.o_proj(attended.flatten(2), masks.adapter_o, context.adapters)
 
@@ -99,52 +104,29 @@ class SelfAttention(nn.Module):
 
     def _attend_cached(
         self,
-        context: StepContext,
         step: CachedStep,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        form: AttentionForm,
+        heads: tuple[Tensor, Tensor, Tensor],
         prefix: Tensor | None,
     ) -> Tensor:
-        """Attend from the T tokens of a step, [1, T, heads, head_dim], to those of their own request: [1, T, H]."""
+        """Attend from the T tokens of a step to those of their own request: [1, T, H].
+
+        heads: query, key and value [1, T, heads, head_dim]. prefix: keys and values of the virtual tokens.
+        """
+        query, key, value = heads
         place, attended = len(step.lengths), []
         if place:
+            of_cache = AttentionForm(form.window, None, None, form.scale, form.softcap, step.cache.prefix)
             decoded = step.attend_decoded(
-                self.layer,
-                query[0, :place],
-                key[0, :place],
-                value[0, :place],
-                self.window,
-                scale=self.scale,
-                softcap=self.softcap,
+                self.layer, query[0, :place], key[0, :place], value[0, :place], of_cache
             )
             attended.append(decoded.flatten(1).unsqueeze(0))
         for segment in step.segments:
             span = slice(place, place + segment.count)
             keys, values = step.extend_segment(self.layer, segment, key[0, span], value[0, span], prefix)
-            attended.append(self._attend(context, None, query[:, span], keys, values).flatten(2))
+            attended.append(self.ops.attend(query[:, span], keys, values, form).flatten(2))
             place = span.stop
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
-
-    def _attend(
-        self,
-        context: StepContext,
-        mask: Mask | CountedMask | None,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
-        return self.ops.attend(
-            query,
-            key,
-            value,
-            window=self.window,
-            mask=mask,
-            documents=context.documents,
-            scale=self.scale,
-            softcap=self.softcap,
-            prefix=context.prefix_tokens,
-        )
 
 
 def _query_key_norm(shape: ModelShape, heads: int, mesh: ParallelMesh, options: ModelOptions) -> nn.Module:

@@ -11,6 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megalite.ops.attention_form import AttentionForm
 from megalite.ops.decode_attention import compiled_decode_attention, compiled_serves, decode_attention
 from megalite.parallel.lora_bank import Selection
 from megalite.topology.shape import ModelShape
@@ -138,33 +139,18 @@ class CachedStep:
         return {}
 
     def attend_decoded(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int | None,
-        *,
-        scale: float | None,
-        softcap: float | None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm
     ) -> Tensor:
-        """Append key and value [n, kv heads, head_dim] to slots 0 to n - 1; attend from query [n, heads, head_dim]."""
+        """Append key and value [n, kv heads, head_dim] to slots 0 to n - 1; attend from query [n, heads, head_dim].
+
+        form: its prefix is the cache's.
+        """
         buffer = self.cache.of(layer)
         if compiled_serves(buffer):
-            return compiled_decode_attention(
-                query,
-                key,
-                value,
-                buffer,
-                self.held,
-                prefix=self.cache.prefix,
-                window=window,
-                scale=scale,
-                softcap=softcap,
-            )
-        keys, values = self.extend_decoded(layer, key, value, window)
-        bias = self.visible(window).bias
-        return decode_attention(query, keys, values, bias, scale=scale, softcap=softcap)
+            return compiled_decode_attention(query, key, value, buffer, self.held, form)
+        keys, values = self.extend_decoded(layer, key, value, form.window)
+        bias = self.visible(form.window).bias
+        return decode_attention(query, keys, values, bias, scale=form.scale, softcap=form.softcap)
 
     def extend_decoded(
         self, layer: int, key: Tensor, value: Tensor, window: int | None

@@ -2,19 +2,19 @@
 
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops import extension
-from megalite.ops.attention_backends import attend_on_device, served_on_device
+from megalite.ops.attention_backends import attend_on_device, sequences, served_on_device
+from megalite.ops.attention_form import CAUSAL, AttentionForm
 from megalite.ops.chunked_attention import VisibleKeys, chunked_attention
-from megalite.ops.documents import CuSeqlens, Documents, Span, equal_cu_seqlens, numbered
+from megalite.ops.documents import CuSeqlens, Span, numbered
 from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.ops.packed_attention import packed_attention, why_not_packed
 from megalite.ops.softcap import soft_capped
@@ -80,46 +80,28 @@ def _own_document(document_ids: Tensor) -> Tensor:
 
 
 def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    window: int | None = None,
-    mask: Mask | CountedMask | None = None,
-    documents: Documents | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    prefix: int = 0,
-    backend: str = "",
+    query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = CAUSAL, *, backend: str = ""
 ) -> Tensor:
     """Return softmax(scale Q K^T) V where position i sees the keys up to i, aligned at the end.
 
     query: [B, S, heads, D]; key, value: [B, T, kv heads, D] with T >= S (T > S while decoding from a cache, and with a
-    prefix); heads is a multiple of kv heads. window: the number of keys that a position sees, its own included
-    (Beltagy et al. 2020). Returns [B, S, heads, D].
+    prefix); heads is a multiple of kv heads. Returns [B, S, heads, D].
 
-    documents: for T = S, a position sees only keys of its own document; spans cannot be combined with `mask`. A bool
-    mask [B, 1, S, T] may have more keys than queries.
-
-    prefix: every position sees the first `prefix` keys, whatever the window; documents are then a mask with these keys.
-    With a window or documents the mask of S x T is materialised, and its masked-out scores are computed too.
-
-    mask: the dropout mask of the probabilities, [B, heads, S, T]. The compiled operator draws a counted mask on the
-    fly. torch has no fused kernel for dropout here: mask and probabilities are materialised and kept for the backward.
-
-    scale: 1 / sqrt(D) by default. softcap: scores become softcap * tanh(score / softcap). No fused kernel, of torch or
-    compiled from csrc/, has a soft cap: plain torch computes it, in chunks of queries if there is no `mask`.
+    With a prefix and a window or documents the mask of S x T is materialised, and its masked-out scores are computed
+    too. torch has no fused kernel for dropout: mask and probabilities are materialised and kept for the backward. No
+    fused kernel, of torch or compiled from csrc/, has a soft cap: plain torch computes it, in chunks of queries if
+    there is no dropout mask.
 
     backend: on an accelerator, the backend of ops/attention_backends.py to use for the calls that it supports.
     """
-    form = _Scores(query.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    window, documents, mask, _, softcap, prefix = form
+    scale = form.factor(query.shape[-1])
     if prefix and window is not None:
         assert documents is None or isinstance(documents, Tensor)
         documents, window = _behind_prefix(query, key, window, documents, prefix), None
     if mask is None and served_on_device(documents, query.device):
-        return attend_on_device(
-            query, key, value, window, documents, scale=form.scale, softcap=softcap, prefer=backend
-        )
+        seen = AttentionForm(window, documents, scale=scale, softcap=softcap)
+        return attend_on_device(query, key, value, seen, prefer=backend)
     if isinstance(mask, CountedMask):
         mask = mask.draw(query.shape[1], key.shape[1])
     if isinstance(documents, CuSeqlens):
@@ -127,55 +109,33 @@ def causal_attention(
             documents = documents_seen(numbered(documents, *query.shape[:2]))
         else:
             documents = tuple(map(Span, documents.cu_seqlens.diff().tolist()))
-    if form.softcap is not None and mask is None and not torch.compiler.is_compiling():
-        return _capped(query, key, value, window, documents, form)
-    return _plain(query, key, value, window, documents, form, mask)
+    scores = _Scores(scale, softcap, mask)
+    if softcap is not None and mask is None and not torch.compiler.is_compiling():
+        return _capped(query, key, value, window, documents, scores)
+    return _plain(query, key, value, window, documents, scores)
 
 
-def compiled_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    window: int | None = None,
-    mask: Mask | CountedMask | None = None,
-    documents: Documents | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-) -> Tensor:
+def compiled_attention(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = CAUSAL) -> Tensor:
     """Same as `causal_attention`, by the compiled operator; for unsupported inputs warn once and use torch."""
-    complaint = why_not_compiled(query, mask, documents, softcap)
+    complaint = why_not_compiled(query, form)
     if complaint:
         _tell(complaint)
-        form: dict[str, Any] = {"window": window, "mask": mask, "documents": documents}
-        return causal_attention(query, key, value, **form, scale=scale, softcap=softcap)
-    assert not isinstance(mask, Mask)
-    return _packed(query, key, value, window, documents, mask, scale)
+        return causal_attention(query, key, value, form)
+    return _packed(query, key, value, form)
 
 
-def why_not_compiled(
-    query: Tensor,
-    mask: Mask | CountedMask | None = None,
-    documents: Documents | None = None,
-    softcap: float | None = None,
-) -> str:
+def why_not_compiled(query: Tensor, form: AttentionForm = CAUSAL) -> str:
     """Return why the compiled operator cannot compute this call of `causal_attention`; empty if it can."""
-    if softcap is not None:
+    if form.softcap is not None:
         return "it has no soft cap"
-    if isinstance(mask, Mask):
+    if isinstance(form.mask, Mask):
         return "it takes no mask that is written out"
-    if documents is not None and not isinstance(documents, CuSeqlens):
+    if form.documents is not None and not isinstance(form.documents, CuSeqlens):
         return "it takes documents as cu_seqlens only"
-    return why_not_packed(query, dropout=mask is not None)
+    return why_not_packed(query, dropout=form.mask is not None)
 
 
-def compiled_pays(
-    query: Tensor,
-    key: Tensor,
-    window: int | None,
-    documents: Documents | None,
-    mask: Mask | CountedMask | None = None,
-) -> bool:
+def compiled_pays(query: Tensor, key: Tensor, form: AttentionForm) -> bool:
     """Return whether the compiled operator is faster than torch on a CPU, by benchmarks/kernels_attention.py.
 
     True on an accelerator: there the self-test has timed the operator before it is chosen (selftest/trust.py).
@@ -184,13 +144,11 @@ def compiled_pays(
     times with attention dropout, for which torch has no fused form. Plain causal attention in float32 is 1.3 times as
     fast if compiled for AVX-512, and slower for AVX2. Decoding from a cache was not measured.
     """
-    if mask is not None:
+    if form.mask is not None or query.device.type != "cpu":
         return True
-    if query.device.type != "cpu":
+    if form.window is not None or isinstance(form.documents, CuSeqlens):
         return True
-    if window is not None or isinstance(documents, CuSeqlens):
-        return True
-    causal = documents is None and query.shape[1] == key.shape[1]
+    causal = form.documents is None and query.shape[1] == key.shape[1]
     return causal and query.element_size() >= 4 and extension.built().cpu == "x86-64-v4"
 
 
@@ -199,43 +157,30 @@ def _tell(complaint: str) -> None:
     warnings.warn(f"attention is not compiled: {complaint}", stacklevel=3)
 
 
-def _packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None,
-    documents: Documents | None,
-    mask: CountedMask | None,
-    scale: float | None,
-) -> Tensor:
-    (rows, new), total = query.shape[:2], key.shape[1]
-    if isinstance(documents, CuSeqlens):
-        starts = (documents.cu_seqlens, documents.cu_seqlens)
-        new = total = documents.max_seqlen
-    else:
-        of_queries = equal_cu_seqlens(rows, new, query.device)
-        starts = of_queries, of_queries if total == new else equal_cu_seqlens(rows, total, query.device)
+def _packed(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+    assert not isinstance(form.mask, Mask)
+    of_queries, of_keys, longest, longest_key = sequences(query, key, form.documents)
     attended, _ = packed_attention(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        starts[0],
-        starts[1],
-        max_seqlen_q=new,
-        max_seqlen_k=total,
-        window_size=(-1 if window is None else window - 1, 0),
-        scale=scale,
-        mask=mask,
+        of_queries,
+        of_keys,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest_key,
+        window_size=form.window_size,
+        scale=form.scale,
+        mask=form.mask,
     )
     return attended.view_as(query)
 
 
-@dataclass(frozen=True)
-class _Scores:
-    """The transformation of Q K^T into scores."""
+class _Scores(NamedTuple):
+    """The transformation of Q K^T into probabilities."""
 
     scale: float
     softcap: float | None
+    mask: Mask | None
 
 
 def _plain(
@@ -245,7 +190,6 @@ def _plain(
     window: int | None,
     documents: Tensor | tuple[Span, ...] | None,
     form: _Scores,
-    mask: Mask | None,
 ) -> Tensor:
     grouped = query.shape[2] // key.shape[2]
     if grouped > 1:
@@ -259,7 +203,7 @@ def _plain(
     cut = window is not None and window < total
     if seen is None and (cut or 1 < new < total):
         seen = _seen(new, total, window, query.device)
-    return _attended(query, key, value, seen, form, mask).transpose(1, 2)
+    return _attended(query, key, value, seen, form).transpose(1, 2)
 
 
 def _attention_of_spans(
@@ -297,8 +241,9 @@ def _capped(
     """
 
     def attend(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None) -> Tensor:
-        visible = VisibleKeys(window, seen)
-        return chunked_attention(query, key, value, visible, scale=form.scale, softcap=form.softcap)
+        return chunked_attention(
+            query, key, value, VisibleKeys(window, seen), scale=form.scale, softcap=form.softcap
+        )
 
     if not isinstance(documents, tuple):
         return attend(query, key, value, documents)
@@ -334,14 +279,13 @@ def _attended(
     value: Tensor,
     seen: Tensor | None,
     form: _Scores,
-    mask: Mask | None = None,
 ) -> Tensor:
     """Attend with heads first: query [B, heads, S, D], key and value [B, heads, T, D] -> [B, heads, S, D].
 
     seen: bool mask [B, S, T]; None: causal if S = T, else no mask.
     """
     new, total = query.shape[2], key.shape[2]
-    if mask is None and form.softcap is None:
+    if form.mask is None and form.softcap is None:
         causal = seen is None and new == total
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=seen, is_causal=causal, scale=form.scale
@@ -355,4 +299,4 @@ def _attended(
     probabilities = (
         scores.masked_fill(~seen, float("-inf")).softmax(dim=-1, dtype=compute_dtype).to(query.dtype)
     )
-    return torch.matmul(dropout(probabilities, mask), value)
+    return torch.matmul(dropout(probabilities, form.mask), value)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Literal, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torch.nn.attention import (
     sdpa_kernel,
 )
 
+from megalite.ops.attention_form import AttentionForm
 from megalite.ops.chunked_attention import VisibleKeys, chunked_attention
 from megalite.ops.documents import CuSeqlens, Documents, equal_cu_seqlens, numbered
 
@@ -30,28 +31,17 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 _LARGEST_HEAD = 256
 
 
-class Asked(NamedTuple):
-    """The properties of a call, besides its tensors, that decide which backends support the call.
-
-    window: the number of keys that a query sees, its own position included; None: all keys up to the query.
-    """
-
-    window: int | None
-    documents: CuSeqlens | None
-    softcap: float | None
-
-
 @dataclass(frozen=True)
 class Backend:
-    """One implementation. why_not(query, key, asked): why the backend does not support the call; empty if it does.
+    """One implementation. why_not(query, key, form): why the backend does not support the call; empty if it does.
 
-    attend(query [B, S, heads, D], key, value [B, T, kv heads, D], *, window, documents, scale, softcap), T >= S:
-    [B, S, heads, D] as `causal_attention` defines it. package: the Python package that the backend needs.
+    attend(query [B, S, heads, D], key, value [B, T, kv heads, D], form), T >= S: [B, S, heads, D] as
+    `causal_attention` defines it. package: the Python package that the backend needs.
     """
 
     name: str
-    why_not: Callable[[Tensor, Tensor, Asked], str]
-    attend: Callable[..., Tensor]
+    why_not: Callable[[Tensor, Tensor, AttentionForm], str]
+    attend: Callable[[Tensor, Tensor, Tensor, AttentionForm], Tensor]
     package: str = ""
 
     def why_not_on(self, device_type: str) -> str:
@@ -67,52 +57,41 @@ def served_on_device(documents: Documents | None, device: torch.device) -> TypeG
 
 
 def attend_on_device(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    window: int | None = None,
-    documents: CuSeqlens | None = None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-    prefer: str = "",
+    query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, *, prefer: str = ""
 ) -> Tensor:
     """Compute `causal_attention` without dropout. prefer: the backend to use if it supports the call."""
-    if window is not None and window >= key.shape[1]:
-        window = None
-    chosen = backend_for(query, key, Asked(window, documents, softcap), prefer)
-    return chosen.attend(query, key, value, window=window, documents=documents, scale=scale, softcap=softcap)
+    if form.window is not None and form.window >= key.shape[1]:
+        form = AttentionForm(None, form.documents, scale=form.scale, softcap=form.softcap)
+    return backend_for(query, key, form, prefer).attend(query, key, value, form)
 
 
-def backend_for(query: Tensor, key: Tensor, asked: Asked, prefer: str = "") -> Backend:
+def backend_for(query: Tensor, key: Tensor, form: AttentionForm, prefer: str = "") -> Backend:
     """Return the preferred one of CANDIDATES if it supports the call, else the first of BACKENDS that does."""
-    for each in CANDIDATES:
-        if each.name == prefer and not (
-            each.why_not_on(query.device.type) or each.why_not(query, key, asked)
+    for backend in CANDIDATES:
+        if backend.name == prefer and not (
+            backend.why_not_on(query.device.type) or backend.why_not(query, key, form)
         ):
-            return each
-    return next(each for each in BACKENDS if not each.why_not(query, key, asked))
+            return backend
+    return next(backend for backend in BACKENDS if not backend.why_not(query, key, form))
 
 
 # --------------------------------------------------------------------------------------------------- torch's SDPA
 
 
-def _why_not_sdpa(query: Tensor, key: Tensor, asked: Asked) -> str:
+def _why_not_sdpa(query: Tensor, key: Tensor, form: AttentionForm) -> str:
     new, total = query.shape[1], key.shape[1]
-    if asked.softcap is not None:
+    if form.softcap is not None:
         return "it has no soft cap"
-    if asked.documents is not None:
+    if form.documents is not None:
         return "documents take a mask of S x S"
-    if asked.window is not None and new > 1:
+    if form.window is not None and new > 1:
         return "a window takes a mask of S x S"
     return "more than one query behind a cache takes a mask" if 1 < new < total else ""
 
 
-def _sdpa(
-    query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float, **_: object
-) -> Tensor:
-    if window is not None:
-        key, value = key[:, -window:], value[:, -window:]
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+    if form.window is not None:
+        key, value = key[:, -form.window :], value[:, -form.window :]
     grouped = query.shape[2] // key.shape[2]
     # The float32 kernels do not support enable_gqa: SDPA would fall back to materialising S x S probabilities.
     as_groups = grouped > 1 and query.dtype in LOW_PRECISION
@@ -123,23 +102,23 @@ def _sdpa(
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     causal = query.shape[2] > 1
     attended = F.scaled_dot_product_attention(
-        query, key, value, is_causal=causal, scale=scale, enable_gqa=as_groups
+        query, key, value, is_causal=causal, scale=form.scale, enable_gqa=as_groups
     )
     return attended.transpose(1, 2)
 
 
-def _why_not_cudnn(query: Tensor, key: Tensor, asked: Asked) -> str:
+def _why_not_cudnn(query: Tensor, key: Tensor, form: AttentionForm) -> str:
     return (
-        _why_not_sdpa(query, key, asked)
+        _why_not_sdpa(query, key, form)
         or _why_not_flash(query, "cuDNN")
         or ("" if torch.backends.cudnn.is_available() else "torch has no cuDNN here")
     )
 
 
-def _cudnn(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+def _cudnn(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
     # Flash attention is the fallback for calls that cuDNN refuses.
     with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION], set_priority=True):
-        return _sdpa(query, key, value, **how)
+        return _sdpa(query, key, value, form)
 
 
 # -------------------------------------------------------------------------- flash attention over variable lengths
@@ -177,44 +156,35 @@ def _has_flash_kernel(device_type: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_flash_attention_forward", key)
 
 
-def _why_not_varlen(query: Tensor, key: Tensor, asked: Asked) -> str:
-    if asked.softcap is not None:
+def _why_not_varlen(query: Tensor, key: Tensor, form: AttentionForm) -> str:
+    if form.softcap is not None:
         return "it has no soft cap"
     if not _has_flash_kernel(query.device.type):
         return f"torch has no flash attention for devices of type {query.device.type}"
     return _why_not_flash(query, "torch's flash attention")
 
 
-def _varlen(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    window: int | None,
-    documents: CuSeqlens | None,
-    scale: float,
-    **_: object,
-) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
     # Imported here: it imports torch's compiler.
     from torch.nn.attention.varlen import varlen_attn
 
-    sequences = _sequences(query, key, documents)
     attended = varlen_attn(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        *sequences,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),
+        *sequences(query, key, form.documents),
+        scale=form.scale,
+        window_size=form.window_size,
         enable_gqa=query.shape[2] != key.shape[2],
     )
     assert isinstance(attended, Tensor)
     return attended.view_as(query)
 
 
-def _sequences(query: Tensor, key: Tensor, documents: CuSeqlens | None) -> tuple[Tensor, Tensor, int, int]:
+def sequences(query: Tensor, key: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor, int, int]:
     """Return cu_seqlens of queries and keys, then their max_seqlens, in the argument order of varlen kernels."""
     if documents is not None:
+        assert isinstance(documents, CuSeqlens)
         return documents.cu_seqlens, documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen
     (rows, new), total = query.shape[:2], key.shape[1]
     of_queries = equal_cu_seqlens(rows, new, query.device)
@@ -229,61 +199,52 @@ _activated: list[str] = []
 def _newer_flash(name: Literal["FA3", "FA4"], package: str, generations: tuple[int, ...]) -> Backend:
     """Return torch's variable-length attention on a package's kernels; activating them affects the whole process."""
 
-    def why_not(query: Tensor, key: Tensor, asked: Asked) -> str:
+    def why_not(query: Tensor, key: Tensor, form: AttentionForm) -> str:
         chip = _chip(query.device)
         if chip and chip[0] not in generations:
-            wanted = " and ".join(f"{each}.x" for each in generations)
-            return f"{name} is for chips {wanted}, this one is {chip[0]}.{chip[1]}"
-        return _why_not_varlen(query, key, asked)
+            served = " and ".join(f"{generation}.x" for generation in generations)
+            return f"{name} is for chips {served}, this one is {chip[0]}.{chip[1]}"
+        return _why_not_varlen(query, key, form)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+    def attend(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         if current_flash_attention_impl() != name:
             activate_flash_attention_impl(name)
             _activated[:] = [name]
-        return _varlen(query, key, value, **how)
+        return _varlen(query, key, value, form)
 
     return Backend(name, why_not, attend, package)
 
 
-def _own_varlen(query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
+def _own_varlen(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
     if _activated and current_flash_attention_impl() in _activated:
         restore_flash_attention_impl()
         _activated.clear()
-    return _varlen(query, key, value, **how)
+    return _varlen(query, key, value, form)
 
 
 def _why_not_installed(package: str) -> str:
     try:
-        found = find_spec(package) is not None
+        installed = find_spec(package) is not None
     except ModuleNotFoundError:  # raised for a submodule if its parent package is absent
-        found = False
-    return "" if found else f"{package} is not installed"
+        installed = False
+    return "" if installed else f"{package} is not installed"
 
 
-def _why_not_flash_attn(query: Tensor, key: Tensor, asked: Asked) -> str:
+def _why_not_flash_attn(query: Tensor, key: Tensor, form: AttentionForm) -> str:
     return _why_not_flash(query, "flash_attn")
 
 
-def _flash_attn(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    window: int | None,
-    documents: CuSeqlens | None,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
     """Compute attention by FlashAttention 2 (Dao, 2023), the only candidate with soft caps."""
     attended: Tensor = import_module("flash_attn").flash_attn_varlen_func(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
-        *_sequences(query, key, documents),
-        softmax_scale=scale,
+        *sequences(query, key, form.documents),
+        softmax_scale=form.scale,
         causal=True,
-        window_size=(-1 if window is None else window - 1, 0),
-        softcap=softcap or 0.0,
+        window_size=form.window_size,
+        softcap=form.softcap or 0.0,
     )
     return attended.view_as(query)
 
@@ -291,19 +252,12 @@ def _flash_attn(
 # -------------------------------------------------------------------------------------------------- plain torch
 
 
-def _chunked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    window: int | None,
-    documents: CuSeqlens | None,
-    scale: float,
-    softcap: float | None,
-) -> Tensor:
-    ids = None if documents is None else numbered(documents, *query.shape[:2])
-    visible = VisibleKeys(window, document_ids=ids)
-    return chunked_attention(query, key, value, visible, scale=scale, softcap=softcap)
+def _chunked(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+    documents = form.documents
+    ids = numbered(documents, *query.shape[:2]) if isinstance(documents, CuSeqlens) else None
+    visible = VisibleKeys(form.window, document_ids=ids)
+    scale = form.factor(query.shape[-1])
+    return chunked_attention(query, key, value, visible, scale=scale, softcap=form.softcap)
 
 
 # In order of preference. The last one supports every call.

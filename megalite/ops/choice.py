@@ -30,9 +30,9 @@ from megalite.ops.attention import (
     document_spans,
     documents_seen,
 )
+from megalite.ops.attention_form import CAUSAL, AttentionForm
 from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY, ShardCrossEntropy
 from megalite.ops.documents import Documents, packed_cu_seqlens
-from megalite.ops.dropout import CountedMask, Mask
 from megalite.ops.norms import AddNorm, Norm
 from megalite.ops.rotary import COMPILED_ROTARY, TORCH_ROTARY, Rotary
 
@@ -193,44 +193,19 @@ class Operators(OperatorSlots):
         """Choose one implementation for all of these operators."""
         return cls(dict.fromkeys(operators, implementation))
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        window: int | None = None,
-        mask: Mask | CountedMask | None = None,
-        documents: Documents | None = None,
-        scale: float | None = None,
-        softcap: float | None = None,
-        prefix: int = 0,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = CAUSAL) -> Tensor:
         """Same as ops.attention.causal_attention, by the implementation chosen for attention of this form.
 
         Attention with a prefix and a window, documents or dropout is torch's: no kernel has all of a prefix visible.
         """
-        chosen = self._attention_form(
-            mask is not None, softcap is not None, documents is not None, window is not None
-        )
-        if prefix and (window is not None or documents is not None or mask is not None):
+        dropout, capped = form.mask is not None, form.softcap is not None
+        documents, window = form.documents is not None, form.window is not None
+        chosen = self._attention_form(dropout, capped, documents, window)
+        if form.prefix and (window or documents or dropout):
             chosen = TORCH
-        if chosen == COMPILED and softcap is None and compiled_pays(query, key, window, documents, mask):
-            return compiled_attention(
-                query, key, value, window=window, mask=mask, documents=documents, scale=scale
-            )
-        return causal_attention(
-            query,
-            key,
-            value,
-            window=window,
-            mask=mask,
-            documents=documents,
-            scale=scale,
-            softcap=softcap,
-            prefix=prefix,
-            backend=chosen,
-        )
+        if chosen == COMPILED and not capped and compiled_pays(query, key, form):
+            return compiled_attention(query, key, value, form)
+        return causal_attention(query, key, value, form, backend=chosen)
 
     def documents(
         self,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops import extension
+from megalite.ops.attention_form import CAUSAL, AttentionForm
 from megalite.ops.softcap import soft_capped
 
 
@@ -51,17 +52,13 @@ def compiled_decode_attention(
     value: Tensor,
     cache: Tensor,
     lengths: Tensor,
-    *,
-    prefix: int = 0,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
+    form: AttentionForm = CAUSAL,
 ) -> Tensor:
     """Write key and value into the cache, and return the attention of each row over its slot: [n, heads, D].
 
     query: [n, heads, D]; key, value: [n, kv heads, D]; cache: [2, slots, kv heads, room, D]; lengths: int64 [n], the
-    tokens that slot i holds behind `prefix` virtual ones, which every row sees. window: the tokens that a row sees, its
-    own included; None: all. A row's result does not depend on the rows beside it.
+    tokens that slot i holds behind `form.prefix` virtual ones, which every row sees. form: without documents and
+    dropout. A row's result does not depend on the rows beside it.
     """
     attended: Tensor = torch.ops.megalite.decode_attention(
         query,
@@ -69,10 +66,10 @@ def compiled_decode_attention(
         value,
         cache,
         lengths,
-        prefix,
-        -1 if window is None else window,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        softcap or 0.0,
+        form.prefix,
+        -1 if form.window is None else form.window,
+        form.factor(query.shape[-1]),
+        form.softcap or 0.0,
     )
     return attended
 

@@ -4,14 +4,14 @@ A shape is (rows, sequence, key-value heads, head size[, query heads per key-val
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops.attention import causal_attention, compiled_attention
-from megalite.ops.attention_backends import CANDIDATES, Asked, Backend
+from megalite.ops.attention_backends import CANDIDATES, Backend
+from megalite.ops.attention_form import CAUSAL, AttentionForm
 from megalite.ops.choice import COMPILED
 from megalite.ops.counter import MASK_LEVELS
 from megalite.ops.documents import CuSeqlens
@@ -19,7 +19,7 @@ from megalite.ops.dropout import CountedMask
 from megalite.ops.packed_attention import why_not_packed
 from megalite.selftest.registry import Candidate, Entry, Form, Shape, Workload, compiled
 
-Seen = Callable[..., dict[str, Any]]
+Seen = Callable[..., AttentionForm]
 _GROUP, _SOFTCAP = 4, 50.0
 SHAPES: tuple[Shape, ...] = (
     *((1, 1, 1, 64), (2, 65, 1, 64), (1, 200, 2, 64), (2, 129, 1, 128)),
@@ -56,11 +56,11 @@ def plain_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
 
 
-def ours_alone(query: Tensor, key: Tensor, value: Tensor, **seen: Any) -> Tensor:
+def ours_alone(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = CAUSAL) -> Tensor:
     """Compute attention by the compiled operator. Raises LookupError where it would fall back to torch."""
     if complaint := why_not_packed(query):
         raise LookupError(complaint)
-    return compiled_attention(query, key, value, **seen)
+    return compiled_attention(query, key, value, form)
 
 
 def _make_windowed(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
@@ -69,12 +69,12 @@ def _make_windowed(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tenso
     return [*heads, heads[0].new_empty(shape[5] if len(shape) > 5 else window_of(shape[1]), 0)]
 
 
-def _in_window(query: Tensor, window: Tensor) -> dict[str, Any]:
-    return {"window": len(window)}
+def _in_window(query: Tensor, window: Tensor) -> AttentionForm:
+    return AttentionForm(len(window))
 
 
-def _capped(query: Tensor, window: Tensor) -> dict[str, Any]:
-    return {"window": len(window), "softcap": _SOFTCAP}
+def _capped(query: Tensor, window: Tensor) -> AttentionForm:
+    return AttentionForm(len(window), softcap=_SOFTCAP)
 
 
 def _make_documents(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
@@ -85,15 +85,16 @@ def _make_documents(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tens
     return [*heads, torch.tensor([*starts, rows * length], dtype=torch.int32, device=heads[0].device)]
 
 
-def _in_documents(query: Tensor, places: Tensor) -> dict[str, Any]:
-    return {"documents": CuSeqlens(places, min(document_of(query.shape[1]), query.shape[1]))}
+def _in_documents(query: Tensor, places: Tensor) -> AttentionForm:
+    longest = min(document_of(query.shape[1]), query.shape[1])
+    return AttentionForm(documents=CuSeqlens(places, longest))
 
 
 def _form(attend: Callable[..., Tensor], seen: Seen) -> Form:
-    """Return the form that calls `attend`. seen: query and the inputs after the heads -> mask arguments of `attend`."""
+    """Return the form that calls `attend`. seen: query and the inputs after the heads -> the form of attention."""
 
     def form(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
-        return attend(query, key, value, **seen(query, *more))
+        return attend(query, key, value, seen(query, *more))
 
     return form
 
@@ -102,14 +103,11 @@ def _other(backend: Backend, seen: Seen) -> Candidate:
     """Return the candidate that computes by another package's backend."""
 
     def form(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
-        return causal_attention(query, key, value, backend=backend.name, **seen(query, *more))
+        return causal_attention(query, key, value, seen(query, *more), backend=backend.name)
 
     def why_not(inputs: Sequence[Tensor]) -> str:
         query, key, _, *more = inputs
-        asked = seen(query, *more)
-        return backend.why_not(
-            query, key, Asked(asked.get("window"), asked.get("documents"), asked.get("softcap"))
-        )
+        return backend.why_not(query, key, seen(query, *more))
 
     return Candidate(form, backend.why_not_on, why_not)
 
@@ -125,7 +123,7 @@ def _dropped(attend: Callable[..., Tensor]) -> Form:
         mask = CountedMask((11, 13), sample_indices, range(query.shape[2]), round(0.1 * MASK_LEVELS))
         # Draw torch's mask in advance, so that its measured time covers attention alone.
         drawn = mask if attend is ours_alone else mask.draw(query.shape[1], key.shape[1])
-        return attend(query, key, value, mask=drawn)
+        return attend(query, key, value, AttentionForm(mask=drawn))
 
     return form
 
@@ -181,7 +179,7 @@ ENTRIES = [
         "attention",
         lambda shape, dtype, random: make_heads(shape[:5], dtype, random),
         plain_causal,
-        {**_ours(_form(ours_alone, lambda query: {})), **_theirs(lambda query: {})},
+        {**_ours(_form(ours_alone, lambda query: CAUSAL)), **_theirs(lambda query: CAUSAL)},
         lambda run: run.full_attention and _plainly(run),
     ),
     _entry(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megalite.ops import attention as ops
 from megalite.ops import packed_attention as packed
+from megalite.ops.attention_form import AttentionForm
 from megalite.ops.packed_attention import packed_attention, why_not_packed
 from tests.support.attention import Packed, attention, counted_mask, gradients, starts
 from tests.support.kernels import DTYPES, needs_library
@@ -251,9 +252,9 @@ MASKS = pytest.mark.parametrize("mask", [None, counted_mask(2, 4)], ids=["plain"
 @pytest.mark.parametrize(("new", "total"), [(80, 80), (1, 90), (5, 90)])
 def test_causal_attention_fused_is_what_it_is_otherwise(new, total, window, mask) -> None:
     heads = _heads(2, new, total)
-    fused = ops.compiled_attention(*heads, window=window, mask=mask)
+    fused = ops.compiled_attention(*heads, AttentionForm(window, mask=mask))
     assert fused.grad_fn is not None and "attention_forward" in str(fused.grad_fn.next_functions)
-    _same_gradients(fused, ops.causal_attention(*heads, window=window, mask=mask), heads)
+    _same_gradients(fused, ops.causal_attention(*heads, AttentionForm(window, mask=mask)), heads)
 
 
 @MASKS
@@ -265,10 +266,10 @@ def test_documents_by_their_starts(window, mask) -> None:
     documents = ops.document_cu_seqlens(ids)
     assert (documents.cu_seqlens.tolist(), documents.max_seqlen) == ([0, 60, 61, 90, 180], 90)
     form = ops.document_spans if mask is None else ops.documents_seen
-    expected = ops.causal_attention(*heads, window=window, mask=mask, documents=form(ids))
+    expected = ops.causal_attention(*heads, AttentionForm(window, form(ids), mask))
     for attend in (ops.compiled_attention, ops.causal_attention):
         _same_gradients(
-            attend(*heads, window=window, mask=mask, documents=documents),
+            attend(*heads, AttentionForm(window, documents, mask)),
             expected,
             heads,
         )
@@ -286,11 +287,13 @@ def _same_gradients(one: Tensor, other: Tensor, heads: list[Tensor]) -> None:
 
 def test_what_the_operator_lacks_is_told_and_torch_serves() -> None:
     heads = _heads(1, 6, 6)
-    assert "no mask that is written out" in ops.why_not_compiled(heads[0], counted_mask(1, 4).draw(6, 6))
+    assert "no mask that is written out" in ops.why_not_compiled(
+        heads[0], AttentionForm(mask=counted_mask(1, 4).draw(6, 6))
+    )
     ids = torch.zeros(1, 6, dtype=torch.int64)
     ops._tell.cache_clear()
     with pytest.warns(UserWarning, match="not compiled: it takes documents as cu_seqlens only"):
-        spans = ops.compiled_attention(*heads, documents=ops.document_spans(ids))
+        spans = ops.compiled_attention(*heads, AttentionForm(documents=ops.document_spans(ids)))
     assert_close(spans, ops.causal_attention(*heads))
 
 
@@ -329,5 +332,5 @@ def test_a_chip_whose_blocks_have_too_little_shared_memory_is_said(limit, dropou
     ):
         complaint = why_not_packed(query, dropout=dropout)
         mask = counted_mask(1, 4) if dropout else None
-        assert ops.why_not_compiled(query, mask) == complaint
+        assert ops.why_not_compiled(query, AttentionForm(mask=mask)) == complaint
     assert words in complaint and bool(words) == bool(complaint)

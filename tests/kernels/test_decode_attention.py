@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.ops.attention_form import AttentionForm
 from megalite.ops.decode_attention import compiled_decode_attention, compiled_serves, decode_attention
 from tests.support.kernels import DTYPES, needs_library
 from tests.support.parity import assert_no_worse
@@ -75,7 +76,7 @@ def test_it_is_no_worse_than_torch_s(case: Case, dtype: torch.dtype) -> None:
     query, key, value, cache, lengths = _made(case, dtype)
     exact = [each.double() for each in (query, key, value, cache)]
     plain_cache = cache.clone()
-    found = compiled_decode_attention(query, key, value, cache, lengths, **case.form)
+    found = compiled_decode_attention(query, key, value, cache, lengths, AttentionForm(**case.form))
     plain = _by_torch(query, key, value, plain_cache, lengths, **case.form)
     assert torch.equal(cache, plain_cache)
     assert_no_worse(found, plain, _by_torch(*exact, lengths, **case.form), what="attention")
@@ -85,14 +86,21 @@ def test_it_is_no_worse_than_torch_s(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_is_the_same_alone_and_on_any_number_of_threads(case: Case, dtype: torch.dtype) -> None:
     query, key, value, cache, lengths = _made(case, dtype)
-    together = compiled_decode_attention(query, key, value, cache.clone(), lengths, **case.form)
+    together = compiled_decode_attention(
+        query, key, value, cache.clone(), lengths, AttentionForm(**case.form)
+    )
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
         for row in range(len(lengths)):
             own = slice(row, row + 1)
             alone = compiled_decode_attention(
-                query[own], key[own], value[own], cache[:, own].contiguous(), lengths[own], **case.form
+                query[own],
+                key[own],
+                value[own],
+                cache[:, own].contiguous(),
+                lengths[own],
+                AttentionForm(**case.form),
             )
             assert torch.equal(alone[0], together[row])
     finally:
@@ -120,7 +128,7 @@ def test_values_that_are_no_numbers_stay_in_their_row() -> None:
         ({"lengths": torch.tensor([0, 0, 0, 0, ROOM])}, "slot 4 holds 60 tokens .* room for 60"),
         ({"lengths": torch.tensor([-1, 0, 0, 0, 0])}, "slot 0 holds -1 tokens"),
         ({"lengths": torch.zeros(5)}, "must be int64"),
-        ({"window": 0}, "window must be positive"),
+        ({"form": AttentionForm(window=0)}, "window must be positive"),
     ],
     ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
 )

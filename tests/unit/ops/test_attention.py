@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops.attention import causal_attention, document_spans, documents_seen
+from megalite.ops.attention_form import AttentionForm
 from megalite.ops.dropout import Mask
 from tests.support.parity import LAYOUT_RTOL, assert_close
 
@@ -38,7 +39,9 @@ def _alone(heads: list[Tensor], rows: tuple[tuple[int, ...], ...], window: int |
     for row, lengths in enumerate(rows):
         ends = torch.tensor(lengths).cumsum(0).tolist()
         pieces = [
-            causal_attention(*(each[row : row + 1, end - length : end] for each in heads), window=window)
+            causal_attention(
+                *(each[row : row + 1, end - length : end] for each in heads), AttentionForm(window)
+            )
             for end, length in zip(ends, lengths, strict=True)
         ]
         attended.append(torch.cat(pieces, dim=1))
@@ -49,7 +52,7 @@ def _alone(heads: list[Tensor], rows: tuple[tuple[int, ...], ...], window: int |
 @pytest.mark.parametrize("form", [document_spans, documents_seen])
 def test_documents_in_a_row_are_what_each_is_alone(form, window) -> None:
     heads = _heads(len(ROWS), LENGTH)
-    together = causal_attention(*heads, window=window, documents=form(_ids(ROWS)))
+    together = causal_attention(*heads, AttentionForm(window, form(_ids(ROWS))))
     alone = _alone(heads, ROWS, window)
     assert_close(together, alone, what="attended")
     weights = torch.randn(alone.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
@@ -66,9 +69,7 @@ def test_dropped_probabilities_are_of_the_own_document() -> None:
     heads = _heads(len(ROWS), LENGTH)
     keep = torch.ones(len(ROWS), HEADS, LENGTH, LENGTH, dtype=torch.uint8)
     for window in (None, 7):
-        dropped = causal_attention(
-            *heads, window=window, mask=Mask(keep, 1.0), documents=documents_seen(_ids(ROWS))
-        )
+        dropped = causal_attention(*heads, AttentionForm(window, documents_seen(_ids(ROWS)), Mask(keep, 1.0)))
         assert_close(dropped, _alone(heads, ROWS, window), rtol=LAYOUT_RTOL)
 
 

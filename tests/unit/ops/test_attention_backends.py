@@ -15,7 +15,8 @@ from torch import Tensor
 from megalite.ops import attention_backends as backends
 from megalite.ops import chunked_attention
 from megalite.ops.attention import causal_attention, document_cu_seqlens, documents_seen
-from megalite.ops.attention_backends import BACKENDS, CANDIDATES, Asked, attend_on_device, backend_for
+from megalite.ops.attention_backends import BACKENDS, CANDIDATES, attend_on_device, backend_for
+from megalite.ops.attention_form import AttentionForm
 from megalite.ops.documents import CuSeqlens, numbered, packed_cu_seqlens, row_cu_seqlens
 from tests.support.attention import WaitsRefused
 from tests.support.flash import fake_flash_attn, flash_kernels
@@ -71,7 +72,8 @@ def _assert_same(name: str, heads: list[Tensor], ids: Tensor | None = None, **ho
     window, softcap = how.get("window"), how.get("softcap")
     expected = _plain(heads, ids, window, softcap)  # type: ignore[arg-type]
     documents = None if ids is None else packed_cu_seqlens(row_cu_seqlens(ids), ids.shape[1])
-    found = BY_NAME[name].attend(*heads, window=window, documents=documents, scale=0.3, softcap=softcap)
+    form = AttentionForm(window, documents, scale=0.3, softcap=softcap)  # type: ignore[arg-type]
+    found = BY_NAME[name].attend(*heads, form)
     assert_close(found, expected, what=name)
     weights = torch.randn(expected.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     # Together: the gradient of queries that see one key is zero up to rounding.
@@ -125,8 +127,8 @@ def test_chunks_are_no_less_accurate_in_low_precision(dtype, softcap) -> None:
     weights = torch.randn(
         2, 100, HEADS, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
     )
-    how = {"window": 40, "documents": None, "scale": 0.3, "softcap": softcap}
-    found, whole = BY_NAME["chunked"].attend(*low, **how), _plain(low, None, 40, softcap)
+    form = AttentionForm(40, scale=0.3, softcap=softcap)
+    found, whole = BY_NAME["chunked"].attend(*low, form), _plain(low, None, 40, softcap)
     rounded = [each.detach().double().requires_grad_() for each in low]
     true = _plain(rounded, None, 40, softcap)
     for index, reference in enumerate([true, *torch.autograd.grad(true, rounded, weights)]):
@@ -171,8 +173,7 @@ def test_on_a_device_nothing_is_as_large_as_a_mask_and_the_host_never_waits(
     # Pieces so small that one of all queries would be seen.
     with mock.patch.object(chunked_attention, "_DEVICE_SCORES", 2**18), Recorder() as recorder:
         starts = packed_cu_seqlens(columns, LENGTH) if documents else None
-        how = {"window": window, "documents": starts, "softcap": softcap}
-        attended = causal_attention(query, key, value, **how)
+        attended = causal_attention(query, key, value, AttentionForm(window, starts, softcap=softcap))
         grads = torch.autograd.grad(attended, (query, key, value), torch.empty_like(attended))
     assert attended.shape == query.shape and attended.dtype == dtype
     assert [each.shape for each in grads] == [query.shape, key.shape, value.shape]
@@ -188,7 +189,7 @@ def test_plain_causal_attention_gives_sdpa_groups_and_no_mask() -> None:
     with mock.patch.object(backends.F, "scaled_dot_product_attention", sdpa):
         with Recorder() as recorder:
             causal_attention(query, key, key)
-            causal_attention(query[:, :1], key, key, window=100)
+            causal_attention(query[:, :1], key, key, AttentionForm(100))
         causal_attention(query.float(), key.float(), key.float())
     whole, one, wide = sdpa.call_args_list
     assert whole.args[1].shape == (2, 2, LENGTH, SIZE) and one.args[1].shape == (2, 2, 100, SIZE)
@@ -216,7 +217,7 @@ def test_documents_of_rows_are_those_of_their_ids(rows) -> None:
         )
 
 
-def _asked(**changes: object) -> tuple[SimpleNamespace, SimpleNamespace, Asked]:
+def _asked(**changes: object) -> tuple[SimpleNamespace, SimpleNamespace, AttentionForm]:
     """A query and a key as far as a backend looks at them, and what is asked."""
     facts = {"device": "cuda", "dtype": torch.bfloat16, "new": 64, "total": 64, "size": 64} | changes
     query, key = (
@@ -227,7 +228,8 @@ def _asked(**changes: object) -> tuple[SimpleNamespace, SimpleNamespace, Asked]:
         )
         for length in (facts["new"], facts["total"])
     )
-    return query, key, Asked(facts.get("window"), facts.get("documents"), facts.get("softcap"))  # type: ignore[arg-type]
+    form = {name: facts[name] for name in ("window", "documents", "softcap") if name in facts}
+    return query, key, AttentionForm(**form)  # type: ignore[arg-type]
 
 
 DOCUMENTS = CuSeqlens(torch.tensor([0, 3, 64], dtype=torch.int32), 64)
@@ -305,7 +307,7 @@ def test_what_this_torch_has_flash_kernels_for() -> None:
 def test_newer_kernels_are_activated_once_and_only_ours_are_put_back() -> None:
     active: list[str | None] = [None]
     heads = _heads(1, 6, 6)
-    how = {"window": 3, "documents": None, "scale": 0.3, "softcap": None}
+    form = AttentionForm(3, scale=0.3)
     calls = mock.Mock()
     calls.activate.side_effect = lambda name: active.__setitem__(0, name)
     calls.restore.side_effect = lambda: active.__setitem__(0, None)
@@ -315,10 +317,10 @@ def test_newer_kernels_are_activated_once_and_only_ours_are_put_back() -> None:
         mock.patch.object(backends, "restore_flash_attention_impl", calls.restore),
     ):
         for name in ("varlen", "FA3", "FA3", "varlen"):
-            BY_NAME[name].attend(*heads, **how)
+            BY_NAME[name].attend(*heads, form)
         assert (calls.activate.call_count, calls.restore.call_count) == (1, 1)
         active[0] = "FA4"  # by the user's script
-        BY_NAME["varlen"].attend(*heads, **how)
+        BY_NAME["varlen"].attend(*heads, form)
         assert active[0] == "FA4"
 
 
@@ -327,7 +329,7 @@ def test_a_window_of_all_keys_is_none() -> None:
     with mock.patch.object(backends, "backend_for", side_effect=LookupError) as asked:
         for window in (9, 8):
             with pytest.raises(LookupError):
-                attend_on_device(query, query, query, window, scale=1.0)
+                attend_on_device(query, query, query, AttentionForm(window, scale=1.0))
     assert [call.args[2].window for call in asked.call_args_list] == [None, 8]
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megalite.ops.attention import causal_attention
+from megalite.ops.attention_form import AttentionForm
 from megalite.ops.dropout import Mask, dropout
 from tests.support.parity import assert_close
 
@@ -39,8 +40,8 @@ def test_attention_with_nothing_dropped_is_causal_attention(window):
     key, value = torch.randn(2, 2, 5, 2, 6, dtype=torch.float64).unbind()
     everything = Mask(torch.ones(2, 4, 5, 5, dtype=torch.bool), 1.0)
     assert_close(
-        causal_attention(query, key, value, window=window, mask=everything),
-        causal_attention(query, key, value, window=window),
+        causal_attention(query, key, value, AttentionForm(window, mask=everything)),
+        causal_attention(query, key, value, AttentionForm(window)),
     )
 
 
@@ -53,5 +54,5 @@ def test_attention_drops_probabilities():
             torch.ones(4, 4).triu(1).bool(), -torch.inf
         )
         expected = (scores.softmax(-1) * mask.keep[0, head] * mask.scale) @ value[0, :, head]
-        attended = causal_attention(query, key, value, mask=mask)
+        attended = causal_attention(query, key, value, AttentionForm(mask=mask))
         assert_close(attended[0, :, head], expected)

@@ -11,6 +11,7 @@ import torch
 
 from megalite.errors import ConfigError
 from megalite.ops import choice, extension
+from megalite.ops.attention_form import AttentionForm
 from megalite.ops.choice import ALL_COMPILED, COMPILED, PLAIN_TORCH, SLOTS, Operators
 from megalite.selftest import trust
 from megalite.selftest.decide import choose_kernels
@@ -240,14 +241,14 @@ def test_the_names_of_operators_are_known() -> None:
 def test_the_form_of_attention_decides_who_computes_it(
     monkeypatch: pytest.MonkeyPatch, compiles: bool
 ) -> None:
-    monkeypatch.setattr(choice, "causal_attention", lambda *tensors, backend, **form: backend)
+    monkeypatch.setattr(choice, "causal_attention", lambda *inputs, backend: backend)
     names = [name for name in SLOTS if name.startswith("attention")]
     operators = Operators({name: name for name in names}, compile=compiles)
     form: dict[str, Any] = {}
     called = [operators.attend(*[torch.empty(0)] * 3)]
     for name, value in {"window": 4, "documents": object(), "softcap": 1.0, "mask": object()}.items():
         form[name] = value
-        called.append(operators.attend(*[torch.empty(0)] * 3, **form))
+        called.append(operators.attend(*[torch.empty(0)] * 3, AttentionForm(**form)))
     forms = [
         "attention",
         "attention_windows",
@@ -256,4 +257,4 @@ def test_the_form_of_attention_decides_who_computes_it(
         "attention_dropout",
     ]
     assert sorted(names) == sorted(forms) and called == (["torch"] * 5 if compiles else forms)
-    assert operators.attend(*[torch.empty(0)] * 3, **form, prefix=1) == "torch"
+    assert operators.attend(*[torch.empty(0)] * 3, AttentionForm(**form, prefix=1)) == "torch"
