@@ -24,6 +24,7 @@ from megalite.ops.activations import (
     swiglu,
 )
 from megalite.ops.rotary import (
+    Rotation,
     compiled_rotate,
     compiled_split_and_rotate,
     rotary_frequencies,
@@ -81,13 +82,16 @@ def _heads(count: int) -> Tensor:
 
 
 def _rotary() -> dict[str, Callable[[], Any]]:
+    def ours(run: Form) -> Form:
+        return lambda query, key, cosines, sines: run(query, key, Rotation(cosines, sines))
+
     inputs = [_heads(HEADS), _heads(HEADS), *_angles()]
-    return _forms(_eager_rotary, rotate, compiled_rotate, inputs)
+    return _forms(_eager_rotary, ours(rotate), ours(compiled_rotate), inputs)
 
 
 def _split() -> dict[str, Callable[[], Any]]:
     def ours(run: Form) -> Form:
-        return lambda qkv, cosines, sines: run(qkv, HEADS, HEADS, cosines, sines)
+        return lambda qkv, cosines, sines: run(qkv, HEADS, HEADS, Rotation(cosines, sines))
 
     plain, compiled = ours(split_and_rotate), ours(compiled_split_and_rotate)
     return _forms(_eager_split, plain, compiled, [_heads(3 * HEADS), *_angles()])

@@ -12,8 +12,8 @@ from megalite.model.norms import Norm
 from megalite.model.options import ModelOptions
 from megalite.model.prefix import LayerPrefix, in_front
 from megalite.model.recompute import recomputed
-from megalite.model.rope import Rotation
 from megalite.ops.attention_form import AttentionForm
+from megalite.ops.rotary import Rotation
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.norms import HeadShardedNorm
@@ -93,13 +93,13 @@ class SelfAttention(nn.Module):
             # Nothing else holds the projection's output, which may be rotated in place without gradients.
             overwrite = not torch.is_grad_enabled()
             return self.rotary.split_and_rotate(
-                qkv, self.heads, self.key_value_heads, *rotation, overwrite=overwrite
+                qkv, self.heads, self.key_value_heads, rotation, overwrite=overwrite
             )
         query, key, value = qkv.split((self.heads, self.key_value_heads, self.key_value_heads), dim=2)
         if self.qk_norm:
             query, key = self.q_norm(query.contiguous()), self.k_norm(key.contiguous())
         if rotation is not None:
-            query, key = self.rotary.rotate(query, key, *rotation)
+            query, key = self.rotary.rotate(query, key, rotation)
         return query, key, value
 
     def _attend_cached(

@@ -7,15 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from megalite.model.rope_scaling import attention_factor, rotary_frequencies
-from megalite.ops.rotary import rotary_table
+from megalite.ops.rotary import Rotation, rotary_table
 from megalite.topology.shape import ModelShape
-
-
-class Rotation(NamedTuple):
-    """Cosines and sines of one micro batch's positions: [B or 1, S, 1, rotary_dim / 2] each."""
-
-    cosines: Tensor
-    sines: Tensor
 
 
 class Rotations(NamedTuple):
@@ -74,7 +67,10 @@ class RotaryEmbedding(nn.Module):
             return beyond
         within = _looked_up(self.cosines, self.sines, position_ids)
         is_long = (lengths > self.switch)[..., None, None]
-        return Rotation(*(torch.where(is_long, *pair) for pair in zip(beyond, within, strict=True)))
+        return Rotation(
+            torch.where(is_long, beyond.cosines, within.cosines),
+            torch.where(is_long, beyond.sines, within.sines),
+        )
 
     def _register(self, prefix: str, length: int) -> None:
         frequencies = rotary_frequencies(self.shape, length)
@@ -86,11 +82,12 @@ class RotaryEmbedding(nn.Module):
     def _computed(self, position_ids: Tensor, lengths: int | Tensor) -> Rotation:
         frequencies = rotary_frequencies(self.shape, lengths).to(position_ids.device)
         angles = position_ids.to(torch.float64).unsqueeze(-1) * frequencies
-        return Rotation(*(each.to(self.dtype).unsqueeze(2) for each in (angles.cos(), angles.sin())))
+        cosines, sines = (table.to(self.dtype).unsqueeze(2) for table in (angles.cos(), angles.sin()))
+        return Rotation(cosines, sines)
 
 
 def _looked_up(cosines: Tensor, sines: Tensor, position_ids: Tensor) -> Rotation:
-    return Rotation(cosines[position_ids].unsqueeze(2), sines[position_ids].unsqueeze(2))
+    return Rotation(*Rotation(cosines, sines, position_ids).angles())
 
 
 class LayerRotations(nn.Module):

@@ -30,101 +30,82 @@ def rotary_table(positions: int, frequencies: Tensor, dtype: torch.dtype) -> tup
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+class Rotation(NamedTuple):
+    """The rotation of a micro batch's positions.
+
+    cosines, sines: [B or 1, S, 1, rotary_dim / 2], of the heads' dtype; with position_ids [B or 1, S] tables of all
+    positions [positions, rotary_dim / 2]. Value i of a head is paired with i + rotary_dim / 2; if interleaved, 2 i with
+    2 i + 1.
+    """
+
+    cosines: Tensor
+    sines: Tensor
+    position_ids: Tensor | None = None
+    interleaved: bool = False
+
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of the positions."""
+        if self.position_ids is None:
+            return self.cosines, self.sines
+        return self.cosines[self.position_ids].unsqueeze(2), self.sines[self.position_ids].unsqueeze(2)
+
+
 def split_and_rotate(
-    qkv: Tensor,
-    heads: int,
-    key_value_heads: int,
-    cosines: Tensor,
-    sines: Tensor,
-    *,
-    position_ids: Tensor | None = None,
-    interleaved: bool = False,
-    overwrite: bool = False,
+    qkv: Tensor, heads: int, key_value_heads: int, rotation: Rotation, *, overwrite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the packed projection into query, key and value, and rotate query and key by their positions' angles.
 
-    qkv: [B, S, heads + 2 key_value_heads, head_dim]; cosines, sines: [B or 1, S, 1, rotary_dim / 2], same dtype,
-    or with position_ids [B or 1, S] tables of all positions [positions, rotary_dim / 2]. Value i of a head is paired
-    with i + rotary_dim / 2; if interleaved, 2 i with 2 i + 1. overwrite: allows in-place results in qkv's memory; the
-    plain form ignores it. Returns [B, S, heads, head_dim] and twice [B, S, key_value_heads, head_dim].
+    qkv: [B, S, heads + 2 key_value_heads, head_dim]. overwrite: allows in-place results in qkv's memory; the plain form
+    ignores it. Returns [B, S, heads, head_dim] and twice [B, S, key_value_heads, head_dim].
     """
     parts = (heads, key_value_heads, key_value_heads)
     query: Tensor
-    cosines, sines = _of_positions(position_ids, cosines, sines)
+    cosines, sines = rotation.angles()
     if torch.compiler.is_compiling():  # torch.compile cannot fuse across a custom autograd node
         query, key, value = qkv.split(parts, dim=2)
-        query, key = (_rotated(each, cosines, sines, interleaved) for each in (query, key))
+        query, key = (_rotated(each, cosines, sines, rotation.interleaved) for each in (query, key))
         return query, key, value
-    query, key, value = _SplitAndRotate.apply(qkv, heads, key_value_heads, cosines, sines, interleaved)
+    query, key, value = _SplitAndRotate.apply(qkv, parts, cosines, sines, rotation.interleaved)
     return query, key, value
 
 
 def compiled_split_and_rotate(
-    qkv: Tensor,
-    heads: int,
-    key_value_heads: int,
-    cosines: Tensor,
-    sines: Tensor,
-    *,
-    position_ids: Tensor | None = None,
-    interleaved: bool = False,
-    overwrite: bool = False,
+    qkv: Tensor, heads: int, key_value_heads: int, rotation: Rotation, *, overwrite: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Same as `split_and_rotate`, compiled for rotary_dim = head_dim.
 
     overwrite: rotate in place if no gradient is recorded.
     """
-    if 2 * cosines.shape[-1] < qkv.shape[-1]:
-        form: dict[str, Any] = {"position_ids": position_ids, "interleaved": interleaved}
-        return split_and_rotate(qkv, heads, key_value_heads, cosines, sines, **form, overwrite=overwrite)
+    if 2 * rotation.cosines.shape[-1] < qkv.shape[-1]:
+        return split_and_rotate(qkv, heads, key_value_heads, rotation, overwrite=overwrite)
     query: Tensor
     if overwrite and not torch.is_grad_enabled():
         turning = qkv[:, :, : heads + key_value_heads]
-        torch.ops.megalite.rotary_(turning, cosines, sines, position_ids, interleaved)
+        torch.ops.megalite.rotary_(turning, *rotation)
         query, key, value = qkv.split((heads, key_value_heads, key_value_heads), dim=2)
         return query, key, value
-    query, key, value = torch.ops.megalite.rotary_split(
-        qkv, heads, key_value_heads, cosines, sines, position_ids, interleaved
-    )
+    query, key, value = torch.ops.megalite.rotary_split(qkv, heads, key_value_heads, *rotation)
     return query, key, value
 
 
-def rotate(
-    query: Tensor,
-    key: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    *,
-    position_ids: Tensor | None = None,
-    interleaved: bool = False,
-) -> tuple[Tensor, Tensor]:
+def rotate(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
     """Rotate query [B, S, heads, head_dim] and key [B, S, key_value_heads, head_dim], already split.
 
-    For models that change the heads before the rotation, e.g. normalise them. Other arguments: see `split_and_rotate`.
+    For models that change the heads before the rotation, e.g. normalise them.
     """
     turned: Tensor
-    cosines, sines = _of_positions(position_ids, cosines, sines)
+    cosines, sines = rotation.angles()
     run = _rotated if torch.compiler.is_compiling() else _Rotate.apply
-    turned, turned_key = (run(each, cosines, sines, interleaved) for each in (query, key))
+    turned, turned_key = (run(each, cosines, sines, rotation.interleaved) for each in (query, key))
     return turned, turned_key
 
 
-def compiled_rotate(
-    query: Tensor,
-    key: Tensor,
-    cosines: Tensor,
-    sines: Tensor,
-    *,
-    position_ids: Tensor | None = None,
-    interleaved: bool = False,
-) -> tuple[Tensor, Tensor]:
+def compiled_rotate(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
     """Same as `rotate`, compiled for rotary_dim = head_dim."""
-    if 2 * cosines.shape[-1] < query.shape[-1]:
-        return rotate(query, key, cosines, sines, position_ids=position_ids, interleaved=interleaved)
+    if 2 * rotation.cosines.shape[-1] < query.shape[-1]:
+        return rotate(query, key, rotation)
     turned: Tensor
-    turned, turned_key = torch.ops.megalite.rotary(
-        query, key, cosines, sines, position_ids, interleaved, False
-    )
+    turned, turned_key = torch.ops.megalite.rotary(query, key, *rotation, False)
     return turned, turned_key
 
 
@@ -146,17 +127,16 @@ class _SplitAndRotate(torch.autograd.Function):
     def forward(
         ctx: Any,
         qkv: Tensor,
-        heads: int,
-        key_value_heads: int,
+        heads: tuple[int, int, int],
         cosines: Tensor,
         sines: Tensor,
         interleaved: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cosines, sines)
-        ctx.heads, ctx.interleaved = (heads, key_value_heads, key_value_heads), interleaved
+        ctx.heads, ctx.interleaved = heads, interleaved
         rotated = torch.empty_like(qkv)
-        query, key, value = rotated.split(ctx.heads, dim=2)
-        turning = heads + key_value_heads
+        query, key, value = rotated.split(heads, dim=2)
+        turning = heads[0] + heads[1]
         _rotate(qkv[:, :, :turning], cosines, sines, interleaved, out=rotated[:, :, :turning])
         value.copy_(qkv[:, :, turning:])
         return query, key, value
@@ -171,7 +151,7 @@ class _SplitAndRotate(torch.autograd.Function):
         _rotate(grads[0], cosines, -sines, ctx.interleaved, out=query_grad)
         _rotate(grads[1], cosines, -sines, ctx.interleaved, out=key_grad)
         value_grad.copy_(grads[2])
-        return packed, None, None, None, None, None
+        return packed, None, None, None, None
 
 
 class _Rotate(torch.autograd.Function):
@@ -219,12 +199,6 @@ def _pairs(heads: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
         return heads[..., 0::2], heads[..., 1::2]
     first, second = heads.chunk(2, dim=-1)
     return first, second
-
-
-def _of_positions(position_ids: Tensor | None, cosines: Tensor, sines: Tensor) -> tuple[Tensor, Tensor]:
-    if position_ids is None:
-        return cosines, sines
-    return cosines[position_ids].unsqueeze(2), sines[position_ids].unsqueeze(2)
 
 
 def _split_like(

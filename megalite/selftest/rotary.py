@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megalite.ops.choice import COMPILED
 from megalite.ops.rotary import (
+    Rotation,
     compiled_split_and_rotate,
     rotary_frequencies,
     rotary_table,
@@ -36,7 +37,7 @@ def _form(run: Form, interleaved: bool) -> Form:
     def form(qkv: Tensor, cosines: Tensor, sines: Tensor, group: Tensor) -> tuple[Tensor, ...]:
         key_value_heads = qkv.shape[2] // (len(group) + 2)
         heads = (len(group) * key_value_heads, key_value_heads)
-        rotated: tuple[Tensor, ...] = run(qkv, *heads, cosines, sines, interleaved=interleaved)
+        rotated: tuple[Tensor, ...] = run(qkv, *heads, Rotation(cosines, sines, interleaved=interleaved))
         return rotated
 
     return form

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megalite.ops.rotary import (
+    Rotation,
     compiled_rotate,
     compiled_split_and_rotate,
     rotary_frequencies,
@@ -53,7 +54,7 @@ def test_query_key_value_and_gradient(dtype: torch.dtype, interleaved: bool, hea
         def turn(qkv: Tensor) -> tuple[Tensor, ...]:
             angles = (each.to(dtype) for each in tables)
             form = compiled_split_and_rotate if fused else split_and_rotate
-            return form(qkv, HEADS, KEY_VALUE_HEADS, *angles, interleaved=interleaved)
+            return form(qkv, HEADS, KEY_VALUE_HEADS, Rotation(*angles, interleaved=interleaved))
 
         return with_gradients(turn, [qkv.to(dtype)], [each.to(dtype) for each in grads])
 
@@ -82,14 +83,16 @@ def test_ragged_shapes(
     tables = [each.to(dtype) for each in _angles(50, 2 * pairs)]
     position_ids = torch.randint(50, (batch if own else 1, sequence), generator=GENERATOR)
     form = {"position_ids": position_ids, "interleaved": interleaved}
-    query, key, value = compiled_split_and_rotate(qkv, heads, shared, *tables, **form)
-    plain = split_and_rotate(qkv, heads, shared, *tables, **form)
-    exact = split_and_rotate(qkv.double(), heads, shared, *(each.double() for each in tables), **form)
+    query, key, value = compiled_split_and_rotate(qkv, heads, shared, Rotation(*tables, **form))
+    plain = split_and_rotate(qkv, heads, shared, Rotation(*tables, **form))
+    exact = split_and_rotate(
+        qkv.double(), heads, shared, Rotation(*(each.double() for each in tables), **form)
+    )
     for one, two, three in zip((query, key), plain[:2], exact[:2], strict=True):
         assert_no_worse(one, two, three, what="turned")
     assert torch.equal(value, qkv[:, :, heads + shared :])
     gathered = [each[position_ids].unsqueeze(2) for each in tables]
-    again = compiled_split_and_rotate(qkv, heads, shared, *gathered, interleaved=interleaved)
+    again = compiled_split_and_rotate(qkv, heads, shared, Rotation(*gathered, interleaved=interleaved))
     assert all(torch.equal(one, two) for one, two in zip((query, key, value), again, strict=True))
 
 
@@ -106,7 +109,9 @@ def test_heads_apart_and_with_gaps(interleaved: bool) -> None:
     def run(fused: bool) -> list[Tensor]:
         def turn(packed: Tensor) -> tuple[Tensor, Tensor]:
             query, key = packed.transpose(1, 2).split((HEADS, KEY_VALUE_HEADS), dim=2)
-            return (compiled_rotate if fused else rotate)(query, key, cosines, sines, interleaved=interleaved)
+            return (compiled_rotate if fused else rotate)(
+                query, key, Rotation(cosines, sines, interleaved=interleaved)
+            )
 
         return with_gradients(turn, [packed], grads)
 
@@ -120,14 +125,16 @@ def test_in_place_is_the_same_to_the_bit(dtype: torch.dtype, interleaved: bool) 
     qkv = _parts(2, 5, 24)[0].to(dtype)
     angles = [_of_tokens(each.to(dtype)) for each in _angles(5, 24)]
     form = {"interleaved": interleaved}
-    expected = compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles, **form)
+    expected = compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, Rotation(*angles, **form))
     with torch.no_grad():
         given = qkv.clone()
-        made = compiled_split_and_rotate(given, HEADS, KEY_VALUE_HEADS, *angles, **form, overwrite=True)
+        made = compiled_split_and_rotate(
+            given, HEADS, KEY_VALUE_HEADS, Rotation(*angles, **form), overwrite=True
+        )
     assert all(torch.equal(one, two) for one, two in zip(made, expected, strict=True))
     assert made[0].data_ptr() == given.data_ptr()
     recorded = qkv.clone().requires_grad_()
-    split_and_rotate(recorded, HEADS, KEY_VALUE_HEADS, *angles, **form, overwrite=True)
+    split_and_rotate(recorded, HEADS, KEY_VALUE_HEADS, Rotation(*angles, **form), overwrite=True)
     assert torch.equal(recorded, qkv), "overwritten though a gradient is recorded"
 
 
@@ -142,7 +149,9 @@ def test_tokens_beyond_the_caches_are_the_same_to_the_bit(head_dim: int, interle
     def turned(at: slice) -> list[Tensor]:
         def turn(qkv: Tensor) -> tuple[Tensor, ...]:
             angles = (each[:, at] for each in tables)
-            return compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles, interleaved=interleaved)
+            return compiled_split_and_rotate(
+                qkv, HEADS, KEY_VALUE_HEADS, Rotation(*angles, interleaved=interleaved)
+            )
 
         return with_gradients(turn, [qkv[:, at]], [each[:, at] for each in grads])
 
@@ -163,10 +172,11 @@ def test_gradients_are_those_of_the_outputs(interleaved: bool) -> None:
     cosines, sines = _angles(9, 6)
     form = {"position_ids": torch.tensor([[8, 0, 3]]), "interleaved": interleaved}
     assert torch.autograd.gradcheck(
-        lambda qkv: compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, cosines, sines, **form), [qkv]
+        lambda qkv: compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, Rotation(cosines, sines, **form)),
+        [qkv],
     )
     assert torch.autograd.gradcheck(
-        lambda *heads: compiled_rotate(*heads, cosines, sines, **form),
+        lambda *heads: compiled_rotate(*heads, Rotation(cosines, sines, **form)),
         [query.requires_grad_(), key.requires_grad_()],
     )
 
@@ -187,9 +197,9 @@ def test_operators_keep_torchs_rules() -> None:
 def test_tensors_without_data() -> None:
     qkv = torch.empty(2, 3, HEADS + 2 * KEY_VALUE_HEADS, 8, device="meta")
     angles = [torch.empty(1, 3, 1, 4, device="meta")] * 2
-    query, key, value = compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles)
+    query, key, value = compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, Rotation(*angles))
     assert query.shape == (2, 3, HEADS, 8) and key.shape == value.shape == (2, 3, KEY_VALUE_HEADS, 8)
-    assert [each.shape for each in compiled_rotate(query, key, *angles)] == [query.shape, key.shape]
+    assert [each.shape for each in compiled_rotate(query, key, Rotation(*angles))] == [query.shape, key.shape]
     assert query.is_meta
 
 
@@ -201,8 +211,8 @@ def test_compiled_without_a_break(interleaved: bool) -> None:
     def run(fused: bool, qkv: Tensor) -> tuple[Tensor, ...]:
         form = {"interleaved": interleaved}
         split, turn = (compiled_split_and_rotate, compiled_rotate) if fused else (split_and_rotate, rotate)
-        query, key, value = split(qkv, HEADS, KEY_VALUE_HEADS, *angles, **form)
-        return *turn(query, key, *angles, **form), value
+        query, key, value = split(qkv, HEADS, KEY_VALUE_HEADS, Rotation(*angles, **form))
+        return *turn(query, key, Rotation(*angles, **form)), value
 
     expected = with_gradients(lambda qkv: run(True, qkv), [qkv], grads)
     for fused in (True, False):
@@ -216,7 +226,7 @@ def test_no_tokens() -> None:
     qkv, *grads = _parts(2, 0, 8)
     angles = [_of_tokens(each) for each in _angles(0, 8)]
     made = with_gradients(
-        lambda qkv: compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, *angles), [qkv], grads
+        lambda qkv: compiled_split_and_rotate(qkv, HEADS, KEY_VALUE_HEADS, Rotation(*angles)), [qkv], grads
     )
     assert [each.shape[1] for each in made] == [0, 0, 0, 0]
 

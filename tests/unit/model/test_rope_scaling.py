@@ -211,7 +211,7 @@ def test_each_sequence_has_the_angles_of_its_own_length_while_transformers_takes
     lengths = torch.tensor([short] * short + [long] * long)[None]
     packed = LayerRotations(shape)(positions, lengths).full
     alone = [LayerRotations(shape)(torch.arange(length)[None]).full for length in (short, long)]
-    for ours, *expected in zip(packed, *alone, strict=True):
+    for ours, *expected in zip(packed.angles(), *(rotation.angles() for rotation in alone), strict=True):
         assert_close(ours, torch.cat(expected, dim=1), rtol=FLOAT32_RTOL)
     config = config_of(shape)
     theirs = [
