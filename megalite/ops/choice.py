@@ -6,7 +6,6 @@ implementation serves every call: those that its kernel cannot serve go to plain
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar, cast
 
 from torch import Tensor
@@ -172,7 +171,7 @@ class Operators(OperatorSlots):
         for name, slot in SLOTS.items():
             object.__setattr__(self, name, slot.bound(self.of(name), traced=self.compile))
         if not self.uses("add_norm"):
-            object.__setattr__(self, "add_norm", partial(norms.add_norm, by=self.norm))
+            object.__setattr__(self, "add_norm", norms.add_then(self.norm))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the description; another process builds the functions from it."""

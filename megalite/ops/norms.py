@@ -86,11 +86,19 @@ def add_norm(
     bias: Tensor | None,
     eps: float,
     zero_centered_gamma: bool = False,
-    by: Norm = norm,
 ) -> tuple[Tensor, Tensor]:
-    """Return x + residual in the memory of x, and its norm by the function `by`."""
-    total = x.add_(residual)
-    return total, by(total, weight, bias, eps, zero_centered_gamma)
+    """Return x + residual in the memory of x, and its norm, in plain torch."""
+    return add_then(norm)(x, residual, weight, bias, eps, zero_centered_gamma)
+
+
+def add_then(normalise: Norm) -> AddNorm:
+    """Return the function that adds as `add_norm` does, and normalises by `normalise`."""
+
+    def add(x: Tensor, residual: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
+        total = x.add_(residual)
+        return total, normalise(total, *form)
+
+    return add
 
 
 def compiled_norm(
