@@ -18,7 +18,13 @@ from benchmarks import report
 from megalite.launcher.process import keep_freed_memory
 from megalite.ops import extension
 from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY
-from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import (
+    ChunkedHead,
+    LossTerms,
+    VocabularyShard,
+    chunked_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from megalite.parallel.mesh import ALONE
 
 TOKENS, HIDDEN, VOCABULARY, THREADS, ROUNDS = 2048, 512, 32000, 2, 3
@@ -27,14 +33,14 @@ COLUMNS = {name: name for name in ("chunk", "form", "peak MB", "seconds")}
 
 def _once(hidden_states: torch.Tensor, weight: torch.Tensor, chunk: int, fused: bool) -> None:
     labels = torch.randint(VOCABULARY, hidden_states.shape[:2])
-    operator = COMPILED_CROSS_ENTROPY if fused else TORCH_CROSS_ENTROPY
-    tokens = (labels, torch.ones(labels.shape), range(VOCABULARY), ALONE, LossTerms(VOCABULARY))
+    shard = VocabularyShard(
+        range(VOCABULARY), ALONE, COMPILED_CROSS_ENTROPY if fused else TORCH_CROSS_ENTROPY
+    )
+    tokens = (labels, torch.ones(labels.shape), shard, LossTerms(VOCABULARY))
     if chunk:
-        losses = chunked_cross_entropy(
-            hidden_states, weight, None, *tokens, chunk_tokens=chunk, operator=operator
-        )
+        losses = chunked_cross_entropy(hidden_states, ChunkedHead(weight, None, chunk), *tokens)
     else:
-        losses = vocab_parallel_cross_entropy(hidden_states @ weight.t(), *tokens, operator=operator)
+        losses = vocab_parallel_cross_entropy(hidden_states @ weight.t(), *tokens)
     torch.autograd.grad(losses.sum(), (hidden_states, weight))
 
 

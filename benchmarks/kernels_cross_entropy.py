@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.kernel_timing import Case, run
 from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY, ShardCrossEntropy
-from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import LossTerms, VocabularyShard, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ALONE
 
 TARGETS = {"eager": 3.0, "compiled": 4.0}
@@ -33,10 +33,11 @@ def _forms(tokens: int, vocabulary: int, label_smoothing: float = 0.0) -> Mappin
         )
 
     def ours(logits: Tensor, *, operator: ShardCrossEntropy) -> Tensor:
-        terms = LossTerms(vocabulary, label_smoothing)
-        rows = range(vocabulary)
-        weights = (labels, loss_mask, rows, ALONE, terms)
-        return vocab_parallel_cross_entropy(logits, *weights, operator=operator).sum()
+        shard, terms = (
+            VocabularyShard(range(vocabulary), ALONE, operator),
+            LossTerms(vocabulary, label_smoothing),
+        )
+        return vocab_parallel_cross_entropy(logits, labels, loss_mask, shard, terms).sum()
 
     def once(loss: Callable[[Tensor], Tensor]) -> Any:
         return torch.autograd.grad(loss(logits), logits)

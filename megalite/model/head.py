@@ -8,8 +8,10 @@ from megalite.model.options import ModelOptions
 from megalite.ops.softcap import soft_capped
 from megalite.parallel.collectives import column_input, gather_last_dim
 from megalite.parallel.cross_entropy import (
+    ChunkedHead,
     LogitTransform,
     LossTerms,
+    VocabularyShard,
     chunked_cross_entropy,
     vocab_parallel_cross_entropy,
 )
@@ -43,10 +45,11 @@ class OutputHead(nn.Module):
         options: ModelOptions,
     ):
         super().__init__()
-        self.norm, self.projection, self.mesh, self.ops = norm, projection, mesh, options.ops
+        self.norm, self.projection, self.mesh = norm, projection, mesh
         self.chunked_loss, self.gradients = options.model.chunked_loss, options.weight_gradients
         self.transform = LogitTransform(shape.final_logit_softcapping, shape.logits_scaling)
         self.vocabulary = balanced_split(shape.vocab_size, mesh.tp.size)
+        self.shard = VocabularyShard(self.vocabulary[mesh.tp.rank], mesh.tp, options.ops.cross_entropy)
         self.loss_terms = LossTerms(
             shape.vocab_size, options.training.label_smoothing, options.training.z_loss
         )
@@ -54,20 +57,13 @@ class OutputHead(nn.Module):
     def losses(self, hidden_states: Tensor, labels: Tensor, loss_mask: Tensor, *, training: bool) -> Tensor:
         """[B, S, H] -> weighted losses [B, S]; label smoothing and z-loss are left out of an evaluation."""
         terms = self.loss_terms if training else LossTerms(self.loss_terms.vocabulary)
-        tp = self.mesh.tp
-        tokens = (labels, loss_mask, self.vocabulary[tp.rank], tp, terms)
-        operator = self.ops.cross_entropy
         if not self.chunked_loss:
-            return vocab_parallel_cross_entropy(self.local_logits(hidden_states), *tokens, operator=operator)
-        return chunked_cross_entropy(
-            column_input(self.norm(hidden_states), self.mesh),
-            self.projection.weight,
-            self._bias,
-            *tokens,
-            chunk_tokens=self.chunked_loss,
-            transform=self.transform,
-            operator=operator,
-        )
+            logits = self.local_logits(hidden_states)
+            return vocab_parallel_cross_entropy(logits, labels, loss_mask, self.shard, terms)
+        # Made here: ZeRO 3 gathers the weights for a forward.
+        head = ChunkedHead(self.projection.weight, self._bias, self.chunked_loss, self.transform)
+        inputs = column_input(self.norm(hidden_states), self.mesh)
+        return chunked_cross_entropy(inputs, head, labels, loss_mask, self.shard, terms)
 
     def local_logits(self, hidden_states: Tensor) -> Tensor:
         """[B, S, H] -> logits over this rank's rows of the vocabulary [B, S, V / tp]."""

@@ -38,6 +38,15 @@ class LossTerms:
 
 
 @dataclass(frozen=True)
+class VocabularyShard:
+    """The rows of the vocabulary on this rank, the ranks that hold the others, and the operator over their logits."""
+
+    rows: range
+    tp: RankGroup
+    operator: ShardCrossEntropy = TORCH_CROSS_ENTROPY
+
+
+@dataclass(frozen=True)
 class _ShardLoss:
     """The losses of T tokens over this rank's rows of the vocabulary, and the inputs of their gradient.
 
@@ -46,27 +55,24 @@ class _ShardLoss:
 
     targets: Targets
     weights: Tensor
-    tp: RankGroup
+    shard: VocabularyShard
     terms: LossTerms
-    operator: ShardCrossEntropy
 
     @classmethod
     def of(
         cls,
         labels: Tensor,
         loss_mask: Tensor,
-        rows: range,
-        tp: RankGroup,
+        shard: VocabularyShard,
         terms: LossTerms,
-        operator: ShardCrossEntropy,
         dtype: torch.dtype,
     ) -> "_ShardLoss":
         """Build from labels and loss_mask of any shape; dtype: the logits' dtype."""
         smoothing = terms.label_smoothing
         flat = labels.reshape(-1).contiguous()
-        targets = Targets(flat, rows.start, 1 - smoothing, smoothing / terms.vocabulary)
+        targets = Targets(flat, shard.rows.start, 1 - smoothing, smoothing / terms.vocabulary)
         weights = loss_mask.reshape(-1).to(torch.promote_types(dtype, torch.float32)) * (flat != IGNORE_INDEX)
-        return cls(targets, weights, tp, terms, operator)
+        return cls(targets, weights, shard, terms)
 
     def in_chunks(self, tokens: int) -> Iterator["_ShardLoss"]:
         """Yield the losses of `tokens` tokens at a time."""
@@ -74,20 +80,20 @@ class _ShardLoss:
             self.targets.labels.split(tokens), self.weights.split(tokens), strict=True
         ):
             targets = Targets(labels, self.targets.first_id, self.targets.on_label, self.targets.uniform)
-            yield _ShardLoss(targets, weights, self.tp, self.terms, self.operator)
+            yield _ShardLoss(targets, weights, self.shard, self.terms)
 
     def working_logits(self, logits: Tensor) -> Tensor:
         """Return the logits [..., columns] as [T, columns] to overwrite: a view, or a float32 copy of low precision."""
         flat = logits.detach().view(-1, logits.shape[-1])
-        return flat if self.operator.reads_low_precision else flat.to(self.weights.dtype)
+        return flat if self.shard.operator.reads_low_precision else flat.to(self.weights.dtype)
 
     def losses_over_gradient(self, logits: Tensor) -> Tensor | None:
         """Return weighted losses [T] and overwrite the logits with the gradient of their sum, in one pass over rows.
 
         None if this needs two passes: `losses`, then `write_gradient`.
         """
-        in_one_visit = self.operator.losses_over_gradient
-        if in_one_visit is None or self.tp.size > 1 or not visits_rows_once(logits):
+        in_one_visit = self.shard.operator.losses_over_gradient
+        if in_one_visit is None or self.shard.tp.size > 1 or not visits_rows_once(logits):
             return None
         return in_one_visit(logits, self.weights, self.targets, self.terms.z_loss)
 
@@ -96,20 +102,20 @@ class _ShardLoss:
 
         factor * exp(logit - maximum) is the softmax probability, times z-loss's factor in the gradient.
         """
-        statistics = self.operator.statistics(logits, self.weights, self.targets)
+        statistics = self.shard.operator.statistics(logits, self.weights, self.targets)
         maximum, sums, expected = statistics
         shift, normaliser = None, maximum
-        if self.tp.size > 1:
+        if self.shard.tp.size > 1:
             here = self.targets.here(logits.shape[-1])
             # The target's probability mass on this shard: corrects the expected logit for the change of maximum.
             mass = here.to(sums.dtype) * self.targets.on_label + logits.shape[-1] * self.targets.uniform
-            of_ranks = gather_ranks(torch.cat([statistics, mass.unsqueeze(0)]), self.tp)
+            of_ranks = gather_ranks(torch.cat([statistics, mass.unsqueeze(0)]), self.shard.tp)
             maxima, sums_of_ranks, expected_of_ranks, masses = of_ranks.unbind(dim=1)
             normaliser = maxima.amax(dim=0)
             shifts = maxima - normaliser
             sums = (sums_of_ranks * shifts.exp()).sum(dim=0)
             expected = (expected_of_ranks + masses * shifts).sum(dim=0)
-            shift = shifts[self.tp.rank]
+            shift = shifts[self.shard.tp.rank]
         losses = sums.log() - expected
         factor = sums.reciprocal() if shift is None else shift.exp() / sums
         if self.terms.z_loss:
@@ -125,7 +131,7 @@ class _ShardLoss:
         """Overwrite the logits of `losses` with their gradient; grad: d/d(weighted losses) [T], None: 1."""
         weights = self.weights if grad is None else self.weights * grad
         factors = torch.where(weights != 0, factor * weights, 0)
-        self.operator.write_gradient(logits, maximum, factors, weights, self.targets)
+        self.shard.operator.write_gradient(logits, maximum, factors, weights, self.targets)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -161,21 +167,17 @@ def vocab_parallel_cross_entropy(
     logits: Tensor,
     labels: Tensor,
     loss_mask: Tensor,
-    rows: range,
-    tp: RankGroup,
+    shard: VocabularyShard,
     terms: LossTerms,
-    *,
-    operator: ShardCrossEntropy = TORCH_CROSS_ENTROPY,
 ) -> Tensor:
-    """Return token losses weighted by `loss_mask`: [B, S], equal on every rank of `tp`, in at least float32.
+    """Return token losses weighted by `loss_mask`: [B, S], equal on every rank of tp, in at least float32.
 
     logits: [B, S, rows held here], overwritten: holds d(loss)/d(logits) after backward; on the one-pass path already
     after forward, assuming an upstream gradient of 1. Backward can therefore run only once.
     labels: [B, S] global ids; IGNORE_INDEX (-100) counts as masked. loss_mask: [B, S], any non-negative weights; logits
-    of tokens with weight 0 may have any values, infinities too. rows: the range of the vocabulary on this rank.
-    terms: label smoothing and z-loss.
+    of tokens with weight 0 may have any values, infinities too. terms: label smoothing and z-loss.
     """
-    loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, operator, logits.dtype)
+    loss = _ShardLoss.of(labels, loss_mask, shard, terms, logits.dtype)
     differentiated = torch.is_grad_enabled() and logits.requires_grad
     losses: Tensor = _VocabParallelCrossEntropy.apply(logits, loss, differentiated)  # type: ignore[no-untyped-call]
     return losses
@@ -190,6 +192,17 @@ class LogitTransform:
 
 
 @dataclass(frozen=True)
+class ChunkedHead:
+    """The output projection of a chunked loss: weight [rows, H], bias [rows], and the tokens whose logits exist at
+    once."""
+
+    weight: Tensor
+    bias: Tensor | None
+    chunk_tokens: int
+    transform: LogitTransform = LogitTransform()
+
+
+@dataclass(frozen=True)
 class _Gradients:
     """The gradients of the sum of a chunked loss, filled chunk by chunk; None for inputs that need no gradient.
 
@@ -201,7 +214,7 @@ class _Gradients:
     bias: Tensor | None
 
     @property
-    def wanted(self) -> bool:
+    def needed(self) -> bool:
         return any(each is not None for each in (self.hidden_states, self.weight, self.bias))
 
     def add(self, at: int, inputs: Tensor, logits_grad: Tensor, weight: Tensor) -> None:
@@ -216,35 +229,27 @@ class _Gradients:
 
 
 @torch.no_grad()
-def _in_chunks(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    loss: _ShardLoss,
-    tokens: int,
-    transform: LogitTransform,
-    gradients: _Gradients,
-) -> Tensor:
+def _in_chunks(hidden_states: Tensor, head: ChunkedHead, loss: _ShardLoss, gradients: _Gradients) -> Tensor:
     """Return the losses [T] of hidden_states [T, H]; fill the gradients of their sum."""
-    losses, at = [], 0
+    losses, at, tokens, transform = [], 0, head.chunk_tokens, head.transform
     for inputs, chunk in zip(hidden_states.split(tokens), loss.in_chunks(tokens), strict=True):
-        logits = chunk.working_logits(F.linear(inputs, weight, bias))
+        logits = chunk.working_logits(F.linear(inputs, head.weight, head.bias))
         if transform.scaling != 1:
             logits.div_(transform.scaling)
         slope = None if transform.softcap is None else cap_with_slope(logits, transform.softcap)
-        of_chunk = chunk.losses_over_gradient(logits) if gradients.wanted else None
+        of_chunk = chunk.losses_over_gradient(logits) if gradients.needed else None
         if of_chunk is None:
             of_chunk, *for_gradient = chunk.losses(logits)
-            if gradients.wanted:
+            if gradients.needed:
                 chunk.write_gradient(logits, *for_gradient)
         losses.append(of_chunk)
-        if not gradients.wanted:
+        if not gradients.needed:
             continue
         if slope is not None:
             logits.mul_(slope)
         if transform.scaling != 1:
             logits.div_(transform.scaling)
-        gradients.add(at, inputs, logits, weight)
+        gradients.add(at, inputs, logits, head.weight)
         at += len(inputs)
     return torch.cat(losses)
 
@@ -300,27 +305,21 @@ def _one_number(grad: Tensor) -> Tensor:
 
 def chunked_cross_entropy(
     hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    head: ChunkedHead,
     labels: Tensor,
     loss_mask: Tensor,
-    rows: range,
-    tp: RankGroup,
+    shard: VocabularyShard,
     terms: LossTerms,
-    *,
-    chunk_tokens: int,
-    transform: LogitTransform = LogitTransform(),
-    operator: ShardCrossEntropy = TORCH_CROSS_ENTROPY,
 ) -> Tensor:
-    """Compute `vocab_parallel_cross_entropy` of transformed hidden_states @ weight.T + bias, chunk by chunk.
+    """Compute `vocab_parallel_cross_entropy` of the head's transformed hidden_states @ weight.T + bias, in chunks.
 
     Only the sum of the losses, times any number, may be differentiated, and only once: forward computes its gradients.
     Where weight and bias are frozen, each loss may have a factor of its own.
     The gradients of weight and bias are summed in at least float32. One small collective per chunk.
     hidden_states: [B, S, H], equal on every rank of tp; their gradient is partial, from this rank's rows only.
-    weight: [rows, H]. bias: [rows]. chunk_tokens: tokens per chunk.
     """
-    loss = _ShardLoss.of(labels, loss_mask, rows, tp, terms, operator, hidden_states.dtype)
+    weight, bias = head.weight, head.bias
+    loss = _ShardLoss.of(labels, loss_mask, shard, terms, hidden_states.dtype)
     flat = hidden_states.reshape(-1, hidden_states.shape[-1])
     fp32 = loss.weights.dtype
     gradients = _Gradients(
@@ -328,7 +327,7 @@ def chunked_cross_entropy(
         torch.zeros_like(weight, dtype=fp32) if _differentiated(weight) else None,
         torch.zeros_like(bias, dtype=fp32) if bias is not None and _differentiated(bias) else None,
     )
-    losses = _in_chunks(flat, weight, bias, loss, chunk_tokens, transform, gradients)
+    losses = _in_chunks(flat, head, loss, gradients)
     total: Tensor = _KnownGradient.apply(flat, gradients.hidden_states, losses, True)  # type: ignore[no-untyped-call]
     for source, gradient in ((weight, gradients.weight), (bias, gradients.bias)):
         if source is not None:

@@ -6,7 +6,12 @@ from torch import Tensor
 
 from megalite.ops.choice import COMPILED
 from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY, ShardCrossEntropy
-from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import (
+    IGNORE_INDEX,
+    LossTerms,
+    VocabularyShard,
+    vocab_parallel_cross_entropy,
+)
 from megalite.parallel.mesh import ParallelMesh
 from megalite.selftest.registry import Entry, Form, Shape, compiled
 
@@ -27,9 +32,8 @@ def _losses(operator: ShardCrossEntropy) -> Form:
     def form(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         mesh, columns = ParallelMesh.single(logits.device), logits.shape[-1]
         rows, ids, masks = (each.unsqueeze(0) for each in (logits, labels, weights))
-        losses = vocab_parallel_cross_entropy(
-            rows, ids, masks, range(columns), mesh.tp, LossTerms(columns), operator=operator
-        )
+        shard = VocabularyShard(range(columns), mesh.tp, operator)
+        losses = vocab_parallel_cross_entropy(rows, ids, masks, shard, LossTerms(columns))
         return losses.squeeze(0)
 
     return form

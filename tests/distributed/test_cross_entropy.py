@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import LossTerms, VocabularyShard, vocab_parallel_cross_entropy
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.topology.stages import balanced_split
@@ -22,10 +22,11 @@ def random_losses_on_rank(tp: int, cases: list[tuple[int, int, float, float, flo
         logits, labels, loss_mask = tokens(3, 7, vocabulary, spread, seed)
         terms = LossTerms(vocabulary, label_smoothing, z_loss)
         rows = balanced_split(vocabulary, tp)[mesh.tp.rank]
-        shard = logits[..., rows.start : rows.stop].clone().requires_grad_()
+        leaf = logits[..., rows.start : rows.stop].clone().requires_grad_()
         with Counter() as counter:
-            losses = vocab_parallel_cross_entropy(shard, labels, loss_mask, rows, mesh.tp, terms)
-            (gradient,) = torch.autograd.grad(losses.sum(), shard)
+            shard = VocabularyShard(rows, mesh.tp)
+            losses = vocab_parallel_cross_entropy(leaf, labels, loss_mask, shard, terms)
+            (gradient,) = torch.autograd.grad(losses.sum(), leaf)
         collectives.append(counter.collectives)
         expected_losses, expected_gradient = torchs(logits, labels, loss_mask, terms)
         what = f"of seed {seed}, {terms}"

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from megalite.parallel.collectives import column_input, gather_last_dim
-from megalite.parallel.cross_entropy import LossTerms, vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import LossTerms, VocabularyShard, vocab_parallel_cross_entropy
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
@@ -79,7 +79,7 @@ def embedding_and_loss_on_rank(tp: int, sequence_parallel: bool, terms: LossTerm
     logits = F.linear(column_input(hidden_states, mesh), head)
     sizes = tuple(len(part) for part in balanced_split(VOCABULARY, tp))
     full_logits = gather_last_dim(logits.detach(), sizes, mesh.tp).clone()
-    losses = vocab_parallel_cross_entropy(logits, labels, loss_mask, rows, mesh.tp, terms)
+    losses = vocab_parallel_cross_entropy(logits, labels, loss_mask, VocabularyShard(rows, mesh.tp), terms)
     losses.sum().backward()
     seen = Seen(losses.detach(), hidden_states.grad, [embedding.weight.grad, head.grad])
     seen.weight_grads.append(full_logits)
@@ -150,8 +150,8 @@ def masked_infinity_on_rank() -> tuple[float, bool]:
     logits[0, 1, 3] = 1e308
     logits.requires_grad_()
     mesh = ParallelMesh.single()
-    losses = vocab_parallel_cross_entropy(
-        logits, torch.tensor([[1, 2]]), torch.tensor([[1.0, 0.0]]), range(5), mesh.tp, LossTerms(5)
-    )
+    labels, weights = torch.tensor([[1, 2]]), torch.tensor([[1.0, 0.0]])
+    shard = VocabularyShard(range(5), mesh.tp)
+    losses = vocab_parallel_cross_entropy(logits, labels, weights, shard, LossTerms(5))
     losses.sum().backward()
     return losses.sum().item(), bool(torch.isfinite(logits.grad).all())

@@ -19,7 +19,12 @@ from megalite.ops.cross_entropy import (
     compiled_shard_statistics,
     compiled_write_gradient,
 )
-from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import (
+    IGNORE_INDEX,
+    LossTerms,
+    VocabularyShard,
+    vocab_parallel_cross_entropy,
+)
 from megalite.parallel.mesh import ALONE
 from tests.support.kernels import DTYPES, needs_library
 from tests.support.parity import FLOAT32_RTOL, OPERATOR_RTOL, SLOPE_RTOL, assert_close, assert_no_worse
@@ -53,10 +58,8 @@ def loss_and_gradient(
     logits: Tensor, labels: Tensor, loss_mask: Tensor, terms: LossTerms, *, fused: bool
 ) -> tuple[Tensor, Tensor]:
     leaf = logits.clone().requires_grad_()
-    rows = range(logits.shape[-1])
-    losses = vocab_parallel_cross_entropy(
-        leaf, labels, loss_mask, rows, ALONE, terms, operator=OPERATORS[fused]
-    )
+    shard = VocabularyShard(range(logits.shape[-1]), ALONE, OPERATORS[fused])
+    losses = vocab_parallel_cross_entropy(leaf, labels, loss_mask, shard, terms)
     (gradient,) = torch.autograd.grad(losses.sum(), leaf)
     return losses.detach(), gradient
 
@@ -198,9 +201,7 @@ def test_results_do_not_depend_on_the_number_of_threads(dtype):
 def test_the_gradient_is_written_over_the_logits_of_their_type():
     logits, labels, loss_mask = tokens(4, 50, torch.bfloat16)
     logits.requires_grad_()
-    losses = vocab_parallel_cross_entropy(
-        logits, labels, loss_mask, range(50), ALONE, LossTerms(50), operator=COMPILED_CROSS_ENTROPY
-    )
+    losses = fused_losses(logits, labels, loss_mask)
     (gradient,) = torch.autograd.grad(losses.sum(), logits)
     assert losses.dtype == torch.float32
     assert gradient.dtype == torch.bfloat16 and gradient.data_ptr() == logits.data_ptr()
@@ -223,9 +224,8 @@ def test_each_loss_may_have_a_gradient_of_its_own(dtype):
 
 def fused_losses(logits: Tensor, labels: Tensor, loss_mask: Tensor) -> Tensor:
     columns = logits.shape[-1]
-    return vocab_parallel_cross_entropy(
-        logits, labels, loss_mask, range(columns), ALONE, LossTerms(columns), operator=COMPILED_CROSS_ENTROPY
-    )
+    shard = VocabularyShard(range(columns), ALONE, COMPILED_CROSS_ENTROPY)
+    return vocab_parallel_cross_entropy(logits, labels, loss_mask, shard, LossTerms(columns))
 
 
 def test_without_a_gradient_the_logits_stay():

@@ -85,18 +85,18 @@ def _normalise_by_own_tokens(this_batch: Callable[..., Any]) -> Callable[..., An
 
 
 def _smooth_over_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def smoothed(logits: Tensor, *others: Any, **form: Any) -> Tensor:
-        labels, mask, rows, tp, terms = others
-        return cross_entropy(logits, labels, mask, rows, tp, replace(terms, vocabulary=len(rows)), **form)
+    def smoothed(logits: Tensor, *others: Any) -> Tensor:
+        labels, mask, shard, terms = others
+        return cross_entropy(logits, labels, mask, shard, replace(terms, vocabulary=len(shard.rows)))
 
     return smoothed
 
 
 def _z_loss_of_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def with_z_loss(logits: Tensor, *others: Any, **form: Any) -> Tensor:
-        labels, mask, rows, tp, terms = others
+    def with_z_loss(logits: Tensor, *others: Any) -> Tensor:
+        labels, mask, shard, terms = others
         normaliser = logits.clone().logsumexp(dim=-1)
-        plain = cross_entropy(logits, labels, mask, rows, tp, replace(terms, z_loss=0.0), **form)
+        plain = cross_entropy(logits, labels, mask, shard, replace(terms, z_loss=0.0))
         return plain + terms.z_loss * normaliser.square() * mask * (labels >= 0)
 
     return with_z_loss

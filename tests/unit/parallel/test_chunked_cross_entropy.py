@@ -5,16 +5,22 @@ import torch
 from torch import Tensor
 
 from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY
-from megalite.parallel.cross_entropy import LossTerms, chunked_cross_entropy, vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import (
+    ChunkedHead,
+    LossTerms,
+    VocabularyShard,
+    chunked_cross_entropy,
+    vocab_parallel_cross_entropy,
+)
 from megalite.parallel.mesh import ALONE
 from tests.support.kernels import needs_library
 from tests.support.parity import CHUNKED_RTOL, assert_close
 from tests.unit.parallel.test_cross_entropy import tokens
 
-OPERATORS = {False: TORCH_CROSS_ENTROPY, True: COMPILED_CROSS_ENTROPY}
-
 FORMS = [False, pytest.param(True, marks=needs_library)]
 VOCABULARY, HIDDEN = 37, 6
+OPERATORS = {False: TORCH_CROSS_ENTROPY, True: COMPILED_CROSS_ENTROPY}
+SHARDS = {fused: VocabularyShard(range(VOCABULARY), ALONE, each) for fused, each in OPERATORS.items()}
 TERMS = LossTerms(VOCABULARY, label_smoothing=0.1, z_loss=0.01)
 
 
@@ -28,25 +34,16 @@ def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
 
 
 def chunked(*given: Tensor, chunk_tokens: int, terms: LossTerms = TERMS, fused: bool = False) -> Tensor:
-    return chunked_cross_entropy(
-        *given[:2],
-        None,
-        *given[2:],
-        range(VOCABULARY),
-        ALONE,
-        terms,
-        chunk_tokens=chunk_tokens,
-        operator=OPERATORS[fused],
-    )
+    hidden_states, weight, *others = given
+    head, shard = ChunkedHead(weight, None, chunk_tokens), SHARDS[fused]
+    return chunked_cross_entropy(hidden_states, head, *others, shard, terms)
 
 
 def plain(
     hidden_states: Tensor, weight: Tensor, *others: Tensor, terms: LossTerms = TERMS, fused: bool = False
 ) -> Tensor:
     logits = hidden_states @ weight.t()
-    return vocab_parallel_cross_entropy(
-        logits, *others, range(VOCABULARY), ALONE, terms, operator=OPERATORS[fused]
-    )
+    return vocab_parallel_cross_entropy(logits, *others, SHARDS[fused], terms)
 
 
 @pytest.mark.parametrize("fused", FORMS, ids=["plain", "fused"])

@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megalite.parallel.cross_entropy import IGNORE_INDEX, LossTerms, vocab_parallel_cross_entropy
+from megalite.parallel.cross_entropy import (
+    IGNORE_INDEX,
+    LossTerms,
+    VocabularyShard,
+    vocab_parallel_cross_entropy,
+)
 from megalite.parallel.mesh import ParallelMesh
 from tests.support.parity import assert_close
 
@@ -17,8 +22,8 @@ BOTH = {"label_smoothing": 0.1, "z_loss": 0.01}
 def ours(logits: Tensor, labels: Tensor, loss_mask: Tensor, terms: LossTerms) -> tuple[Tensor, Tensor]:
     """Token losses and the gradient of their sum by the logits, which stay as they are."""
     given_logits = logits.clone().requires_grad_()
-    tp = ParallelMesh.single().tp
-    losses = vocab_parallel_cross_entropy(given_logits, labels, loss_mask, range(logits.shape[-1]), tp, terms)
+    shard = VocabularyShard(range(logits.shape[-1]), ParallelMesh.single().tp)
+    losses = vocab_parallel_cross_entropy(given_logits, labels, loss_mask, shard, terms)
     (gradient,) = torch.autograd.grad(losses.sum(), given_logits)
     return losses.detach(), gradient
 
@@ -72,8 +77,8 @@ def test_losses_and_gradients_are_torchs(sizes, spread, label_smoothing, z_loss,
 def test_the_gradient_is_written_over_the_logits(extras):
     logits, labels, loss_mask = tokens(2, 3, 11, 1.0, seed=0)
     logits.requires_grad_()
-    tp = ParallelMesh.single().tp
-    losses = vocab_parallel_cross_entropy(logits, labels, loss_mask, range(11), tp, LossTerms(11, **extras))
+    shard = VocabularyShard(range(11), ParallelMesh.single().tp)
+    losses = vocab_parallel_cross_entropy(logits, labels, loss_mask, shard, LossTerms(11, **extras))
     (gradient,) = torch.autograd.grad(losses.sum(), logits)
     assert gradient.data_ptr() == logits.data_ptr()
 
