@@ -135,12 +135,4 @@ def _query_key_norm(shape: ModelShape, heads: int, mesh: ParallelMesh, options: 
         return Norm(
             shape.head_dim, shape.rms_norm_eps, options, zero_centered_gamma=shape.zero_centered_gamma
         )
-    return HeadShardedNorm(
-        heads,
-        shape.head_dim,
-        shape.rms_norm_eps,
-        mesh=mesh,
-        dtype=options.dtype,
-        ops=options.ops,
-        zero_centered_gamma=shape.zero_centered_gamma,
-    )
+    return HeadShardedNorm(shape, heads, mesh=mesh, dtype=options.dtype, ops=options.ops)

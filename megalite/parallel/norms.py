@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from megalite.ops.choice import Operators
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh, RankGroup
+from megalite.topology.shape import ModelShape
 
 
 class _ShardedNormalise(torch.autograd.Function):
@@ -44,19 +45,19 @@ class HeadShardedNorm(nn.Module):
 
     def __init__(
         self,
+        shape: ModelShape,
         heads: int,
-        head_dim: int,
-        eps: float,
         *,
         mesh: ParallelMesh,
         dtype: torch.dtype,
         ops: Operators,
-        zero_centered_gamma: bool = False,
     ):
+        """heads: of query or of key on all ranks."""
         super().__init__()
-        self.tp, self.ops, self.eps, self.zero_centered_gamma = mesh.tp, ops, eps, zero_centered_gamma
-        self.total, self.copies = heads * head_dim, max(1, mesh.tp.size // heads)
-        self.weight = nn.Parameter(torch.empty(mesh.local_heads(heads) * head_dim, dtype=dtype))
+        self.tp, self.ops, self.eps = mesh.tp, ops, shape.rms_norm_eps
+        self.zero_centered_gamma = shape.zero_centered_gamma
+        self.total, self.copies = heads * shape.head_dim, max(1, mesh.tp.size // heads)
+        self.weight = nn.Parameter(torch.empty(mesh.local_heads(heads) * shape.head_dim, dtype=dtype))
 
     def forward(self, heads: Tensor) -> Tensor:
         """Normalise [B, S, heads of this rank, head_dim]."""
