@@ -129,16 +129,7 @@ class SleepingChunk(nn.Module):
         self.weight = nn.Parameter(torch.zeros(HIDDEN))
         self._sleeper, self._seconds = sleeper, seconds
 
-    def forward(
-        self,
-        inputs: Tensor,
-        *,
-        position_ids: Tensor,
-        labels: Tensor,
-        loss_mask: Tensor,
-        sample_indices: Tensor,
-        mode: ForwardMode,
-    ) -> Tensor:
+    def forward(self, inputs: Tensor, *, batch: StepBatch, mode: ForwardMode) -> Tensor:
         """Ids [B, S] or hidden states [B, S, H] -> hidden states; the last one: losses [B]."""
         self._sleeper.begin()
         self._sleeper.sleep(self._seconds)
@@ -163,8 +154,8 @@ class CaseOnRank:
             SleepingChunk(index, chunks, self._sleeper, case.chunk_unit)
             for index in split.chunks_of(mesh.at.pp)
         ]
-        shapes = PipelineShapes(case.micro_batches, HIDDEN, torch.float32)
-        self._runner = PipelineRunner(held, split, mesh, shapes, schedule=case.schedule)
+        shapes = PipelineShapes(case.micro_batches, HIDDEN, torch.float32, case.schedule)
+        self._runner = PipelineRunner(held, split, mesh, shapes)
         ids = torch.zeros(case.micro_batches, TOKENS, dtype=torch.int64)
         self._batch = StepBatch(ids, ids, ids, torch.ones(ids.shape), torch.arange(case.micro_batches))
         self._weight = mesh.reduce_over_world(weight_share(self._batch, mesh))

@@ -19,7 +19,7 @@ from megalite.topology.flops import forward_flops
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
-from megalite.train.assemble import StepSchedule, assemble
+from megalite.train.assemble import StepSchedule, TrainingPlan, assemble
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.step_totals import total_over_ranks
 
@@ -77,16 +77,15 @@ class Training:
             v_shaped=schedule.v_shaped,
             given=_balanced_layers(setup) if setup.balanced else None,
         )
-        self.replica, self.optimizer, self.pipeline = assemble(
+        plan = TrainingPlan(
             SHAPE,
             split,
-            mesh,
             setup.options,
             SETTINGS,
             StepSchedule(setup.schedule, setup.micro_batches),
-            seed=0,
             deepspeed=None if setup.zero is None else _deepspeed_json(setup, setup.zero, mesh),
         )
+        self.replica, self.optimizer, self.pipeline = assemble(plan, mesh, seed=0)
         self.batch = _batch(setup.sequences, mesh)
         if setup.document_tokens is not None:
             self.batch = _in_documents(self.batch, setup.document_tokens)

@@ -23,7 +23,7 @@ from megalite.ops.documents import document_lengths
 from megalite.parallel.layers import VocabParallelEmbedding
 from megalite.parallel.lora_bank import Selection
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.step_batch import TRAINING, ForwardMode
+from megalite.parallel.step_batch import TRAINING, ForwardMode, StepBatch
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit
 
@@ -85,32 +85,20 @@ class Chunk(nn.Module):
             projection = stage.model.embed_tokens if shape.tie_word_embeddings else stage.lm_head
             self.output = OutputHead(shape, stage.model.norm, projection, mesh, options)
 
-    def forward(
-        self,
-        inputs: Tensor,
-        *,
-        position_ids: Tensor,
-        labels: Tensor,
-        loss_mask: Tensor,
-        sample_indices: Tensor,
-        document_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        mode: ForwardMode = TRAINING,
-    ) -> Tensor:
-        """One micro batch; position_ids, labels and loss_mask are [B, S] on every stage, sample_indices [B].
+    def forward(self, inputs: Tensor, *, batch: StepBatch, mode: ForwardMode = TRAINING) -> Tensor:
+        """One micro batch, the same on every stage.
 
-        document_ids: [B, S], ascending in a row; given, a token attends to those of its own document only.
-        cu_seqlens: the same documents as of StepBatch, without which an accelerator's host waits for the ids.
         mode: the only switch: `train` and `eval` of the module change nothing.
         """
-        dropout = DropoutContext(sample_indices, position_ids.shape[1]) if mode.training else None
+        position_ids, document_ids = batch.position_ids, batch.document_ids
+        dropout = DropoutContext(batch.sample_indices, position_ids.shape[1]) if mode.training else None
         documents, lengths = None, None
         if document_ids is not None:
             if self.rotary is not None and self.rotary.full.follows_length:
                 lengths = document_lengths(document_ids)
             documents = self.ops.documents(
                 document_ids,
-                cu_seqlens,
+                batch.cu_seqlens,
                 dropout=mode.training and self.drops_attention,
                 softcap=self.softcap,
                 prefix=self._prefix_tokens(mode.adapters),
@@ -119,7 +107,7 @@ class Chunk(nn.Module):
         hidden_states = self.decode(inputs, position_ids, context, lengths)
         if not self.is_last:
             return hidden_states
-        losses = self.output.losses(hidden_states, labels, loss_mask, training=mode.training)
+        losses = self.output.losses(hidden_states, batch.labels, batch.loss_mask, training=mode.training)
         return losses.sum(dim=-1)
 
     def decode(

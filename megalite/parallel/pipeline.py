@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +20,16 @@ from megalite.topology.transfers import scheduled_actions
 
 @dataclass(frozen=True)
 class PipelineShapes:
-    """The shapes of a runner: M micro batches, hidden states [b, S, H] between chunks.
+    """The shapes of a runner: M micro batches, hidden states [b, S, H] between chunks, run by a schedule.
 
-    With sequence parallelism hidden states are [b, S / tp, H]. b and S follow from each batch.
+    With sequence parallelism hidden states are [b, S / tp, H]. b and S follow from each batch. schedule: a name of
+    topology.schedules; a single stage runs 1F1B whatever it is.
     """
 
     micro_batches: int
     hidden_size: int
     dtype: torch.dtype
+    schedule: str = "1f1b"
 
 
 class PipelineRunner:
@@ -44,7 +45,6 @@ class PipelineRunner:
         mesh: ParallelMesh,
         shapes: PipelineShapes,
         *,
-        schedule: str,
         buckets: GradientBuckets | None = None,
         objective: Objective = NEXT_TOKEN,
     ):
@@ -56,9 +56,8 @@ class PipelineRunner:
         self._chunks, self._split, self._mesh, self._shapes = chunks, split, mesh, shapes
         self._buckets, self._objective = buckets, objective
         self._by_index = dict(zip(split.chunks_of(mesh.at.pp), chunks, strict=True))
-        name = (
-            schedule if split.stages > 1 else "1f1b"
-        )  # with one stage all others would keep more activations
+        # With one stage every other schedule would only keep more activations.
+        name = shapes.schedule if split.stages > 1 else "1f1b"
         orders = orders_of(name, split.stages, shapes.micro_batches, split.chunks_per_stage)
         self._stage = StageSchedule(scheduled_actions(orders, split, mesh.at.pp), mesh)
 
@@ -125,7 +124,7 @@ def _run_chunk(
     mode: ForwardMode = TRAINING,
 ) -> Tensor:
     inputs = micro_batch.input_ids if hidden_states is None else hidden_states
-    return chunk(inputs, **_stage_arguments(micro_batch, mode))
+    return chunk(inputs, batch=micro_batch, mode=mode)
 
 
 def _watched(buckets: GradientBuckets | None, completes: bool) -> AbstractContextManager[None]:
@@ -134,18 +133,6 @@ def _watched(buckets: GradientBuckets | None, completes: bool) -> AbstractContex
 
 def _nothing(chunk: int) -> None:
     pass
-
-
-def _stage_arguments(batch: StepBatch, mode: ForwardMode) -> dict[str, Any]:
-    arguments = {
-        "position_ids": batch.position_ids,
-        "labels": batch.labels,
-        "loss_mask": batch.loss_mask,
-        "sample_indices": batch.sample_indices,
-        "document_ids": batch.document_ids,
-        "cu_seqlens": batch.cu_seqlens,
-    }
-    return {name: tensor for name, tensor in arguments.items() if tensor is not None} | {"mode": mode}
 
 
 def weight_share(batch: StepBatch, mesh: ParallelMesh, objective: Objective = NEXT_TOKEN) -> Tensor:

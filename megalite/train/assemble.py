@@ -31,29 +31,39 @@ class StepSchedule:
     micro_batches: int = 1
 
 
+@dataclass(frozen=True)
+class TrainingPlan:
+    """The model of a run, its optimizer, its schedule and its objective.
+
+    deepspeed: DeepSpeed's JSON with ZeRO 1 to 3; None for the optimizer of torch alone.
+    """
+
+    shape: ModelShape
+    split: PipelineSplit
+    options: ModelOptions
+    settings: OptimizerSettings
+    schedule: StepSchedule = StepSchedule()
+    objective: Objective = NEXT_TOKEN
+    deepspeed: Mapping[str, Any] | None = None
+
+
 def assemble(
-    shape: ModelShape,
-    split: PipelineSplit,
+    plan: TrainingPlan,
     mesh: ParallelMesh,
-    options: ModelOptions,
-    settings: OptimizerSettings,
-    schedule: StepSchedule,
     *,
     seed: int | None,
-    deepspeed: Mapping[str, Any] | None = None,
     prepare: Callable[[Replica], None] = lambda replica: None,
-    objective: Objective = NEXT_TOKEN,
 ) -> tuple[Replica, Optimizer, PipelineRunner]:
     """This rank's share of the model, its optimizer, and the pipeline that runs it; every rank of `mesh` calls it.
 
     seed: of the initial weights; None leaves them to `prepare`.
-    deepspeed: DeepSpeed's JSON with ZeRO 1 to 3; None for the optimizer of torch alone.
     prepare: called with the replica before the optimizer copies its weights and registers its hooks.
     """
+    shape, split, options, schedule = plan.shape, plan.split, plan.options, plan.schedule
     # ZeRO reads gradients in the middle of a step: autograd sums them.
     in_place = (
-        deepspeed is None
-        and settings.training.accumulation == "fp32"
+        plan.deepspeed is None
+        and plan.settings.training.accumulation == "fp32"
         and options.operators.of("accumulate") != TORCH
     )
     gradients = WeightGradients(
@@ -63,17 +73,16 @@ def assemble(
     options = replace(options, weight_gradients=gradients)
     replica = build_replica(shape, mesh, split, options, seed=seed)
     prepare(replica)
-    settings = replace(settings, operators=options.operators)
-    optimizer = _optimizer(replica, settings, deepspeed)
+    settings = replace(plan.settings, operators=options.operators)
+    optimizer = _optimizer(replica, settings, plan.deepspeed)
     forward = optimizer.wrap(replica.stage)
     pipeline = PipelineRunner(
         [forward] if split.stages == 1 else replica.stage.chunks,
         split,
         mesh,
-        PipelineShapes(schedule.micro_batches, shape.hidden_size, options.dtype),
-        schedule=schedule.name,
+        PipelineShapes(schedule.micro_batches, shape.hidden_size, options.dtype, schedule.name),
         buckets=optimizer.buckets,
-        objective=objective,
+        objective=plan.objective,
     )
     return replica, optimizer, pipeline
 

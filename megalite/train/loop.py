@@ -38,9 +38,7 @@ class TrainingLoop:
         *,
         callbacks: Sequence[Callback] = (),
         stops: StopConditions,
-        saved: Path | None = None,
     ):
-        """saved: the checkpoint that was resumed."""
         self._trainer, self._held_out, self._reporter = trainer, held_out, reporter
         self._saver, self._signals, self._budget = saver, stops.signals, stops.budget
         self._run = ActiveRun(trainer)
@@ -54,7 +52,7 @@ class TrainingLoop:
         self._asks = False
         self.exit_code = 0
         """75 if the run was stopped before its last step to be resumed, 130 by Ctrl-C; the same on every rank."""
-        self.saved = saved
+        self.saved: Path | None = saver.resumed_from
         """The last published checkpoint, or the resumed one."""
 
     def run(self) -> str:

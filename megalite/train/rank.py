@@ -44,7 +44,7 @@ from megalite.train.resume_check import change_notes
 from megalite.train.run_folder import RunFolder
 from megalite.train.saving import RunSaver
 from megalite.train.start import data_line, stream_line
-from megalite.train.step import TrainStep
+from megalite.train.step import StartingPoint, TrainStep
 from megalite.train.time_budget import TimeBudget
 from megalite.train.validation import HeldOutSet
 
@@ -150,15 +150,14 @@ class _Rank:
         kernels, tested = agreed_kernels(config, shape, dtype, mesh, leads_node=self.leads_node)
         load = loader_maker(config, mesh, tokenizer)
         weights = _initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None
+        start = StartingPoint(weights, _new_rows(config, tokenizer, weights), resumed_from is not None)
         with working(_building(config, resumed_from), shown=mesh.rank == 0, stream=sys.stdout):
             trainer = TrainStep(
                 config,
                 mesh,
                 shape,
                 training_loader(config, inputs.data, load, mesh, tokenizer),
-                weights=weights,
-                new_rows=_new_rows(config, tokenizer, weights),
-                resumed=resumed_from is not None,
+                start=start,
                 kernels=kernels,
             )
             trainer.fingerprints = dict(inputs.data.fingerprints)
@@ -177,15 +176,8 @@ class _Rank:
             trainer, folder.checkpoints, resumed_from=resumed_from, ranks_a_node=info.local_world_size
         )
         with trainer.batches:
-            loop = TrainingLoop(
-                trainer,
-                held_out,
-                reporter,
-                saver,
-                callbacks=self.job.callbacks,
-                stops=stops,
-                saved=resumed_from,
-            )
+            callbacks = self.job.callbacks
+            loop = TrainingLoop(trainer, held_out, reporter, saver, callbacks=callbacks, stops=stops)
             reason = loop.run()
             stops.signals.all_saved()
         if reason:

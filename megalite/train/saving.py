@@ -38,7 +38,7 @@ class RunSaver:
         self, trainer: TrainStep, folder: Path, *, resumed_from: Path | None = None, ranks_a_node: int = 1
     ):
         """resumed_from: a checkpoint that is never deleted. ranks_a_node: ranks that share this machine's memory."""
-        self._trainer, self._folder = trainer, folder
+        self._trainer, self._folder, self.resumed_from = trainer, folder, resumed_from
         self._protected = () if resumed_from is None else (resumed_from,)
         self._ranks_a_node = ranks_a_node
         self._writer = BackgroundWriter(trainer.mesh)

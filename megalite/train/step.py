@@ -39,7 +39,7 @@ from megalite.parallel.pipeline import weight_share
 from megalite.parallel.step_batch import WITHOUT_ADAPTER, StepBatch
 from megalite.selftest.decide import KernelChoice, known_kernels
 from megalite.topology.shape import ModelShape
-from megalite.train.assemble import StepSchedule, assemble
+from megalite.train.assemble import StepSchedule, TrainingPlan, assemble
 from megalite.train.nonfinite_output import first_nonfinite_output
 from megalite.train.optimizer.protocol import Update
 from megalite.train.options import model_options, objective_of, optimizer_settings, schedule_of
@@ -59,6 +59,20 @@ class _NextBatch:
     weight: Tensor
 
 
+@dataclass(frozen=True)
+class StartingPoint:
+    """Where the weights come from; by default they are drawn.
+
+    weights: a Hugging Face folder to start from instead of random values; beside an adapter always given.
+    new_rows: rows of the vocabulary for tokens that the weights do not know.
+    resumed: `TrainStep.resume` follows, which fills all weights that are trained: nothing is drawn.
+    """
+
+    weights: Path | None = None
+    new_rows: NewRows | None = None
+    resumed: bool = False
+
+
 class TrainStep:
     """Trains the model of `config` on this rank, a step a call; every rank of the mesh makes one and calls it alike."""
 
@@ -69,37 +83,31 @@ class TrainStep:
         shape: ModelShape,
         loader: TrainingLoader,
         *,
-        weights: Path | None = None,
-        new_rows: NewRows | None = None,
-        resumed: bool = False,
+        start: StartingPoint = StartingPoint(),
         kernels: KernelChoice | None = None,
     ):
-        """
-        weights: a Hugging Face folder to start from instead of random values; beside an adapter always given.
-        new_rows: rows of the vocabulary for tokens that the weights do not know.
-        resumed: `resume` follows, which fills all weights that are trained: nothing is drawn.
-        kernels: which operators the model uses; None chooses them by what this machine has tested before.
-        """
-        self.config, self.loader, self.weights = config, loader, weights
+        """kernels: which operators the model uses; None chooses them by what this machine has tested before."""
+        self.config, self.loader, self.weights = config, loader, start.weights
         self.state = TrainerState()
         self.fingerprints: dict[str, str] = {}
         """Name -> fingerprint of what the samples are made of, for checkpoints."""
         self.kernels = kernels or known_kernels(config, shape, DTYPES[config.training.precision], mesh.device)
         self.options, self.objective = model_options(config, self.kernels.operators), objective_of(config)
         now.begin(Activity.BUILDING)
-        self.replica, self.optimizer, self.pipeline = assemble(
+        plan = TrainingPlan(
             shape,
             config.split,
-            mesh,
             self.options,
             optimizer_settings(config),
             StepSchedule(config.parallel.schedule, config.batch.micro_batches),
-            seed=None if weights is not None or resumed else config.run.seed,
-            deepspeed=config.deepspeed_json() if config.zero_stage else None,
-            prepare=_nothing
-            if weights is None
-            else partial(_start_from, weights, config, new_rows, base_only=resumed),
-            objective=self.objective,
+            self.objective,
+            config.deepspeed_json() if config.zero_stage else None,
+        )
+        self.replica, self.optimizer, self.pipeline = assemble(
+            plan,
+            mesh,
+            seed=None if start.weights is not None or start.resumed else config.run.seed,
+            prepare=_nothing if start.weights is None else partial(_start_from, start, start.weights, config),
         )
         self.base = None if shape.adapter is None else _base(config, mesh)
         preferences = config.data.kind == "preference"
@@ -353,13 +361,11 @@ def _nothing(_: Replica) -> None:
     pass
 
 
-def _start_from(
-    weights: Path, config: RunConfig, new_rows: NewRows | None, replica: Replica, *, base_only: bool
-) -> None:
-    """Fill a replica from a Hugging Face folder, and unless base_only its adapter as it starts. Collective."""
-    base = open_weights(WeightSource(weights, "huggingface", replica.shape), new_rows)
+def _start_from(start: StartingPoint, weights: Path, config: RunConfig, replica: Replica) -> None:
+    """Fill a replica from a Hugging Face folder, and its adapter as it starts unless one is resumed. Collective."""
+    base = open_weights(WeightSource(weights, "huggingface", replica.shape), start.new_rows)
     fill(replica, base, weights, [parameter for parameter in replica.parameters if not parameter.adapter])
-    if base_only:
+    if start.resumed:
         return
     if config.adapter.path is not None:
         adapter = WeightSource(Path(config.adapter.path).expanduser(), "peft", replica.shape)

@@ -28,8 +28,8 @@ def losses_and_gradients(
     v_shaped = SCHEDULES[schedule].v_shaped
     split = pipeline_split(SHAPE.num_hidden_layers, stages, chunks_per_stage=chunks, v_shaped=v_shaped)
     stage = build_replica(SHAPE, mesh, split, ModelOptions(dtype=torch.float64), seed=0).stage
-    shapes = PipelineShapes(MICRO_BATCHES, SHAPE.hidden_size, torch.float64)
-    runner = PipelineRunner(stage.chunks, split, mesh, shapes, schedule=schedule)
+    shapes = PipelineShapes(MICRO_BATCHES, SHAPE.hidden_size, torch.float64, schedule)
+    runner = PipelineRunner(stage.chunks, split, mesh, shapes)
     losses = []
     for batch in batches:
         total, weight = runner.evaluate(batch).tolist()

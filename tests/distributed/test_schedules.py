@@ -62,8 +62,8 @@ def step_on_rank(schedule: str, layout: Layout, micro_batches: int, chunks: int)
     )
     gradients = WeightGradients(deferrable=SCHEDULES[schedule].splits_backward)
     stage = build_replica(SHAPE, mesh, split, ModelOptions(weight_gradients=gradients), seed=0).stage
-    shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32)
-    runner = PipelineRunner(stage.chunks, split, mesh, shapes, schedule=schedule)
+    shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, schedule)
+    runner = PipelineRunner(stage.chunks, split, mesh, shapes)
     executed = Executed()
     with recorded(stage, executed), CountedFlops(executed):
         whole_loss(runner, tiny_batch(SHAPE, micro_batches), mesh)
@@ -190,8 +190,8 @@ def accumulation_on_rank(schedule: str, micro_batches: int) -> list[Action]:
         output.register_hook(lambda grad: actions.append(Action("B", 0, micro_batch)))
 
     stage.whole.register_forward_hook(record)
-    shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32)
-    runner = PipelineRunner(stage.chunks, split, mesh, shapes, schedule=schedule)
+    shapes = PipelineShapes(micro_batches, SHAPE.hidden_size, torch.float32, schedule)
+    runner = PipelineRunner(stage.chunks, split, mesh, shapes)
     whole_loss(runner, tiny_batch(SHAPE, micro_batches), mesh)
     return actions
 

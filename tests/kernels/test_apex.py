@@ -26,7 +26,7 @@ from megalite.selftest.optimizer import ENTRIES
 from megalite.selftest.prove import prove
 from megalite.selftest.registry import Case
 from megalite.topology.stages import pipeline_split
-from megalite.train.assemble import StepSchedule, assemble
+from megalite.train.assemble import StepSchedule, TrainingPlan, assemble
 from megalite.train.optimizer.adamw import OnePassAdamW, TorchAdamW
 from tests.kernels.test_adamw import ADAMW
 from tests.support.options import changed
@@ -124,15 +124,10 @@ def test_linears_add_to_their_gradients_by_it(fake):
 @pytest.mark.parametrize(("operators", "sum_in_fp32"), [(CHOSEN, True), (CHOSEN, False), (Operators(), True)])
 def test_the_trainer_has_linears_add_by_what_was_chosen(fake, operators, sum_in_fp32):
     shape, mesh = tiny_shape(layers=1), ParallelMesh.single()
-    _, _, pipeline = assemble(
-        shape,
-        pipeline_split(1),
-        mesh,
-        ModelOptions(torch.bfloat16, operators=operators),
-        changed(ADAMW, accumulation="fp32" if sum_in_fp32 else "model"),
-        StepSchedule(micro_batches=3),
-        seed=3,
-    )
+    options = ModelOptions(torch.bfloat16, operators=operators)
+    settings = changed(ADAMW, accumulation="fp32" if sum_in_fp32 else "model")
+    plan = TrainingPlan(shape, pipeline_split(1), options, settings, StepSchedule(micro_batches=3))
+    _, _, pipeline = assemble(plan, mesh, seed=3)
     batch = tiny_batch(shape, 3)
     pipeline.forward_backward(batch, weight_share(batch, mesh))
     linears = 4 + 1  # of the layer, and the head

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.cross_entropy import IGNORE_INDEX
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.shape import RopeScaling
 from tests.support.options import Dropout, Recompute
@@ -56,14 +57,15 @@ def train_each_document_alone(job: Job) -> tuple[RankResult, Tensor]:
     for row, documents in enumerate(batch.document_ids):
         for document in documents.unique():
             mine = (documents == document).nonzero().flatten()
+            alone = StepBatch(
+                batch.input_ids[row : row + 1, mine],
+                torch.arange(len(mine)).unsqueeze(0),
+                batch.labels[row : row + 1, mine],
+                batch.loss_mask[row : row + 1, mine],
+                batch.sample_indices[row : row + 1],
+            )
             with recorded_losses(parts.stage) as recorded:
-                loss = parts.stage(
-                    batch.input_ids[row : row + 1, mine],
-                    position_ids=torch.arange(len(mine)).unsqueeze(0),
-                    labels=batch.labels[row : row + 1, mine],
-                    loss_mask=batch.loss_mask[row : row + 1, mine],
-                    sample_indices=batch.sample_indices[row : row + 1],
-                )
+                loss = parts.stage(alone.input_ids, batch=alone)
             (loss.sum() / weight).backward()
             losses_of_tokens[row, mine] = recorded[0].detach()[0]
     tensors = {name: tensor.grad.double() for name, tensor in parts.stage.named_parameters()}

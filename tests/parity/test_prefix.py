@@ -216,13 +216,7 @@ def _logits(replica: Replica, batch: StepBatch, documents: Tensor | None = None)
 
 
 def _losses(replica: Replica, batch: StepBatch) -> Tensor:
-    return replica.stage(
-        batch.input_ids,
-        position_ids=batch.position_ids,
-        labels=batch.labels,
-        loss_mask=batch.loss_mask,
-        sample_indices=batch.sample_indices,
-    )
+    return replica.stage(batch.input_ids, batch=batch)
 
 
 PEFT_SHAPES = {

@@ -119,13 +119,7 @@ def test_logits_and_gradients_equal_transformers(shape, tmp_path):
         expected.flatten(0, 1), batch.labels.flatten(), reduction="none", ignore_index=-100
     )
     (token_losses * batch.loss_mask.flatten()).sum().backward()
-    losses = stage(
-        batch.input_ids,
-        position_ids=batch.position_ids,
-        labels=batch.labels,
-        loss_mask=batch.loss_mask,
-        sample_indices=batch.sample_indices,
-    )
+    losses = stage(batch.input_ids, batch=batch)
     losses.sum().backward()
     assert_close(
         losses.sum(), (token_losses * batch.loss_mask.flatten()).sum(), rtol=FLOAT32_RTOL, what="loss"

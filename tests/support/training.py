@@ -30,7 +30,7 @@ from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 from megalite.topology.stages import pipeline_split
-from megalite.train.assemble import StepSchedule, assemble
+from megalite.train.assemble import StepSchedule, TrainingPlan, assemble
 from megalite.train.optimizer.protocol import Optimizer, Update
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.reference import is_without_adapter
@@ -215,18 +215,16 @@ def build(job: Job) -> Parts:
             watch_gradients(replica.trained_tensors, reduced)
         start_adapter(replica, job.seed)
 
-    replica, optimizer, pipeline = assemble(
+    plan = TrainingPlan(
         job.shape,
         split,
-        mesh,
         options,
         job.optimizer,
         StepSchedule(job.schedule, micro_batches),
-        seed=job.seed,
-        deepspeed=deepspeed_json(job, micro_batches) if job.zero_stage else None,
-        prepare=watch,
-        objective=job.objective,
+        job.objective,
+        deepspeed_json(job, micro_batches) if job.zero_stage else None,
     )
+    replica, optimizer, pipeline = assemble(plan, mesh, seed=job.seed, prepare=watch)
     return Parts(replica, optimizer, pipeline, reduced, job.objective)
 
 

@@ -138,7 +138,7 @@ class DeepSpeedOptimizer:
         if self._once_a_step:
             self._zero._coalesce_grad_reduction = True
 
-    def _engine_forward(self, input_ids: Tensor, **arguments: Tensor) -> Tensor:
+    def _engine_forward(self, input_ids: Tensor, **arguments: Any) -> Tensor:
         losses: Tensor = self._engine(input_ids, **arguments)
         if self._scale is not None and losses.requires_grad:
             # The runner scales the loss; the engine refuses a backward if it has not been told so.

@@ -27,14 +27,7 @@ def _sites(name: str = "layers.0", *, tensor: int = 1, rank: int = 0) -> Dropout
 
 def _losses(stage: torch.nn.Module, step: int = 0, mode: ForwardMode = TRAINING) -> torch.Tensor:
     batch = tiny_batch(SHAPE, 2, step=step)
-    return stage(
-        batch.input_ids,
-        position_ids=batch.position_ids,
-        labels=batch.labels,
-        loss_mask=batch.loss_mask,
-        sample_indices=batch.sample_indices,
-        mode=mode,
-    )
+    return stage(batch.input_ids, batch=batch, mode=mode)
 
 
 def test_values_are_dropped_in_training_alone():

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.adapter import PROJECTIONS, Lora
 from megalite.topology.stages import pipeline_split
 from tests.support.tiny import FAMILY_SHAPES
@@ -32,5 +33,5 @@ def test_no_module_is_called_with_a_parameter(adapter: Lora | None) -> None:
     ids = torch.arange(12).view(2, 6)
     positions = torch.arange(6).expand(2, 6)
     mask, samples = torch.ones(2, 6), torch.arange(2)
-    stage(ids, position_ids=positions, labels=ids, loss_mask=mask, sample_indices=samples)
+    stage(ids, batch=StepBatch(ids, positions, ids, mask, samples))
     assert not called_with

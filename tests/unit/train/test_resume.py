@@ -17,7 +17,7 @@ from megalite.data.files.token_file import TokenFile
 from megalite.errors import CheckpointError
 from megalite.launcher.control.progress import Activity, now
 from megalite.parallel.mesh import ParallelMesh
-from megalite.train.step import TrainStep
+from megalite.train.step import StartingPoint, TrainStep
 from tests.support.checkpoint_pairs import COMMON, save
 from tests.support.matrix.rows import config_of
 from tests.support.matrix.train import TinyLoader
@@ -35,7 +35,8 @@ def trainer_of(*, resumed: bool = False, **changes: Any) -> TrainStep:
     config = config_of({key: value for key, value in settings.items() if value is not None})
     assert config.model.vocab_size != "auto"
     shape, mesh = config.model.shape(config.model.vocab_size), ParallelMesh.single()
-    return TrainStep(config, mesh, shape, cast(StepLoader, _Loader(config, mesh, shape)), resumed=resumed)
+    start = StartingPoint(resumed=resumed)
+    return TrainStep(config, mesh, shape, cast(StepLoader, _Loader(config, mesh, shape)), start=start)
 
 
 class _Loader(TinyLoader):
