@@ -62,7 +62,7 @@ class _Set:
     part: str
     """One of PARTS; the first one, if data.split divides the set."""
     suffix: str = ""
-    """Of the file names of a blended set."""
+    """The end of the file names of a blended set."""
     weight: float = 1.0
 
 

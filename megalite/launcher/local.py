@@ -291,7 +291,7 @@ class _LocalJob:
 
 @dataclass(frozen=True)
 class _RankTask:
-    """What each new process of a job does. signals: the inherited handlers, if forked."""
+    """The work of each new process of a job. signals: the inherited handlers, if forked."""
 
     worker: Worker
     arguments: Sequence[Any]

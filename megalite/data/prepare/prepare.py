@@ -84,7 +84,7 @@ class Preparation:
 
     @property
     def journal_key(self) -> dict[str, Any]:
-        """What a journal records of the preparation that it belongs to."""
+        """The fields by which a journal names the preparation that it belongs to."""
         return {
             "content": self.content_fingerprint,
             "outputs": [str(prefix) for prefix in self.outputs],
