@@ -26,7 +26,7 @@ from typing import Any, Literal, NoReturn
 
 from megalite.errors import LaunchError, RankFailure
 from megalite.launcher.control.failures import FailureFolder, FailureReport, first_cause
-from megalite.launcher.control.progress import Progress, now
+from megalite.launcher.control.progress import Progress, progress
 from megalite.launcher.control.rank_process import RankEnd, run_rank
 from megalite.launcher.control.verdicts import describe_job
 from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, SAME_PRESS_SECONDS, STOPPED, TERMINATED
@@ -94,12 +94,12 @@ def run_local_ranks(
         if layout.world_size == 1:
             with exported_rank(infos[0]):
                 return run_rank(worker, RankEnd(infos[0], layout, failures), arguments=arguments)
-        progress = Path(scratch) / "progress"
-        Progress.create_file(progress, layout.world_size)
+        marks = Path(scratch) / "progress"
+        Progress.create_file(marks, layout.world_size)
         for module in preload if method == "fork" else ():
             importlib.import_module(module)
         with _orphans_adopted(), _Signals() as signals:
-            job = _LocalJob(infos, folder, signals, progress)
+            job = _LocalJob(infos, folder, signals, marks)
             try:
                 job.start(worker, arguments, method)
                 job.watch()
@@ -156,8 +156,8 @@ class _Signals:
 class _LocalJob:
     """The processes of one job, from their start to the end of the last one."""
 
-    def __init__(self, infos: Sequence[RankInfo], folder: FailureFolder, signals: _Signals, progress: Path):
-        self._infos, self._folder, self._signals, self._progress = infos, folder, signals, progress
+    def __init__(self, infos: Sequence[RankInfo], folder: FailureFolder, signals: _Signals, marks: Path):
+        self._infos, self._folder, self._signals, self._marks = infos, folder, signals, marks
         self._running: dict[int, BaseProcess] = {}
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
@@ -172,7 +172,7 @@ class _LocalJob:
         context: Any = multiprocessing.get_context(method)
         # A forked rank inherits the signal handlers of this process, a spawned one does not.
         signals = self._signals if method == "fork" else None
-        task = _RankTask(worker, arguments, os.getpid(), self._folder, signals, self._progress)
+        task = _RankTask(worker, arguments, os.getpid(), self._folder, signals, self._marks)
         for info in self._infos:
             process: BaseProcess = context.Process(target=task.run, args=(info,), name=f"rank {info.rank}")
             try:
@@ -243,7 +243,7 @@ class _LocalJob:
             caused_by_us = -code in self._sent[rank] or code - 128 in self._sent[rank]
             caused_by_us |= code == TERMINATED and bool(self._signals.terminations)
             if code not in _ORDERLY and rank not in reports and not caused_by_us:
-                left = Progress.read(self._progress, self._infos[rank].local_rank)
+                left = Progress.read(self._marks, self._infos[rank].local_rank)
                 report = self._folder.of_exit(
                     self._infos[rank], self._pids[rank], code, self._ended[rank], left
                 )
@@ -291,14 +291,17 @@ class _LocalJob:
 
 @dataclass(frozen=True)
 class _RankTask:
-    """The work of each new process of a job. signals: the inherited handlers, if forked."""
+    """The work of each new process of a job.
+
+    signals: the inherited handlers, if forked. marks: the file that keeps the marks of `progress`.
+    """
 
     worker: Worker
     arguments: Sequence[Any]
     parent: int
     folder: FailureFolder
     signals: _Signals | None
-    progress: Path
+    marks: Path
 
     def run(self, info: RankInfo) -> NoReturn:
         """Run a rank in a new process, whose signals are blocked at first."""
@@ -313,8 +316,8 @@ class _RankTask:
                 # A collection writes to every object it looks at, which would copy the parent's: 80 MB with DeepSpeed.
                 gc.freeze()
                 self.signals.restore()
-            now.restart()
-            now.keep_in(self.progress, info.local_rank)
+            progress.restart()
+            progress.keep_in(self.marks, info.local_rank)
             export_rank(info)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
             code = self.worker(info, *self.arguments)

@@ -5,7 +5,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.progress import Activity, progress
 from megalite.model.context import StepContext
 from megalite.model.kv_cache import CachedStep, CacheSize, KeyValueCache
 from megalite.model.replica import Replica
@@ -27,7 +27,7 @@ def last_hidden_states(
     cache, lengths, sends: as of `Chunk.decode` and `along_chunks`. Collective over the ranks of one copy of the model.
     """
 
-    now.begin(Activity.INFERENCE)
+    progress.begin(Activity.INFERENCE)
     context = StepContext(cache=cache, adapters=None if cache is None else cache.adapters)
 
     def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:

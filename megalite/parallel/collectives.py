@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.launcher.control.progress import now
+from megalite.launcher.control.progress import progress
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 
 # Waits for a started collective and returns its result.
@@ -32,7 +32,7 @@ class _Copy(torch.autograd.Function):
         grad = grad.clone(
             memory_format=torch.contiguous_format
         )  # autograd may still need the caller's tensor
-        now.collective("all_reduce", ctx.ranks.role)
+        progress.collective("all_reduce", ctx.ranks.role)
         dist.all_reduce(grad, group=ctx.ranks.group)
         return grad, None
 
@@ -43,7 +43,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_sums: Tensor, ranks: RankGroup) -> Tensor:
         ctx.mark_dirty(partial_sums)
-        now.collective("all_reduce", ranks.role)
+        progress.collective("all_reduce", ranks.role)
         dist.all_reduce(partial_sums, group=ranks.group)
         return partial_sums
 
@@ -121,7 +121,7 @@ def reduce_from(partial_sums: Tensor, ranks: RankGroup) -> Tensor:
 def all_reduce(values: Tensor, ranks: RankGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce in place over the ranks, outside autograd; returns `values`."""
     if ranks.size > 1:
-        now.collective("all_reduce", ranks.role)
+        progress.collective("all_reduce", ranks.role)
         dist.all_reduce(values, op=op, group=ranks.group)
     return values
 
@@ -131,7 +131,7 @@ def gather_ranks(values: Tensor, ranks: RankGroup) -> Tensor:
     if ranks.size == 1:
         return values.unsqueeze(0)
     gathered = values.new_empty(ranks.size, *values.shape)
-    now.collective("all_gather", ranks.role)
+    progress.collective("all_gather", ranks.role)
     dist.all_gather_single(gathered.flatten(0, 1), values.contiguous(), group=ranks.group)
     return gathered
 
@@ -144,7 +144,7 @@ def exchange(pieces: Sequence[Tensor], sizes: Sequence[int], ranks: RankGroup) -
     if ranks.size == 1:
         return [*pieces]
     received = pieces[0].new_empty(sum(sizes))
-    now.collective("all_to_all", ranks.role)
+    progress.collective("all_to_all", ranks.role)
     lengths = [piece.numel() for piece in pieces]
     dist.all_to_all_single(received, torch.cat([*pieces]), [*sizes], lengths, group=ranks.group)
     return [*received.split([*sizes])]
@@ -153,14 +153,14 @@ def exchange(pieces: Sequence[Tensor], sizes: Sequence[int], ranks: RankGroup) -
 def broadcast(values: Tensor, ranks: RankGroup, source: int) -> Tensor:
     """Overwrite `values` with those of rank `source` of the group, outside autograd; returns `values`."""
     if ranks.size > 1:
-        now.collective("broadcast", ranks.role)
+        progress.collective("broadcast", ranks.role)
         dist.broadcast(values, src=ranks.ranks[source], group=ranks.group)
     return values
 
 
 def start_all_reduce(values: Tensor, ranks: RankGroup) -> Pending:
     """Start an in-place all-reduce of contiguous `values`; outside autograd, like every start_* here."""
-    now.collective("all_reduce", ranks.role)
+    progress.collective("all_reduce", ranks.role)
     work = dist.all_reduce(values, group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
@@ -174,7 +174,7 @@ def start_gather(shard: Tensor, ranks: RankGroup) -> Pending:
     """Start the all-gather of dim 1: [B, S / n, ...] -> [B, S, ...]."""
     shard = shard.contiguous()
     gathered: Tensor = shard.new_empty(ranks.size, *shard.shape)
-    now.collective("all_gather", ranks.role)
+    progress.collective("all_gather", ranks.role)
     work = dist.all_gather_single(gathered.flatten(0, 1), shard, group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
@@ -189,7 +189,7 @@ def start_reduce_scatter(partial_sums: Tensor, ranks: RankGroup) -> Pending:
     """Start the reduce-scatter of dim 1: [B, S, ...] -> [B, S / n, ...]."""
     by_rank = partial_sums.unflatten(1, (ranks.size, -1)).transpose(0, 1).contiguous()
     scattered: Tensor = by_rank.new_empty(by_rank.shape[1:])
-    now.collective("reduce_scatter", ranks.role)
+    progress.collective("reduce_scatter", ranks.role)
     work = dist.reduce_scatter_single(scattered, by_rank.flatten(0, 1), group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
@@ -207,6 +207,6 @@ def gather_last_dim(shard: Tensor, sizes: tuple[int, ...], ranks: RankGroup) -> 
     widest = max(sizes)
     padded = torch.nn.functional.pad(shard, (0, widest - shard.shape[-1])).contiguous()
     gathered = [torch.empty_like(padded) for _ in sizes]
-    now.collective("all_gather", ranks.role)
+    progress.collective("all_gather", ranks.role)
     dist.all_gather(gathered, padded, group=ranks.group)
     return torch.cat([part[..., :size] for part, size in zip(gathered, sizes, strict=True)], dim=-1)

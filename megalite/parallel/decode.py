@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.launcher.control.progress import now
+from megalite.launcher.control.progress import progress
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import PipelineSplit
@@ -68,7 +68,7 @@ def start_from_last_chunk(values: Tensor, split: PipelineSplit, mesh: ParallelMe
         return lambda: values
     ranks = mesh.pp_upwards
     holder = ranks.ranks[split.stage_of(len(split.layers) - 1)]
-    now.collective("broadcast", ranks.role)
+    progress.collective("broadcast", ranks.role)
     work = dist.broadcast(values, src=holder, group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
@@ -88,14 +88,14 @@ def _hand_over(
     sends: Sends | None,
 ) -> Tensor | None:
     if mesh.at.pp == source and output is not None:
-        now.collective("send", mesh.pp.role)
+        progress.collective("send", mesh.pp.role)
         if sends is not None:
             sends.start(output.contiguous(), target, mesh)
         else:
             dist.send(output.contiguous(), dst=mesh.pp.ranks[target], group=mesh.pp.group)
     if mesh.at.pp == target:
         received = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        now.collective("recv", mesh.pp.role)
+        progress.collective("recv", mesh.pp.role)
         dist.recv(received, src=mesh.pp.ranks[source], group=mesh.pp.group)
         return received
     return None

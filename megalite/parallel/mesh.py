@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup as ProcessGroup
 from torch.distributed import Store as Store
 
 from megalite.errors import CheckpointError, LaunchError
-from megalite.launcher.control.progress import now
+from megalite.launcher.control.progress import progress
 from megalite.parallel.device import accelerator_id, require_distinct_accelerators
 from megalite.topology.axes import COPIES, Layout
 from megalite.topology.parameters import Parameter
@@ -188,7 +188,7 @@ class ParallelMesh(RankPlace):
 
     def barrier(self) -> None:
         if self.layout.world_size > 1:
-            now.collective("barrier", "world")
+            progress.collective("barrier", "world")
             dist.barrier(group=self.host)
 
     def gather_objects(self, value: Any) -> list[Any] | None:
@@ -196,7 +196,7 @@ class ParallelMesh(RankPlace):
         if self.layout.world_size == 1:
             return [value]
         gathered: list[Any] | None = [None] * self.layout.world_size if self.rank == 0 else None
-        now.collective("gather", "world")
+        progress.collective("gather", "world")
         dist.gather_object(value, gathered, group=self.host)
         return gathered
 
@@ -205,7 +205,7 @@ class ParallelMesh(RankPlace):
         if self.layout.world_size == 1:
             return value
         values = [value]
-        now.collective("broadcast", "world")
+        progress.collective("broadcast", "world")
         dist.broadcast_object_list(values, group=self.host)
         return values[0]
 
@@ -213,7 +213,7 @@ class ParallelMesh(RankPlace):
         """Return the elementwise float64 sums over all ranks of numbers in host memory."""
         total = torch.tensor(values, dtype=torch.float64)
         if self.layout.world_size > 1:
-            now.collective("all_reduce", "world")
+            progress.collective("all_reduce", "world")
             dist.all_reduce(total, group=self.host)
         return total.tolist()
 
@@ -221,14 +221,14 @@ class ParallelMesh(RankPlace):
         """Return the maximum over all ranks, on every rank."""
         largest = torch.tensor(value, dtype=torch.float64)
         if self.layout.world_size > 1:
-            now.collective("all_reduce", "world")
+            progress.collective("all_reduce", "world")
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.host)
         return float(largest)
 
     def reduce_over_world(self, values: Tensor) -> Tensor:
         """Sum a tensor on the mesh's device over all ranks, in place, without a device synchronisation."""
         if self.layout.world_size > 1:
-            now.collective("all_reduce", "world")
+            progress.collective("all_reduce", "world")
             dist.all_reduce(values)
         return values
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megalite.launcher.control.progress import now
+from megalite.launcher.control.progress import progress
 from megalite.parallel.gradient_sums import deferred_weight_gradients
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action
@@ -163,7 +163,7 @@ class _Transfers:
     def wait(self, message: Message) -> Tensor:
         """Return the values of a message, whose receive was started."""
         values, work = self._coming.pop(message)
-        now.collective("recv", self._mesh.pp.role)
+        progress.collective("recv", self._mesh.pp.role)
         _finish(work)
         return values
 
@@ -175,7 +175,7 @@ class _Transfers:
     def finish(self) -> None:
         """Wait until all sent messages have arrived."""
         if self._going:
-            now.collective("send", self._mesh.pp.role)
+            progress.collective("send", self._mesh.pp.role)
         for message in [*self._going]:
             self.arrived(message)
 

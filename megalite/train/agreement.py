@@ -9,7 +9,7 @@ from pathlib import Path
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sources.hub import HubName
 from megalite.data.files.token_file import bin_path, idx_path
-from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.control.rendezvous import Meeting
 from megalite.monitor.console import announce
 from megalite.parallel.mesh import Store, reach_store, serve_store
@@ -30,7 +30,7 @@ def agreed_inputs(meeting: Meeting, config: RunConfig, folder: RunFolder, *, lea
     leads_node: whether this rank looks at the files for its host. Rank 0 must have claimed the folder.
     """
     member = meeting.member
-    now.begin(Activity.PREPARING)
+    progress.begin(Activity.PREPARING)
     if member.hello.rank == 0:
         inputs, mark = prepare_inputs(config, folder), secrets.token_hex(16)
         folder.mark(mark)

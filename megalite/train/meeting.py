@@ -5,7 +5,7 @@ from megalite.config.sections.schema import RunConfig
 from megalite.errors import LaunchError, MegaliteError
 from megalite.launcher.control.connection import RendezvousLimits
 from megalite.launcher.control.member import NO_CALLS, RankCalls
-from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.control.rank_process import RankEnd
 from megalite.launcher.control.rendezvous import AgentStore, Meeting, meet
 from megalite.launcher.rank.detect import RankInfo
@@ -28,12 +28,12 @@ def meet_ranks(info: RankInfo, config: RunConfig, end: RankEnd) -> Meeting:
 
     Raises LaunchError if this rank does not reach the others.
     """
-    now.begin(Activity.MEETING)
+    progress.begin(Activity.MEETING)
     limits = RendezvousLimits(config.launch.rendezvous_seconds, config.launch.heartbeat_seconds)
     meeting = meet(
         info,
         limits,
-        RankCalls(announce, now.heartbeat, end.job_ended),
+        RankCalls(announce, progress.heartbeat, end.job_ended),
         agent_store=_agent_store,
         layout=config.layout,
         interface=config.launch.interface,

@@ -22,7 +22,7 @@ from megalite.data.batches.loader import StepLoader
 from megalite.data.batches.stream_loader import StreamLoader
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import CheckpointError
-from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.control.rendezvous import Meeting
 from megalite.launcher.exit_codes import INTERRUPTED
 from megalite.launcher.rank.detect import RankInfo
@@ -226,7 +226,7 @@ def _finish(trained: _Trained, last: Path, folder: RunFolder) -> dict[str, Path]
         places["tensorboard"] = folder.tensorboard
     if config.checkpoint.export:
         exported = best if config.checkpoint.export == "best" and best is not None else last
-        now.begin(Activity.EXPORTING)
+        progress.begin(Activity.EXPORTING)
         write = export if config.adapter.kind == "none" else export_adapter
         with trained.reporter.working(f"exporting to {folder.export}"):
             write(exported, folder.export, trained.tokenizer_folder)

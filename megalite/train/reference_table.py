@@ -22,7 +22,7 @@ from megalite.data.batches.loader import StepLoader
 from megalite.data.files.fingerprint import content_fingerprint
 from megalite.data.files.token_file import TokenFile, bin_path
 from megalite.errors import CheckpointError
-from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.progress import Activity, progress
 from megalite.train.resume_check import REFERENCE
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def give_reference_losses(
         )
     how = f"read from {file.path}"
     if losses is None:
-        now.begin(Activity.VALIDATING)
+        progress.begin(Activity.VALIDATING)
         losses = [_computed(trainer, load, each, advance) for each in files]
         how = f"computed in {time.perf_counter() - started:.1f} s"
         if mesh.rank == 0:

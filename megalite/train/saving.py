@@ -14,7 +14,7 @@ from megalite.checkpoint.staging import Staging
 from megalite.checkpoint.unpublished import Draft
 from megalite.config.sections.derived import offload_devices
 from megalite.config.sections.schema import RunConfig
-from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.process import available_memory_bytes
 from megalite.monitor.metrics import SaveMetrics
 from megalite.train.state import StepReport
@@ -72,7 +72,7 @@ class RunSaver:
         at_once: the new checkpoint is published when this returns; otherwise it may be written asynchronously.
         Raises CheckpointError on every rank alike.
         """
-        now.begin(Activity.SAVING)
+        progress.begin(Activity.SAVING)
         done = self.finish()
         started, state = time.perf_counter(), self._trainer.state
         draft = self._trainer.draft(self._folder)

@@ -30,7 +30,7 @@ from megalite.data.batches.prefetch import Prefetch
 from megalite.data.batches.stream_loader import TrainingLoader
 from megalite.data.batches.transfer import ArrivingBatch, BatchTransfer
 from megalite.errors import CheckpointError, TrainingError
-from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.progress import Activity, progress
 from megalite.model.replica import Replica
 from megalite.model.stages import initialise
 from megalite.model.transformer import Stage
@@ -93,7 +93,7 @@ class TrainStep:
         """Name -> fingerprint of what the samples are made of, for checkpoints."""
         self.kernels = kernels or known_kernels(config, shape, DTYPES[config.training.precision], mesh.device)
         self.options, self.objective = model_options(config, self.kernels.operators), objective_of(config)
-        now.begin(Activity.BUILDING)
+        progress.begin(Activity.BUILDING)
         plan = TrainingPlan(
             shape,
             config.split,
@@ -180,14 +180,14 @@ class TrainStep:
         started, self._waited_seconds = time.perf_counter(), 0.0
         batch, weight = self._this_batch()
         loss_scale = self.optimizer.loss_scale
-        now.begin(Activity.FORWARD_BACKWARD)
+        progress.begin(Activity.FORWARD_BACKWARD)
         shares = self.pipeline.forward_backward(self._with_reference(batch), weight, loss_scale)
-        now.begin(Activity.REDUCING)
+        progress.begin(Activity.REDUCING)
         self.optimizer.reduce_gradients()
         totals = self._totals(shares, flags)
         loss = totals.loss
         learning_rate = self._current_learning_rate()
-        now.begin(Activity.UPDATING)
+        progress.begin(Activity.UPDATING)
         before_update()
         try:
             update = self.optimizer.step(learning_rate, totals.squared_norm)
@@ -199,7 +199,7 @@ class TrainStep:
         self.state = self.state.advanced(
             samples=self.config.batch.global_batch_size, tokens=batch_tokens, skipped=update.skipped
         )
-        now.finished(self.state.step)
+        progress.finished(self.state.step)
         self._require_progress(update.overflow, loss, batch)
         return StepReport(
             step=self.state.step,
@@ -232,7 +232,7 @@ class TrainStep:
     def _read(self, samples: int) -> StepBatch:
         """Wait for the batch after `samples`."""
         started = time.perf_counter()
-        now.begin(Activity.READING_BATCH)
+        progress.begin(Activity.READING_BATCH)
         batch = self.batches.step_batch(samples).ready()
         self._waited_seconds += time.perf_counter() - started
         return batch
@@ -250,7 +250,7 @@ class TrainStep:
             except Exception as error:
                 # The next step raises it, once this one is done.
                 ahead.set_exception(error)
-            now.begin(Activity.REDUCING)
+            progress.begin(Activity.REDUCING)
         totals = total_over_ranks(self.mesh, shares, self.optimizer.squared_norm(), weight, flags())
         self._next = _NextBatch(samples, ahead, totals.next_weight) if more else None
         return totals
@@ -322,7 +322,7 @@ class TrainStep:
 
         Layout, precision, global batch, length, schedule, groups and the optimizer's numbers are those of this run.
         """
-        now.begin(Activity.LOADING)
+        progress.begin(Activity.LOADING)
         if self.base is not None:
             require_base(read_manifest(checkpoint).base, self.base, checkpoint)
         loaded = load_checkpoint(checkpoint, self.replica, self.optimizer.state)
@@ -333,7 +333,7 @@ class TrainStep:
                 " know; use the version that wrote it"
             )
         self.state = self._within_epochs(TrainerState(**loaded.trainer_state), loaded.config)
-        now.finished(self.state.step)
+        progress.finished(self.state.step)
         self.learning_rate = schedule_of(self.config, self.total_steps)
         self.batches.close()
         go_on(self.loader, self.state.samples, read_manifest(checkpoint).stream)

@@ -12,7 +12,7 @@ import torch
 from megalite.data.batches.loader import StepLoader
 from megalite.data.files.token_file import TokenFile
 from megalite.errors import DataError
-from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.progress import Activity, progress
 from megalite.monitor.metrics import ValidationMetrics
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def validate(
     ends: asked before every batch, and the same on every rank; once true, the validation stops and returns None.
     advance: called after every batch. Raises DataError if a set has no token to predict.
     """
-    now.begin(Activity.VALIDATING)
+    progress.begin(Activity.VALIDATING)
     started = time.perf_counter()
     names = trainer.objective.figures
     totals, means = [0.0] * (2 + len(names)), {}

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalite.launcher.control.progress import now
+from megalite.launcher.control.progress import progress
 from megalite.parallel.collectives import all_reduce
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import AXES, ROLES, Layout
@@ -22,9 +22,9 @@ def groups_on_rank(layout: Layout) -> dict[str, tuple]:
     assert len(made) == len({group.ranks for group in mesh.groups.values()}), "a group is made twice"
     seen["collectives"] = []
     for group in (mesh.tp, mesh.dense_gradients, mesh.tied):
-        now.restart()
+        progress.restart()
         all_reduce(torch.zeros(1), group)
-        seen["collectives"].append(now.last_collective)
+        seen["collectives"].append(progress.last_collective)
     seen["gathered"] = mesh.gather_objects(str(mesh.at))
     seen["broadcast"] = mesh.broadcast_object(mesh.rank + 100)
     return seen

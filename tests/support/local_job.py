@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megalite.errors import DataError, MegaliteError
-from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.control.rank_process import RankEnd, run_rank
 from megalite.launcher.local import run_local_ranks
 from megalite.launcher.rank.detect import RankInfo, rank_info
@@ -149,7 +149,7 @@ def one_raises_and_cannot_exit(info: RankInfo, folder: Path) -> int:
 
 def cannot_connect(info: RankInfo, folder: Path) -> int:
     """As torch raises it where a host has given its loopback address to the others."""
-    now.begin(Activity.MEETING)
+    progress.begin(Activity.MEETING)
     raise RuntimeError(
         "Gloo connectFullMesh failed with [pair.cc] Connection refused, remote=[127.0.1.1]:4022"
     )
@@ -157,9 +157,9 @@ def cannot_connect(info: RankInfo, folder: Path) -> int:
 
 def _train() -> None:
     """Leave the marks of a rank in its thirteenth step."""
-    now.finished(12)
-    now.begin(Activity.REDUCING)
-    now.collective("all_reduce", "dp")
+    progress.finished(12)
+    progress.begin(Activity.REDUCING)
+    progress.collective("all_reduce", "dp")
 
 
 def _wait(folder: Path, info: RankInfo) -> int:

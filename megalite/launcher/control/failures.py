@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.errors import LaunchError, MegaliteError
-from megalite.launcher.control.progress import Activity, Progress, now
+from megalite.launcher.control.progress import Activity, Progress, progress
 from megalite.launcher.rank.detect import RankInfo
 from megalite.topology.axes import Layout
 
@@ -176,14 +176,14 @@ class FailureFolder:
         """Return the report of an exception that ended this rank."""
         cause, secondary = _cause_of(error)
         # Nobody has lost a peer before the first collective: the ranks could not connect to each other.
-        unconnected = secondary and not now.last_collective
+        unconnected = secondary and not progress.last_collective
         expected = isinstance(cause, MegaliteError) or (unconnected and isinstance(cause, RuntimeError))
         origin = _innermost(cause)
         frames = traceback.extract_tb(origin.__traceback__)[-3:]
         return self._report(
             info,
             os.getpid(),
-            now,
+            progress,
             exception=type(cause).__name__,
             message=_unconnected(cause) if expected and unconnected else str(cause)[:_LONGEST_TEXT],
             exit_code=cause.exit_code if isinstance(cause, MegaliteError) else 1,
@@ -207,7 +207,7 @@ class FailureFolder:
     def of_lost_launcher(self, info: RankInfo, gone: str) -> FailureReport:
         """Return the report of this rank when its launcher is gone. gone: what was noticed."""
         message = f"ended itself, because its launcher is gone: {gone}"
-        return self._report(info, os.getpid(), now, message=message)
+        return self._report(info, os.getpid(), progress, message=message)
 
     def _report(
         self, info: RankInfo, pid: int, progress: Progress, *, exception: str = "", **fields: Any

@@ -135,5 +135,5 @@ class Progress:
         return {"step": self.step, "activity": self.activity}
 
 
-now = Progress()
+progress = Progress()
 """The marks of this process."""

@@ -11,7 +11,7 @@ from megalite.launcher.control.failures import FailureFolder, FailureReport
 from megalite.launcher.control.launcher_watch import watch_launcher
 from megalite.launcher.control.member import JobEnded
 from megalite.launcher.control.messages import Verdict
-from megalite.launcher.control.progress import now
+from megalite.launcher.control.progress import progress
 from megalite.launcher.control.rendezvous import Meeting
 from megalite.launcher.control.verdicts import describe_end, describe_own
 from megalite.launcher.process import end_process, identity, within
@@ -122,8 +122,8 @@ class RankEnd:
     def _without_rank_0(self, reason: str) -> str:
         host = self.info.node if self._beside_rank_0 else self.info.master_addr
         lines = [f"{self._layout.describe(0)} on {host} vanished: {reason}"]
-        if now.step is not None:
-            lines.append(f"rank {self.info.rank} was after step {now.step}: {now.activity}")
+        if progress.step is not None:
+            lines.append(f"rank {self.info.rank} was after step {progress.step}: {progress.activity}")
         return "\n  ".join(lines)
 
     def _print(self, text: str) -> None:

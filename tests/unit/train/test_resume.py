@@ -15,7 +15,7 @@ from megalite.data.batches.blend import SampleOrder
 from megalite.data.batches.loader import BatchShare, StepLoader
 from megalite.data.files.token_file import TokenFile
 from megalite.errors import CheckpointError
-from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.progress import Activity, progress
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.step import StartingPoint, TrainStep
 from tests.support.checkpoint_pairs import COMMON, save
@@ -157,7 +157,7 @@ def test_a_rank_says_which_part_of_a_step_it_is_in(written: Path, monkeypatch: p
 
     def noting(part: Callable[..., Any]) -> Callable[..., Any]:
         def run(*arguments: Any, **options: Any) -> Any:
-            seen.append((now.step, now.phase))
+            seen.append((progress.step, progress.phase))
             return part(*arguments, **options)
 
         return run
@@ -169,13 +169,13 @@ def test_a_rank_says_which_part_of_a_step_it_is_in(written: Path, monkeypatch: p
         (trainer.optimizer, "step"),
     ):
         monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
-    now.restart()
+    progress.restart()
     trainer.resume(written)
     trainer.train_step()
     batch, reducing = Activity.READING_BATCH, Activity.REDUCING
     parts = [batch, Activity.FORWARD_BACKWARD, reducing, batch, Activity.UPDATING]
     assert seen == [(BEFORE, part.value) for part in parts]
-    assert now.heartbeat() == {"step": BEFORE + 1, "activity": "between two steps"}
+    assert progress.heartbeat() == {"step": BEFORE + 1, "activity": "between two steps"}
 
 
 def test_a_smaller_batch_is_read_ahead_too(written: Path) -> None:

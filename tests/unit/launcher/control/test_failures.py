@@ -9,7 +9,7 @@ import pytest
 
 from megalite.errors import DataError, TrainingError
 from megalite.launcher.control.failures import FailureFolder, FailureReport, first_cause
-from megalite.launcher.control.progress import Activity, Progress, now
+from megalite.launcher.control.progress import Activity, Progress, progress
 from megalite.launcher.control.verdicts import describe_job, describe_own
 from megalite.launcher.rank.detect import RankInfo, local_rank_infos
 from megalite.topology.axes import Layout
@@ -31,12 +31,12 @@ class DistNetworkError(RuntimeError):
 @pytest.fixture(autouse=True)
 def after_a_collective() -> Iterator[None]:
     """The ranks are connected: a lost connection is the loss of a peer."""
-    now.restart()
-    now.finished(12)
-    now.begin(Activity.FORWARD_BACKWARD)
-    now.collective("all_reduce", "tp")
+    progress.restart()
+    progress.finished(12)
+    progress.begin(Activity.FORWARD_BACKWARD)
+    progress.collective("all_reduce", "tp")
     yield
-    now.restart()
+    progress.restart()
 
 
 @pytest.fixture
@@ -212,8 +212,8 @@ def test_a_report_has_the_place_in_the_run(folder, info):
     ],
 )
 def test_before_the_first_collective_a_connection_error_is_a_cause_with_a_remedy(folder, info, error, remedy):
-    now.restart()
-    now.begin(Activity.MEETING)
+    progress.restart()
+    progress.begin(Activity.MEETING)
     report = report_of(folder, info, error)
     assert not report.secondary and report.expected and report.exit_code == 1
     text = describe_job([report], 4)
@@ -224,15 +224,15 @@ def test_before_the_first_collective_a_connection_error_is_a_cause_with_a_remedy
 
 
 def test_a_rank_that_generates_has_no_first_step(folder, info):
-    now.restart()
-    now.begin(Activity.INFERENCE)
-    now.collective("send", "pp")
+    progress.restart()
+    progress.begin(Activity.INFERENCE)
+    progress.collective("send", "pp")
     lines = describe_job([report_of(folder, info, ValueError("boom"))], 4).splitlines()
     assert "  running inference, last collective: send over pp" in lines
 
 
 def test_a_refused_connection_of_the_users_own_is_not_taken_for_one_between_ranks(folder, info):
-    now.restart()
+    progress.restart()
     report = report_of(folder, info, ConnectionRefusedError(111, "Connection refused"))
     assert not report.secondary and not report.expected
     assert report.headline == "ConnectionRefusedError: [Errno 111] Connection refused"

@@ -11,11 +11,11 @@ from megalite.launcher.control.progress import Activity, Progress
 KILLED_IN_A_COLLECTIVE = """
 import os, signal, sys
 from pathlib import Path
-from megalite.launcher.control.progress import Activity, now
-now.keep_in(Path(sys.argv[1]), 2)
-now.finished(12)
-now.begin(Activity.FORWARD_BACKWARD)
-now.collective("all_reduce", "tp")
+from megalite.launcher.control.progress import Activity, progress
+progress.keep_in(Path(sys.argv[1]), 2)
+progress.finished(12)
+progress.begin(Activity.FORWARD_BACKWARD)
+progress.collective("all_reduce", "tp")
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -16,7 +16,7 @@ from megalite.launcher.control import rank_process as launched
 from megalite.launcher.control.failures import FailureReport
 from megalite.launcher.control.member import JobEnded
 from megalite.launcher.control.messages import Verdict
-from megalite.launcher.control.progress import Activity, now
+from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.control.rank_process import RankEnd, run_rank
 from megalite.launcher.rank.detect import RankInfo
 from megalite.topology.axes import Layout
@@ -91,7 +91,7 @@ def no_end(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Ended(code)
 
     monkeypatch.setattr(launched, "end_process", end)
-    now.restart()
+    progress.restart()
 
 
 def test_a_failing_rank_reports_is_judged_and_ends_with_the_code_of_the_cause(tmp_path):
@@ -141,8 +141,8 @@ def test_under_a_launching_process_that_shows_the_verdict_rank_0_does_not(tmp_pa
 
 
 def test_a_vanished_rank_0_is_named_once_on_each_host(tmp_path):
-    now.finished(12)
-    now.begin(Activity.REDUCING)
+    progress.finished(12)
+    progress.begin(Activity.REDUCING)
     lost = Verdict("the coordinator of the job at 10.0.0.1 vanished: killed", 1, coordinator_lost="killed")
     shown = {}
     for number in (1, 2, 3):
