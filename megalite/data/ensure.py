@@ -10,8 +10,7 @@ from pathlib import Path
 
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.text_sections import BlendPart
-from megalite.data.batches.concatenated_rows import ConcatenatedRows
-from megalite.data.batches.conversation_rows import packing_of, rows_of
+from megalite.data.batches.conversation_rows import ConcatenatedRows, packing_of, rows_of
 from megalite.data.batches.documents import require_ends
 from megalite.data.batches.length_buckets import buckets_of, fill
 from megalite.data.batches.stream_files import StreamFile, first_rows, stream_files

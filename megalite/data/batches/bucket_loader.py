@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from megalite.data.batches.blend import BatchRows, SetOrder, seed_of_set, whole_shares
-from megalite.data.batches.conversation_rows import rows_of_documents
+from megalite.data.batches.conversation_rows import rows_of_tokens
 from megalite.data.batches.documents import documents_of
 from megalite.data.batches.length_buckets import buckets_of
 from megalite.data.batches.loader import BatchShare, LoadedBatch, loaded_batch
@@ -65,7 +65,7 @@ class BucketLoader:
         [number], [turn] = self._order.look_up(np.array([step]))
         bucket, offsets = self._buckets[number], self._offsets[number]
         ids = bucket.members[self._samplers[number].sample_ids(turn * bucket.rows + offsets)]
-        samples = rows_of_documents(self._file, ids[:, None], bucket.length, pad_id=0)
+        samples = rows_of_tokens([[self._file.document(number)] for number in ids.tolist()], bucket.length, 0)
         assert samples.begins is not None
         rows = BatchRows(samples.input_ids, samples.labels, ids)
         return loaded_batch(rows, documents_of(samples.begins), step * self._most_rows + offsets, dtype)

@@ -1,16 +1,15 @@
-"""Rows of whole conversations: packed without cutting, each sees its own tokens only."""
+"""Rows of conversations: packed without cutting, or end to end; each conversation sees its own tokens only."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megalite.config.sections.text_sections import DataConfig
 from megalite.data.batches.bin_packing import Bins, Strategy, fill, pack
-from megalite.data.batches.concatenated_rows import ConcatenatedRows
 from megalite.data.batches.packing import IGNORE_INDEX, PackedSamples, SampleRows, Samples
 from megalite.data.files.token_file import TokenFile
 from megalite.data.files.trained_tokens import ids_of, is_trained
@@ -43,8 +42,11 @@ class ConversationRows:
 
     def read(self, sample_ids: NDArray[np.int64], pad_id: int) -> SampleRows:
         """Return the rows; each conversation and the padding begins a document."""
-        rows = [self._bins.row(sample) for sample in sample_ids.tolist()]
-        return rows_of_documents(self.token_file, rows, self.sequence_length, pad_id)
+        rows = [
+            [self.token_file.document(document) for document in self._bins.row(sample).tolist()]
+            for sample in sample_ids.tolist()
+        ]
+        return rows_of_tokens(rows, self.sequence_length, pad_id)
 
     @cached_property
     def _lengths(self) -> NDArray[np.int64]:
@@ -55,18 +57,66 @@ class ConversationRows:
         return pack(self._lengths, self.sequence_length, self.packing, self.seed)
 
 
-def rows_of_documents(
-    file: TokenFile, rows: Sequence[NDArray[np.int64]], length: int, pad_id: int
-) -> SampleRows:
-    """Return rows of `length` positions with the given documents side by side, each row with room for its own."""
+@dataclass(frozen=True)
+class ConcatenatedRows:
+    """Sample i has positions i * S to (i + 1) * S - 1 of all conversations laid end to end; only the last has padding.
+
+    A conversation of n tokens has n - 1 positions, as in ConversationRows, and every trained token is a label exactly
+    once. A conversation that the end of a row cuts goes on in the next row as a document of its own.
+    """
+
+    token_file: TokenFile
+    sequence_length: int
+
+    def __len__(self) -> int:
+        return -(-int(self._ends[-1]) // self.sequence_length) if len(self._ends) else 0
+
+    @property
+    def fill(self) -> float:
+        """The share of all positions that hold a token; 1.0 without rows."""
+        return float(self._ends[-1] / (len(self) * self.sequence_length)) if len(self) else 1.0
+
+    @property
+    def cut(self) -> int:
+        """The number of conversations that go on in another row."""
+        first_rows, last_rows = self._begins // self.sequence_length, (self._ends - 1) // self.sequence_length
+        return int((first_rows < last_rows).sum())
+
+    def read(self, sample_ids: NDArray[np.int64], pad_id: int) -> SampleRows:
+        """Return the rows; each conversation, each rest of one and the padding begins a document."""
+        rows = [list(self._parts(sample)) for sample in sample_ids.tolist()]
+        return rows_of_tokens(rows, self.sequence_length, pad_id)
+
+    def _parts(self, sample: int) -> Iterator[NDArray[Any]]:
+        """Yield the tokens of each conversation in a sample, each with the label of its last position."""
+        at = sample * self.sequence_length
+        stop = min(at + self.sequence_length, int(self._ends[-1]))
+        while at < stop:
+            document = int(np.searchsorted(self._ends, at, side="right"))
+            end = min(stop, int(self._ends[document]))
+            start = at - int(self._begins[document])
+            yield self.token_file.document(document)[start : start + end - at + 1]
+            at = end
+
+    @cached_property
+    def _ends(self) -> NDArray[np.int64]:
+        """The position behind each conversation."""
+        return np.cumsum(self.token_file.document_lengths - 1, dtype=np.int64)
+
+    @property
+    def _begins(self) -> NDArray[np.int64]:
+        return self._ends - (self.token_file.document_lengths - 1)
+
+
+def rows_of_tokens(rows: Sequence[Sequence[NDArray[Any]]], length: int, pad_id: int) -> SampleRows:
+    """Return rows of `length` positions with marked tokens side by side: n tokens have n - 1 positions."""
     shape = (len(rows), length)
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
     begins = np.zeros(shape, dtype=bool)
-    for row, documents in enumerate(rows):
+    for row, parts in enumerate(rows):
         at = 0
-        for document in documents.tolist():
-            tokens = file.document(document)
+        for tokens in parts:
             end = at + len(tokens) - 1
             begins[row, at] = True
             input_ids[row, at:end] = ids_of(tokens[:-1])

@@ -24,11 +24,6 @@ class LoadedBatch(StepBatch):
 
     sample_ids: Tensor
 
-    @property
-    def valid_tokens(self) -> int:
-        """The number of tokens of this rank in the loss."""
-        return int((self.labels != IGNORE_INDEX).sum())
-
 
 @dataclass(frozen=True)
 class BatchShare:

@@ -9,8 +9,7 @@ import pytest
 
 from megalite.cli import main
 from megalite.data.batches.blend import SampleOrder
-from megalite.data.batches.concatenated_rows import ConcatenatedRows
-from megalite.data.batches.conversation_rows import ConversationRows, rows_of
+from megalite.data.batches.conversation_rows import ConcatenatedRows, ConversationRows, rows_of
 from megalite.data.batches.documents import documents_of
 from megalite.data.batches.loader import BatchShare, StepLoader
 from megalite.data.chat.chat_template import load_chat_template
