@@ -158,10 +158,8 @@ _LIMITS = ("memory.max", "memory.limit_in_bytes")
 
 def available_memory_bytes() -> int | None:
     """Return the free memory of this node, limited by the control groups; None if it is unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
+    available = _memory_sizes().get("MemAvailable")
+    if available is None:
         return None
     for folder in _control_groups(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"), "memory"):
         left = _memory_left(folder)
@@ -172,11 +170,7 @@ def available_memory_bytes() -> int | None:
 
 def total_memory_bytes() -> int | None:
     """Return the memory and swap of this node, limited by the control groups; None if it is unknown."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    sizes = _memory_sizes()
     if "MemTotal" not in sizes:
         return None
     swap, total = sizes.get("SwapTotal", 0), sizes["MemTotal"]
@@ -185,6 +179,15 @@ def total_memory_bytes() -> int | None:
         if limit is not None and (text := limit.read_text().strip()).isdecimal():
             total = min(total, int(text))
     return total + swap
+
+
+def _memory_sizes() -> dict[str, int]:
+    """Return the sizes in /proc/meminfo by their names, in bytes; empty without /proc."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
 
 
 def has_accelerator(devices: Path = Path("/dev")) -> bool:

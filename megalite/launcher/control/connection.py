@@ -6,7 +6,6 @@ import socket
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 _PROBE_SECONDS = 5
 
@@ -74,20 +73,12 @@ def why_lost(error: OSError | None = None) -> str:
 
 def owner_of_port(port: int) -> str:
     """Return "pid 12 (name)", the process of this user that listens at a port; "" if it cannot be seen."""
-    listening = set()
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            lines = Path("/proc/net", table).read_text().splitlines()[1:]
-            rows = (line.split() for line in lines)
-            # State 0A is LISTEN; the address is HEX:PORT.
-            listening |= {
-                f"socket:[{row[9]}]" for row in rows if row[3] == "0A" and int(row[1][-4:], 16) == port
-            }
-    for opened in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            if str(opened.readlink()) in listening:
-                process = opened.parents[1]
-                return f"pid {process.name} ({(process / 'comm').read_text().strip()})"
+    import psutil  # type: ignore[import-untyped]
+
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            with suppress(psutil.Error):
+                return f"pid {connection.pid} ({psutil.Process(connection.pid).name()})"
     return ""
 
 
