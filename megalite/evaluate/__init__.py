@@ -1,1 +1,1 @@
-"""Measures a model: perplexity on text, and accuracy on local task files."""
+"""Measures a model: perplexity on text, and tasks of EleutherAI's lm_eval."""
