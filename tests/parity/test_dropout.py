@@ -1,7 +1,6 @@
 """Dropout drops the same values in every layout: loss, norm, every gradient and the weights after, in float64."""
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
@@ -20,18 +19,6 @@ SITES = {
 }
 EVERYWHERE = Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.25)
 JOB = Job(tiny_shape(tied=True), dropout=EVERYWHERE, steps=2)
-
-
-@pytest.fixture(scope="module")
-def reference(ranks):
-    """The job in one process, micro batches of one row, computed once for each job."""
-
-    @cache
-    def run(job: Job) -> RankResult:
-        [result] = ranks.run(train_on_rank, world_size=1, job=job)
-        return result
-
-    return run
 
 
 def assert_same_training(job: Job, results: list[RankResult], alone: RankResult) -> None:

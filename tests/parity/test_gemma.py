@@ -1,7 +1,6 @@
 """Gemma in everything that computes otherwise for it: its norms, caps and windows under each option of a run."""
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -21,18 +20,6 @@ JOB = Job(FAMILY_SHAPES["gemma2"], steps=2)
 DROPOUT = Dropout(embedding=0.1, residual=0.2, mlp=0.1, attention=0.2)
 FUSED = {"kernels": "fused"}
 SELECTIVE, FULL = ({"recompute": Recompute(how)} for how in ("selective", "full"))
-
-
-@pytest.fixture(scope="module")
-def reference(ranks):
-    """The job in one process and plain torch, computed once."""
-
-    @cache
-    def run(job: Job):
-        [result] = ranks.run(train_on_rank, world_size=1, job=job)
-        return result
-
-    return run
 
 
 @pytest.mark.parametrize(

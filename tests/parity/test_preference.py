@@ -1,7 +1,6 @@
 """Preference tuning equals one process in any layout, with all weights trained and with an adapter."""
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -65,18 +64,6 @@ CORE = {
 }
 
 
-@pytest.fixture(scope="module")
-def alone(ranks):
-    """The same job in one process, computed once for each job."""
-
-    @cache
-    def run(job: Job):
-        [result] = ranks.run(train_on_rank, world_size=1, job=job)
-        return result
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("layout", "shape", "trained"),
     cases(
@@ -97,13 +84,15 @@ def alone(ranks):
         core=CORE.__contains__,
     ),
 )
-def test_any_layout_equals_one_process(ranks, alone, layout, shape, trained):
+def test_any_layout_equals_one_process(ranks, reference, layout, shape, trained):
     job = Job(SHAPES[shape], micro_batch_size=2, steps=2, **TRAINED[trained])
     there = replace(job, **LAYOUTS[layout])
     # One process computes the loss over all tokens at once.
     job = replace(job, chunked_loss=0)
     results = ranks.run(train_on_rank, world_size=there.layout.world_size, job=there)
-    _assert_equal_to_one_process(there, results, alone(job), ZERO_RTOL if there.zero_stage else LAYOUT_RTOL)
+    _assert_equal_to_one_process(
+        there, results, reference(job), ZERO_RTOL if there.zero_stage else LAYOUT_RTOL
+    )
 
 
 def rows_of_the_reference(job: Job, fault: str | None = None) -> Tensor:

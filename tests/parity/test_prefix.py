@@ -1,8 +1,7 @@
 """Prefix tuning: every layout trains to the numbers of one process, and one process computes what PEFT does."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -94,18 +93,6 @@ CORE = [
     ("ZeRO 1", PROJECTED),
     ("ZeRO 3", DIRECT),
 ]
-
-
-@pytest.fixture(scope="module")
-def reference(ranks) -> Callable[[Job], RankResult]:
-    """The same job in one process, computed once for each job."""
-
-    @cache
-    def run(job: Job) -> RankResult:
-        [result] = ranks.run(train_on_rank, world_size=1, job=job)
-        return result
-
-    return run
 
 
 def _alone(job: Job) -> Job:

@@ -1,8 +1,6 @@
 """Sequence parallelism trains to the same numbers as one process: loss, norm, every gradient, the weights after."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
@@ -13,23 +11,11 @@ from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
-from tests.support.training import Job, RankResult, train_on_rank
+from tests.support.training import Job, train_on_rank
 
 LAYOUTS = [Layout(pipeline, data, tensor) for tensor in (2, 4) for pipeline in (1, 2) for data in (1, 2)]
 LAYOUTS = [layout for layout in LAYOUTS if layout.world_size <= 8]
 DROPOUT = Dropout(0.1, 0.2, 0.1, 0.1)
-
-
-@pytest.fixture(scope="module")
-def reference(ranks) -> Callable[[Job], RankResult]:
-    """The same job in one process, computed once for each job."""
-
-    @cache
-    def run(job: Job) -> RankResult:
-        [result] = ranks.run(train_on_rank, world_size=1, job=job)
-        return result
-
-    return run
 
 
 def _job(shape: ModelShape, layout: Layout, **changes) -> Job:

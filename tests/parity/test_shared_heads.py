@@ -1,8 +1,6 @@
 """Fewer key-value heads than tensor-parallel ranks: neighbours share one, and training is that of one process."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 
@@ -11,19 +9,7 @@ from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
-from tests.support.training import Job, RankResult, train_on_rank
-
-
-@pytest.fixture(scope="module")
-def reference(ranks) -> Callable[[Job], RankResult]:
-    """The same job in one process, computed once for each job."""
-
-    @cache
-    def run(job: Job) -> RankResult:
-        [result] = ranks.run(train_on_rank, world_size=1, job=job)
-        return result
-
-    return run
+from tests.support.training import Job, train_on_rank
 
 
 def _check(ranks, reference, job: Job, rtol: float = LAYOUT_RTOL) -> None:

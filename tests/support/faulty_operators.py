@@ -14,7 +14,7 @@ HANGING = "MEGALITE_TEST_HANGING"
 """Environment variable with the path of a file that the hanging operator creates when it starts."""
 
 
-class _WrongGradient(torch.autograd.Function):
+class WrongGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return 2 * x
@@ -42,18 +42,18 @@ def _not_a_number(x: Tensor) -> Tensor:
     return (2 * x).masked_fill(x > 2, torch.nan)
 
 
-def _unwritten(x: Tensor) -> Tensor:
+def unwritten(x: Tensor) -> Tensor:
     found = torch.empty_like(x)
     found[:-1] = 2 * x[:-1]
     return found
 
 
-def _unsteady(x: Tensor) -> Tensor:
-    _unsteady.calls += 1  # type: ignore[attr-defined]
-    return 2 * x + (torch.finfo(x.dtype).eps * x.abs().max() / 4 if _unsteady.calls % 2 else 0)  # type: ignore[attr-defined]
+def unsteady(x: Tensor) -> Tensor:
+    unsteady.calls += 1  # type: ignore[attr-defined]
+    return 2 * x + (torch.finfo(x.dtype).eps * x.abs().max() / 4 if unsteady.calls % 2 else 0)  # type: ignore[attr-defined]
 
 
-_unsteady.calls = 0  # type: ignore[attr-defined]
+unsteady.calls = 0  # type: ignore[attr-defined]
 
 
 def _transposed(x: Tensor) -> Tensor:
@@ -102,10 +102,10 @@ FAULTS: dict[str, tuple[str, Any]] = {
     "right": ("norm", _doubled),
     "one element off": ("add_norm", _one_element_off),
     "wrong at odd sizes": ("rotary", _wrong_at_odd_sizes),
-    "wrong gradient": ("glu", _WrongGradient.apply),
+    "wrong gradient": ("glu", WrongGradient.apply),
     "not a number": ("bias_gelu", _not_a_number),
-    "unwritten": ("cross_entropy", _unwritten),
-    "unsteady": ("attention", _unsteady),
+    "unwritten": ("cross_entropy", unwritten),
+    "unsteady": ("attention", unsteady),
     "another shape": ("attention_windows", _transposed),
     "crashing": ("attention_documents", _crashing),
     "exiting": ("attention_dropout", _exiting),

@@ -18,6 +18,7 @@ from megalite.cli import main as megalite
 from megalite.launcher.process import available_cores
 from megalite.ops.choice import COMPILED
 from megalite.selftest.registry import Entry, compiled
+from tests.support.faulty_operators import WrongGradient, unsteady, unwritten
 from tests.support.kernels import needs_library
 
 ROOT = Path(__file__).parents[3]
@@ -118,39 +119,15 @@ def test_the_tables_in_the_repository_are_the_suites_own() -> None:
     assert report or text.count(gpu_suite.NOT_MEASURED) > 2 * len(OPERATORS)
 
 
-def _unwritten(x: Tensor) -> Tensor:
-    found = torch.empty_like(x)
-    found[:-1] = 2 * x[:-1]
-    return found
-
-
-def _unsteady(x: Tensor) -> Tensor:
-    _unsteady.calls += 1  # type: ignore[attr-defined]
-    return 2 * x + (torch.finfo(x.dtype).eps * x.abs().max() / 4 if _unsteady.calls % 2 else 0)  # type: ignore[attr-defined]
-
-
-_unsteady.calls = 0  # type: ignore[attr-defined]
-
-
-class _WrongGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2.01 * grad
-
-
 @pytest.mark.parametrize(
     ("form", "gradients", "right"),
     [
         (lambda x: 2 * x, 1, True),
         (lambda x: 2.001 * x, 1, False),
         (lambda x: (2 * x).masked_fill(x > 2, torch.nan), 0, False),
-        (_unwritten, 0, False),
-        (_unsteady, 0, False),
-        (_WrongGradient.apply, 1, False),
+        (unwritten, 0, False),
+        (unsteady, 0, False),
+        (WrongGradient.apply, 1, False),
     ],
     ids=["right", "off by a thousandth", "not a number", "unwritten", "unsteady", "wrong gradient"],
 )
