@@ -14,7 +14,8 @@ import torch
 
 HERE = Path(__file__).parent
 FOLDER = HERE.parents[2] / "build" / "standin"
-SOURCES = ("runtime", "generator", "device", "kernels", "group", "module")
+# Sources that are compiled together: most of the time goes into torch's headers, once a unit.
+UNITS = (("runtime", "generator", "device", "kernels"), ("group", "module"))
 TORCH = Path(torch.__file__).parent
 OPTIONS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-Wall", "-Wno-interference-size")
 LIBRARIES = ("c10", "torch", "torch_cpu", "torch_python")
@@ -31,33 +32,36 @@ def load() -> ModuleType:
 
 def library() -> Path:
     """Return the shared library's path; concurrent processes build it only once."""
-    sources = [HERE / f"{name}.cpp" for name in SOURCES]
-    built = FOLDER / _digest(sources) / "_standin.so"
+    built = FOLDER / _digest() / "_standin.so"
     if built.exists():
         return built
     built.parent.mkdir(parents=True, exist_ok=True)
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not built.exists():
-            _build(sources, built)
+            _build(built)
     return built
 
 
-def _digest(sources: list[Path]) -> str:
-    files = [*sources, *sorted(HERE.glob("*.h")), Path(__file__)]
+def _digest() -> str:
+    files = [*sorted(HERE.glob("*.cpp")), *sorted(HERE.glob("*.h")), Path(__file__)]
     content = b"".join(file.read_bytes() for file in files)
     return hashlib.sha256(content + f"{torch.__version__} {sys.version}".encode()).hexdigest()[:16]
 
 
-def _build(sources: list[Path], built: Path) -> None:
-    headers = [TORCH / "include", TORCH / "include/torch/csrc/api/include", sysconfig.get_path("include")]
+def _build(built: Path) -> None:
+    headers = [
+        HERE,
+        TORCH / "include",
+        TORCH / "include/torch/csrc/api/include",
+        sysconfig.get_path("include"),
+    ]
     options = [*OPTIONS, *(f"-I{header}" for header in headers)]
-    objects = {source: FOLDER / f"{source.stem}-{_digest([source])}.o" for source in sources}
-    _run_all(
-        ["g++", *options, "-c", str(source), "-o", str(made)]
-        for source, made in objects.items()
-        if not made.exists()
-    )
+    units = {built.parent / f"{names[0]}-unit.cpp": names for names in UNITS}
+    for unit, names in units.items():
+        unit.write_text("".join(f'#include "{name}.cpp"\n' for name in names))
+    objects = {unit: unit.with_suffix(".o") for unit in units}
+    _run_all(["g++", *options, "-c", str(unit), "-o", str(made)] for unit, made in objects.items())
     # Renamed when complete, because other processes may look for it meanwhile.
     part = built.with_suffix(".part")
     libraries = [f"-L{TORCH / 'lib'}", f"-Wl,-rpath,{TORCH / 'lib'}", *(f"-l{name}" for name in LIBRARIES)]

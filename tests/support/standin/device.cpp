@@ -15,8 +15,6 @@
 namespace standin {
 namespace {
 
-constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
-
 c10::Device device_at(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
 int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device(); }
 

@@ -5,6 +5,8 @@
 
 namespace standin {
 
+constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
+
 inline bool is_ours(const at::Tensor& tensor) { return tensor.defined() && tensor.is_privateuseone(); }
 
 // Returns a CPU tensor over the bytes of a device tensor, which it keeps alive.

@@ -23,7 +23,6 @@
 namespace standin {
 namespace {
 
-constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
 // Operators that make the host wait, because the shape of their result, or control flow, depends on values.
