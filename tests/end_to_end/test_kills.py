@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from contextlib import suppress
@@ -37,6 +38,7 @@ def _recorded_steps(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
+@pytest.mark.extended
 def test_one_rank_killed_ends_the_job_in_time_and_names_the_rank(job, undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = job.start(folder)
@@ -109,7 +111,6 @@ def test_the_same_command_again_has_nothing_left_to_do(job, undisturbed):
 )
 @pytest.mark.extended
 def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, number, code):
-    """And one whose last checkpoint was damaged since then says which older one is intact."""
     job = Job.write(tmp_path, tensor=ranks, pipeline=1)
     folder = tmp_path / "run"
     process = job.start(folder, "--training.steps", "100000")
@@ -127,9 +128,14 @@ def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, num
     assert output.count(f"{name}: the run saves and ends after this step; ") == 1
     assert f"stopped after step {curve(folder)[-1][0]}: {name}" in output
 
+
+@pytest.mark.extended
+def test_a_damaged_last_checkpoint_names_the_older_one_that_is_intact(job, undisturbed, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(undisturbed, folder)
+    *_, older, last = sorted((folder / "checkpoints").glob("step-*"))
     _flip_a_bit_of_the_optimizer(last)
-    *_, older, _ = sorted((folder / "checkpoints").glob("step-*"))
-    process = job.start(folder)
+    process = job.start(folder, "--training.steps", "15")
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2 and "sha256 differs" in output
     assert f"{older} is intact: remove {last.name}" in output
