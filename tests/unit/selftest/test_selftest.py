@@ -39,7 +39,7 @@ FLAGS = [
 def proved() -> tuple[Findings, Mapping[str, OperatorChoice]]:
     """All planted faults, proved once in worker processes."""
     cases = cases_of(entries_of(FAULTY), WORKLOAD)
-    found = prove_all(cases, CPU, entries=FAULTY, case_seconds=6)
+    found = prove_all(cases, CPU, entries=FAULTY, case_seconds=12)  # a busy machine answers late
     assert not untested(cases, found)
     return found, choices_of(cases, found)
 
@@ -57,7 +57,7 @@ def proved() -> tuple[Findings, Mapping[str, OperatorChoice]]:
         ("attention_windows", "wrong: values that are not finite, not written or of another shape"),
         ("attention_documents", "failed: it was ended by SIGABRT"),
         ("attention_dropout", "failed: it ended with code 3: it said nothing"),
-        ("adamw", "failed: no answer after 6 s"),
+        ("adamw", "failed: no answer after 12 s"),
         ("sum_of_squares", "failed: RuntimeError: an illegal memory access was encountered"),
     ],
 )
