@@ -26,7 +26,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class Recompute:
-    """What backward computes again."""
+    """The activations that backward computes again."""
 
     mode: RecomputeMode = "none"
     layers: int | None = None

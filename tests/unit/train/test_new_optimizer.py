@@ -39,7 +39,7 @@ class HeavyBall(UpdateRule):
 
 
 def make(parts: OptimizerParts) -> torch.optim.Optimizer:
-    return HeavyBall(parts.groups(), parts.settings.momentum)
+    return HeavyBall(parts.groups(), parts.settings.optimizer.momentum_or_default)
 '''
 USE = """
 import sys
