@@ -93,6 +93,13 @@ class _Phase(Enum):
     SAVED = "every step is saved; the export may remain"
 
 
+class RankStart(Enum):
+    ALONE = "the only rank, in the process of the user"
+    LOCAL = "a process of ours started it with the others"
+    LAUNCHED = "a launcher started it"
+    MEETING = "a launcher started it, and on_end will be called, once it has met the others"
+
+
 class StopSignals:
     """Notes SIGTERM, SIGUSR1 and SIGINT in the `with` block of a rank's whole life.
 
@@ -106,25 +113,21 @@ class StopSignals:
 
     def __init__(
         self,
-        told: Callable[[str], None],
-        ended: Callable[[int], None],
+        say: Callable[[str], None],
+        end_process: Callable[[int], None],
         *,
         grace_seconds: float,
-        launched: bool = False,
-        meets: bool = False,
-        alone: bool = False,
+        start: RankStart = RankStart.LOCAL,
         saves: Callable[[], object] = lambda: None,
     ):
         """
-        told: called with a line for the user. ended: called with the exit code, to end the process. Both are called in
-        a thread, since the main one may wait for other ranks for ever.
-        launched: a launcher started this rank. meets: on_end will be called, once it has met the others.
-        alone: the only rank, in the process of the user.
+        say: called with a line for the user. end_process: called with the exit code. Both are called in a thread, since
+        the main one may wait for other ranks for ever.
         saves: returns a value that changes while any rank writes a checkpoint.
         """
-        self._told, self._ended = told, ended
-        self._grace_seconds, self._launched, self._alone, self._saves = grace_seconds, launched, alone, saves
-        self._meets = meets
+        self._say, self._end_process = say, end_process
+        self._grace_seconds, self._start, self._saves = grace_seconds, start, saves
+        self._alone = start is RankStart.ALONE
         self._phase = _Phase.FIRST_STEP
         self._noted: signal.Signals | None = None
         self._first = self._alive = 0.0
@@ -173,8 +176,8 @@ class StopSignals:
         if not self._ours:
             return
         for number, handler in self._previous.items():
-            told = self._noted is not None and number in _BATCH
-            signal.signal(number, signal.SIG_IGN if told else handler)
+            ends = self._noted is not None and number in _BATCH
+            signal.signal(number, signal.SIG_IGN if ends else handler)
         signal.set_wakeup_fd(self._previous_sender)
         self._over.set()
         os.close(self._sender)
@@ -223,18 +226,19 @@ class StopSignals:
             if not self._alone:
                 self._end(text, INTERRUPTED if number is signal.SIGINT else NOT_BEGUN)
                 return True
-            self._told(text)
+            self._say(text)
         elif phase is _Phase.SAVED:
-            self._told(f"{name}: every step is saved; the run ends after the export")
+            self._say(f"{name}: every step is saved; the run ends after the export")
         else:
             limit = f"without progress it is ended after {self._grace_seconds:g} s (launch.grace_seconds)"
             again = f"a second {name} ends it at once" if number is signal.SIGINT else limit
-            self._told(f"{name}: the run saves and ends after this step; {again}")
+            self._say(f"{name}: the run saves and ends after this step; {again}")
         threading.Thread(target=self._look_at_saves, name="save progress", daemon=True).start()
         return False
 
     def _is_second_press(self) -> bool:
-        apart = _PASSED_ON_SECONDS if self._launched else SAME_PRESS_SECONDS
+        launched = self._start in (RankStart.LAUNCHED, RankStart.MEETING)
+        apart = _PASSED_ON_SECONDS if launched else SAME_PRESS_SECONDS
         return time.monotonic() - self._first >= apart
 
     def _look_at_saves(self) -> None:
@@ -261,14 +265,14 @@ class StopSignals:
         self._end(f"ended without saving a checkpoint: {reason}", code)
 
     def _end(self, text: str, code: int) -> None:
-        if self._meets:
+        if self._start is RankStart.MEETING:
             # Ranks that got no signal would wait for one that leaves before it has met them.
             self._met.wait(_MEETING_SECONDS)
         with suppress(Exception):  # the others may be gone
             # It does not return where a failure ends the rank already: launchers send SIGTERM then.
             self._tell_others(text, code)
-        self._told(text)
-        self._ended(code)
+        self._say(text)
+        self._end_process(code)
 
 
 def tell_interruption(config: RunConfig, info: RankInfo | None) -> None:
@@ -297,11 +301,15 @@ def stop_signals(config: RunConfig, info: RankInfo) -> StopSignals:
         announce if info.rank == 0 else lambda _: None,
         partial(_end_process, config, info),
         grace_seconds=config.launch.grace_seconds,
-        launched=info.launcher != "megalite",
-        meets=info.launcher != "megalite" and meets_others(info),
-        alone=_is_alone(info),
+        start=_start_of(info),
         saves=partial(progress_of_saves, Path(config.run.folder) / "checkpoints"),
     )
+
+
+def _start_of(info: RankInfo) -> RankStart:
+    if info.launcher != "megalite":
+        return RankStart.MEETING if meets_others(info) else RankStart.LAUNCHED
+    return RankStart.ALONE if _is_alone(info) else RankStart.LOCAL
 
 
 def _is_alone(info: RankInfo) -> bool:

@@ -19,6 +19,7 @@ from megalite.launcher.local import Terminated
 from megalite.launcher.rank.detect import RankInfo
 from megalite.train import interruption
 from megalite.train.interruption import (
+    RankStart,
     StopSignals,
     ignore_repeated_signals,
     signals_restored,
@@ -164,7 +165,10 @@ def test_a_batch_signal_is_noted_and_its_repetitions_change_nothing(
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_second_ctrl_c_ends_at_once(launched: bool, clock: Clock) -> None:
-    job, before = Job(launched=launched), signal.getsignal(signal.SIGINT)
+    job, before = (
+        Job(start=RankStart.LAUNCHED if launched else RankStart.LOCAL),
+        signal.getsignal(signal.SIGINT),
+    )
     with job.signals as signals:
         signals.first_step_over()
         signal.raise_signal(signal.SIGINT)
@@ -224,11 +228,11 @@ def test_a_signal_before_the_end_of_the_first_step_ends_a_rank_at_once(number: s
 
 @pytest.mark.parametrize("number", [*BATCH, signal.SIGINT])
 def test_a_process_that_trains_alone_is_told_by_an_exception(number: signal.Signals) -> None:
-    job = Job(alone=True)
+    job = Job(start=RankStart.ALONE)
     with pytest.raises(KeyboardInterrupt if number is signal.SIGINT else Terminated), job.signals:
         signal.raise_signal(number)
     assert not job.ended
-    job = Job(alone=True)
+    job = Job(start=RankStart.ALONE)
     for each in BATCH:
         signal.signal(each, signal.SIG_DFL)
     with job.signals as signals:
@@ -331,7 +335,7 @@ def test_a_signal_that_the_user_handles_or_ignores_is_left_alone() -> None:
 
 def test_a_rank_that_has_not_met_the_others_yet_meets_them_before_it_ends() -> None:
     """The others, which may have got no signal, would wait for it."""
-    job, others = Job(meets=True, launched=True), list[str]()
+    job, others = Job(start=RankStart.MEETING), list[str]()
     with job.signals as signals:
         signal.raise_signal(signal.SIGTERM)
         time.sleep(0.1)
