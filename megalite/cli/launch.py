@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megalite.cli.arguments import Parser, add_value, whole_number
+from megalite.cli.arguments import Parser, whole_number
 from megalite.cli.remaining_hosts import remaining_hosts
 from megalite.cli.run_progress import attempt_end, published_step, records_mark
 from megalite.config.flags import split_overrides
@@ -38,14 +38,31 @@ from megalite.launcher.rank.environment import variables
 from megalite.launcher.rank.placement import tensor_warning
 from megalite.launcher.rank.slurm import in_shell
 
-_USAGE = "megalite launch RUN.toml [options] [--section.key value ...] [-- MORE]"
-_ABOUT = """\
+_HELP = """\
+usage: megalite launch RUN.toml [options] [--section.key value ...] [-- MORE]
+
 Check the hosts, start a run's ranks on them, show the first cause of a failure.
 The hosts are those of a hostfile, of the SLURM allocation, or this machine.
 MORE arguments go to the backend.
 
   megalite launch run.toml --hostfile hosts --training.steps 500
   megalite launch run.toml --hostfile hosts --backend ssh --dry-run
+
+  --hostfile FILE        lines of NAME slots=N; a slot runs one rank
+  --include HOSTS        only these: NAME[:SLOT,SLOT][@NAME...]; or --exclude
+  --hosts N, --slots N   the first N hosts, the first N slots of each
+  --local                this machine, also in a SLURM allocation
+  --backend NAME         auto, local, ssh, torchrun, srun, mpirun, deepspeed,
+                         deepspeed-openmpi, -mpich, -impi, -slurm
+  --interface NAME       network interface between the hosts
+  --master NAME          first host, as the others reach it (as in the hostfile)
+  --port N               port of the rendezvous on the first host (29500)
+  --export NAME[=VALUE]  variable for the ranks; --env-file FILE: lines of them
+  --restarts N           start a failed job again from its last checkpoint (0)
+  --allow-fewer          a smaller layout, if a restart finds fewer hosts
+  --dry-run              print each command and the variables; start nothing
+  --no-preflight         no check of the hosts; --preflight-seconds N: its limit
+  -h, --help             this text; megalite help train SECTION: the settings
 """
 _RANKS_SHOWN = 64
 
@@ -66,10 +83,10 @@ class _Plan:
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite launch`; return the job's exit code: 0, 75 stopped to be resumed, 2 wrong input, 130 Ctrl-C, 1."""
     own, extra = _divided(arguments)
-    parser = _parser()
     if "-h" in own or "--help" in own:
-        print(parser.format_help(), end="")
+        print(_HELP, end="")
         return 0
+    parser = _parser()
     known, overrides = _separated(own, parser)
     options = parser.parse_args(known)
     environ = variables()
@@ -104,47 +121,25 @@ def _divided(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def _parser() -> Parser:
-    parser = Parser(
-        prog="megalite launch",
-        usage=_USAGE,
-        description=_ABOUT,
-        epilog="megalite help train SECTION: the settings",
-        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=27, width=90),
-        add_help=False,
-        allow_abbrev=False,
-    )
-    add = parser.add_argument
-    add("run_file", type=Path, metavar="RUN.toml", help=argparse.SUPPRESS)
-    add_value(parser, "--hostfile", Path, "FILE", "lines of NAME slots=N; a slot runs one rank")
-    add("--include", default="", metavar="HOSTS", help="only these: NAME[:SLOT,SLOT][@NAME...]")
-    add("--exclude", default="", metavar="HOSTS", help="not these")
-    add_value(parser, "--hosts", whole_number(1), "N", "the first N hosts")
-    add_value(parser, "--slots", whole_number(1), "N", "the first N slots of each host")
-    add("--local", action="store_true", help="this machine, also in a SLURM allocation")
-    about = "auto, local, ssh, torchrun, srun, mpirun, deepspeed; deepspeed-X: openmpi, mpich, impi, slurm"
-    add("--backend", default="auto", choices=("auto", *BACKENDS), metavar="NAME", help=about)
-    add("--interface", default="", metavar="NAME", help="network interface between the hosts")
-    add(
-        "--master", default="", metavar="NAME", help="first host, as the others reach it (as in the hostfile)"
-    )
-    add_value(
-        parser,
-        "--port",
-        whole_number(1, 65535),
-        "N",
-        "port of the rendezvous on the first host",
-        DEFAULT_PORT,
-    )
-    add("--export", action="append", default=[], metavar="NAME[=VALUE]", help="variable for the ranks")
-    add("--env-file", action="append", type=Path, default=[], metavar="FILE", help="lines of such variables")
-    add_value(
-        parser, "--restarts", whole_number(0), "N", "start a failed job again from its last checkpoint", 0
-    )
-    add("--allow-fewer", action="store_true", help="a smaller layout, if a restart finds fewer hosts")
-    add("--dry-run", action="store_true", help="print each command and the variables; start nothing")
-    add("--no-preflight", dest="preflight", action="store_false", help="no check of the hosts")
-    add_value(parser, "--preflight-seconds", float, "N", "time limit of that check", SECONDS)
-    add("-h", "--help", action="store_true", help="this text")
+    parser = Parser(prog="megalite launch", add_help=False, allow_abbrev=False)
+    parser.add_argument("run_file", type=Path, metavar="RUN.toml")
+    parser.add_argument("--hostfile", type=Path)
+    parser.add_argument("--include", default="")
+    parser.add_argument("--exclude", default="")
+    parser.add_argument("--hosts", type=whole_number(1))
+    parser.add_argument("--slots", type=whole_number(1))
+    parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
+    parser.add_argument("--interface", default="")
+    parser.add_argument("--local", action="store_true")
+    parser.add_argument("--master", default="")
+    parser.add_argument("--port", type=whole_number(1, 65535), default=DEFAULT_PORT)
+    parser.add_argument("--export", action="append", default=[])
+    parser.add_argument("--env-file", action="append", type=Path, default=[])
+    parser.add_argument("--preflight-seconds", type=float, default=SECONDS)
+    parser.add_argument("--no-preflight", dest="preflight", action="store_false")
+    parser.add_argument("--restarts", type=whole_number(0), default=0)
+    parser.add_argument("--allow-fewer", action="store_true")
+    parser.add_argument("--dry-run", action="store_true")
     return parser
 
 
