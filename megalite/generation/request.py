@@ -78,28 +78,30 @@ class Request:
     scores_prompt: bool = False
 
 
-# Setting -> whether a value is right, what a wrong one is not, and the remedy; also of `tokens` and `logprobs`.
-_RULES: Mapping[str, tuple[Callable[[float], bool], str, str]] = {
-    "tokens": (lambda value: value >= 1, "is no number of new tokens", "use 1 or more"),
-    "temperature": (lambda value: 0 <= value < math.inf, "is not a temperature", "use 0 or more"),
-    "top_k": (lambda value: value >= 1, "is no number of tokens", "use 1 or more, or leave it out"),
-    "top_p": (lambda value: 0 < value <= 1, "is not a probability", "use more than 0 and at most 1"),
-    "min_p": (lambda value: 0 <= value <= 1, "is not a probability", "use 0 or more and at most 1"),
+# Setting -> whether a value is right, what is wrong with another one, and the remedy.
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
+    "tokens": (lambda value: value >= 1, "{} is no number of new tokens", "use 1 or more"),
+    "temperature": (lambda value: 0 <= value < math.inf, "{} is not a temperature", "use 0 or more"),
+    "top_k": (lambda value: value >= 1, "{} is no number of tokens", "use 1 or more, or leave it out"),
+    "top_p": (lambda value: 0 < value <= 1, "{} is not a probability", "use more than 0 and at most 1"),
+    "min_p": (lambda value: 0 <= value <= 1, "{} is not a probability", "use 0 or more and at most 1"),
     "repetition_penalty": (
         lambda value: 0 < value < math.inf,
-        "is not a factor",
+        "{} is not a factor",
         "use more than 0; 1 is none",
     ),
     **dict.fromkeys(
         ("presence_penalty", "frequency_penalty"),
-        (lambda value: -2 <= value <= 2, "is not a penalty", "use -2 to 2; 0 is none"),
+        (lambda value: -2 <= value <= 2, "{} is not a penalty", "use -2 to 2; 0 is none"),
     ),
+    "stop": (all, "has an empty string, which every text contains", "leave it out"),
     "logprobs": (
         lambda value: 0 <= value <= MOST_LOGPROBS,
-        "is no number of alternatives",
+        "{} is no number of alternatives",
         f"use 0 to {MOST_LOGPROBS}",
     ),
 }
+_NEED_TEMPERATURE = ("top_k", "top_p", "min_p")
 
 
 def sampling_problems(
@@ -114,21 +116,20 @@ def sampling_problems(
 
     values: as of `Sampling.of`. name: how the caller writes a setting, such as `--top-k` for top_k.
     """
-    settings = {**values, "tokens": tokens, "logprobs": logprobs}
+    greedy = Sampling.of(values).temperature == 0
+    settings = {**values, "tokens": tokens, "stop": stop, "logprobs": logprobs}
     for setting, (is_right, fault, remedy) in _RULES.items():
-        if (value := settings.get(setting)) is not None and not is_right(value):
-            yield Problem(
-                name(setting), f"{value if isinstance(value, int) else f'{value:g}'} {fault}", remedy
-            )
-    for setting in ("top_k", "top_p", "min_p"):
-        if Sampling.of(values).temperature == 0 and values.get(setting) is not None:
+        if (value := settings.get(setting)) is None:
+            continue
+        if not is_right(value):
+            message = fault.format(f"{value:g}" if isinstance(value, float) else value)
+            yield Problem(name(setting), message, remedy)
+        if greedy and setting in _NEED_TEMPERATURE:
             yield Problem(
                 name(setting),
                 f"has no effect with {name('temperature')} 0, which takes the most likely token",
                 f"set {name('temperature')} above 0, for example 1",
             )
-    if not all(stop):
-        yield Problem(name("stop"), "has an empty string, which every text contains", "leave it out")
 
 
 def check_request(request: Request, shape: ModelShape, most: int, adapters: Collection[str] = ()) -> None:
