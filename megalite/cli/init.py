@@ -18,7 +18,7 @@ from megalite.config.sections.toml import format_value
 from megalite.config.sections.unchecked import SettingsDraft
 from megalite.errors import ConfigError, Problem
 
-_COMMENT_COLUMN = 32
+_COMMENT_COLUMN, _LONGEST_LINE = 32, 100
 _ORDER = ("run", "data", "tokenizer", "model", "parallel", "training", "optimizer", "deepspeed")
 # Comments that say more of a setting than its description does.
 _COMMENTS = {
@@ -143,8 +143,9 @@ def _table(name: str, table: Mapping[str, Any]) -> Iterator[str]:
     if keys:
         yield from ("", f"[{name}]")
     for key in keys:
-        line = f"{key} = {format_value(table[key])}"
-        yield f"{line:<{_COMMENT_COLUMN}}# {_comment(name, key)}".rstrip("# ")
+        line, comment = f"{key} = {format_value(table[key])}", _comment(name, key)
+        commented = f"{line:<{_COMMENT_COLUMN}}# {comment}"
+        yield commented if comment and len(commented) <= _LONGEST_LINE else line
     for key in table.keys() - set(keys):
         yield from _table(f"{name}.{key}", table[key])
 
