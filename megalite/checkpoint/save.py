@@ -26,7 +26,7 @@ from megalite.version import __version__
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a checkpoint records of its run, beside its tensors; the fields are those of `Manifest`.
+    """A run as its checkpoint records it, beside the tensors; the fields are those of `Manifest`.
 
     trainer_state: at least step, samples and tokens. base: the weights beside an adapter. stream: the position in
     streamed text, on rank 0. data: the fingerprints of the data.

@@ -21,7 +21,7 @@ from megalite.serve.answers import Answer, BatchAnswer, ChatAnswer, CompletionAn
 from megalite.serve.body import read_body
 from megalite.serve.engine_thread import EngineThread
 from megalite.serve.errors import ApiError
-from megalite.serve.generation_response import Backend, GenerationResponse
+from megalite.serve.generation_response import GenerationResponse, Serving
 from megalite.serve.metrics import ServerMetrics
 from megalite.serve.middleware import Gate
 from megalite.serve.prompts import Prompts, ServedModel
@@ -121,8 +121,8 @@ class Service:
     def _generate(
         self, prompts: Sequence[Prompt], answer: Answer, *, stream: bool = False, include_usage: bool = False
     ) -> Response:
-        backend = Backend(self.engine, self.admission, self.metrics, self.settings.request_seconds)
-        return GenerationResponse(backend, prompts, answer, stream=stream, include_usage=include_usage)
+        serving = Serving(self.engine, self.admission, self.metrics, self.settings.request_seconds)
+        return GenerationResponse(serving, prompts, answer, stream=stream, include_usage=include_usage)
 
     def _note(self, request: Request, name: str, user: str | None) -> None:
         """Keep the user for the log. ApiError for another model."""

@@ -27,8 +27,8 @@ _LAST_WORD_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Backend:
-    """What every response generates with. request_seconds: the time limit of a request."""
+class Serving:
+    """The parts of the server that every response uses. request_seconds: the time limit of a request."""
 
     engine: EngineThread
     admission: Admission
@@ -45,7 +45,7 @@ class GenerationResponse(Response):
 
     def __init__(
         self,
-        backend: Backend,
+        serving: Serving,
         requests: Sequence[Request],
         answer: Answer,
         *,
@@ -53,30 +53,30 @@ class GenerationResponse(Response):
         include_usage: bool,
     ):
         # Not Response's own, which would render a body.
-        self._backend, self._requests, self._answer = backend, requests, answer
+        self._serving, self._requests, self._answer = serving, requests, answer
         self._stream, self._include_usage, self._begun = stream, include_usage, False
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._backend.admission.enter(len(self._requests)):
+        with self._serving.admission.enter(len(self._requests)):
             job = await self._submit()
-            self._backend.metrics.prompt_tokens.inc(self._answer.usage["prompt_tokens"])
+            self._serving.metrics.prompt_tokens.inc(self._answer.usage["prompt_tokens"])
             answering = asyncio.create_task(self._respond(job, scope, receive, send))
             leaving = asyncio.create_task(_left(receive))
             try:
                 await asyncio.wait(
                     {answering, leaving},
-                    timeout=self._backend.request_seconds,
+                    timeout=self._serving.request_seconds,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
                 if answering.done():
                     answering.result()
                 elif leaving.done():
-                    self._backend.metrics.disconnects.inc()
+                    self._serving.metrics.disconnects.inc()
                     scope["state"]["left"] = True
                 else:
                     await self._stop(answering)
-                    await self._refuse(_too_slow(self._backend.request_seconds), scope, send)
+                    await self._refuse(_too_slow(self._serving.request_seconds), scope, send)
             except EngineError as error:
                 await self._refuse(_failed(error), scope, send)
             finally:
@@ -87,14 +87,14 @@ class GenerationResponse(Response):
 
     async def _submit(self) -> EngineJob:
         try:
-            return await self._backend.engine.submit(self._requests)
+            return await self._serving.engine.submit(self._requests)
         except ConfigError as error:
             raise ApiError(400, "; ".join(map(str, error.problems)), code="invalid_value") from error
         except EngineError as error:
             raise _failed(error) from error
 
     async def _respond(self, job: EngineJob, scope: Scope, receive: Receive, send: Send) -> None:
-        clock = TokenClock(self._backend.metrics, len(self._requests))
+        clock = TokenClock(self._serving.metrics, len(self._requests))
         async for events in job:
             chunks: list[Mapping[str, Any]] = []
             for index, event in events:
