@@ -13,6 +13,7 @@ from megalite.cli import COMMANDS, main
 from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sources.presets import PRESETS
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart" / "run.toml"
@@ -280,5 +281,5 @@ def test_output_that_nobody_reads_to_its_end_is_no_error() -> None:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
-    assert (process.wait(timeout=60), process.stderr.read()) == (141, "")
+    assert (process.wait(timeout=PATIENCE), process.stderr.read()) == (141, "")
     process.stderr.close()

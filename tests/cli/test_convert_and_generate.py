@@ -34,6 +34,7 @@ from megalite.train.optimizer.torch import TorchOptimizer
 from tests.support.checkpoints import save_checkpoint
 from tests.support.parity import ZERO_RTOL, assert_close
 from tests.support.tiny import tiny_shape, tiny_tokenizer
+from tests.support.waiting import PATIENCE
 from tests.unit.convert.exporting import lively_stage, save_stage
 
 ROOT = Path(__file__).parents[2]
@@ -115,7 +116,7 @@ def inspected_without_torch(path: Path) -> str:
         " assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
     command = [sys.executable, "-c", code, str(path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
     return " ".join(result.stdout.split())
 

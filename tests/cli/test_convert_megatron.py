@@ -12,6 +12,7 @@ from megalite.checkpoint.reader import CheckpointReader
 from megalite.cli import convert
 from tests.support.megatron_writer import Written, write_megatron
 from tests.support.tiny import tiny_shape
+from tests.support.waiting import PATIENCE
 from tests.unit.convert.test_megatron import numbered
 
 ROOT = Path(__file__).parents[2]
@@ -70,5 +71,5 @@ def test_neither_megatron_nor_deepspeed_is_imported(tmp_path: Path) -> None:
         " assert not {'megatron', 'deepspeed', 'transformers'} & set(sys.modules)"
     )
     command = [sys.executable, "-c", code, str(folder)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr

@@ -22,6 +22,7 @@ from megalite.generation.text import generate
 from tests.end_to_end.test_serve import PROMPT, Server, serving
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tool_templates import HERMES
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.slow
 MODEL, KEY = "stories260K", "none"
@@ -65,7 +66,9 @@ def installed(name: str) -> Any:
 def test_instructor(base: str) -> None:
     instructor, openai = installed("instructor"), installed("openai")
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        client = instructor.from_openai(openai.OpenAI(base_url=base, api_key=KEY, timeout=60), mode=mode)
+        client = instructor.from_openai(
+            openai.OpenAI(base_url=base, api_key=KEY, timeout=PATIENCE), mode=mode
+        )
         found = client.chat.completions.create(
             model=MODEL, response_model=Weather, messages=ASK, max_tokens=TOKENS, max_retries=0, temperature=0
         )

@@ -17,6 +17,7 @@ from tests.support import emulator
 from tests.support.attention import Packed, attention, counted_mask, gradients, starts
 from tests.support.parity import FLOAT32_RTOL, assert_close, assert_no_worse
 from tests.support.selection import cases
+from tests.support.waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
 
@@ -199,7 +200,7 @@ def race() -> Path:
 def _races(race: Path, kernel: str, *, late: bool, left_out: int = -1) -> bool:
     environ = {"TSAN_OPTIONS": "halt_on_error=1 exitcode=66 symbolize=0"}
     command = [str(race), kernel, str(int(late)), str(left_out)]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=PATIENCE, check=False)
     assert done.returncode in (0, 66), done.stdout + done.stderr
     return done.returncode == 66
 

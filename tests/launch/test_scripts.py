@@ -21,6 +21,7 @@ from megalite.config.load import load_run
 from megalite.config.sections.launch_section import LaunchSection
 from tests.cli.test_launch_cli import RUN
 from tests.support.selection import cases
+from tests.support.waiting import PATIENCE
 
 ROOT = Path(megalite.__file__).parents[1]
 LAUNCH = ROOT / "launch"
@@ -436,7 +437,7 @@ def pod(folder: Path, jobset: dict, **environ: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("code", [0, 75, 1])
 def test_a_pod_starts_its_ranks_and_returns_their_code(folder, jobset, code):
     process = pod(folder, jobset, EXIT_CODE=str(code))
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     lines = sorted(json.loads(line)["rank"]["rank"] for line in output.splitlines())
     assert lines == [2, 3]
@@ -459,5 +460,5 @@ sys.exit(75)
     assert process.stdout is not None
     assert [process.stdout.readline(), process.stdout.readline()] == ["ready\n", "ready\n"]
     process.terminate()
-    process.communicate(timeout=30)
+    process.communicate(timeout=PATIENCE)
     assert process.returncode == 75

@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -273,7 +273,7 @@ class Hosts(Sequence[Host]):
 
     def kill_host(self, host: Host) -> None:
         kill(host.pid)
-        self._holders[host.number].wait(timeout=30)
+        self._holders[host.number].wait(timeout=PATIENCE)
         host.pid = 0
 
     def down(self) -> None:
@@ -284,12 +284,12 @@ class Hosts(Sequence[Host]):
             else:
                 holder.kill()
         for holder in self._holders:
-            holder.wait(timeout=30)
+            holder.wait(timeout=PATIENCE)
         for host in self:
             host.pid = 0
         if self.keeper.stdin:
             self.keeper.stdin.close()
-        self.keeper.wait(timeout=30)
+        self.keeper.wait(timeout=PATIENCE)
 
     def _keeper(self) -> "subprocess.Popen[bytes]":
         """Start the process whose network namespace has the bridge; its input ends when this process does."""
@@ -395,7 +395,7 @@ def entering(
 
 def run(arguments: Sequence[str], text: str = "") -> None:
     """Run a command on this machine; HostsError with its output if it fails."""
-    done = subprocess.run(arguments, input=text, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(arguments, input=text, capture_output=True, text=True, timeout=PATIENCE)
     if done.returncode:
         raise HostsError(f"{shlex.join(arguments)}: {done.stderr.strip() or done.stdout.strip()}")
 

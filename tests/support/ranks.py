@@ -178,7 +178,7 @@ class RankPool:
         for worker in workers:
             worker.connection.send_bytes(RELEASE)
         try:
-            _expect_ready(workers, GRACE_SECONDS * 2)
+            _expect_ready(workers, START_SECONDS)
         except RanksHung:
             self._kill()
             raise
@@ -299,7 +299,7 @@ def _ranks(ranks: list[int]) -> str:
 def _stack(worker: Worker) -> str:
     """Return the stack of a hung worker's main thread, without the pool's own frames."""
     os.kill(worker.process.pid, signal.SIGUSR1)
-    deadline = time.monotonic() + 1.0
+    deadline = time.monotonic() + GRACE_SECONDS
     while "_serve" not in (text := worker.stack.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     frames = [line for line in text.splitlines() if line.startswith("  File ")]

@@ -17,6 +17,7 @@ from benchmarks.peers.figures import best_of, check_losses, rows_of
 from benchmarks.ranks import run_fresh_ranks
 from benchmarks.workload import TOKENS
 from tests.support.parity import about
+from tests.support.waiting import PATIENCE
 from tests.unit.benchmarks.test_figures import ROOT, quick_rows
 
 LAYOUT = PeerLayout("data 2", data=2)
@@ -116,7 +117,9 @@ def test_fresh_ranks_have_a_launchers_variables() -> None:
 
 def test_a_contender_can_set_the_variables_that_torch_reads_once() -> None:
     seen = "import benchmarks.peers.contender, benchmarks.peers.ours, sys; print('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", seen], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", seen], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+    )
     assert run.stdout == "False\n", run.stderr
 
 

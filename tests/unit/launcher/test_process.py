@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megalite.launcher import process
+from tests.support.waiting import PATIENCE
 
 
 def test_cores_follow_the_affinity_mask():
@@ -17,7 +18,7 @@ from megalite.launcher.process import available_cores
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 print(available_cores())
 """
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE)
     assert (run.stdout, run.stderr) == ("1\n", "")
 
 
@@ -85,7 +86,7 @@ def test_a_process_is_told_from_a_later_one_with_its_id():
 def test_children_are_seen_until_they_are_waited_for():
     child = subprocess.Popen([sys.executable, "-c", ""])
     assert child.pid in process.children()
-    child.wait(timeout=30)
+    child.wait(timeout=PATIENCE)
     assert child.pid not in process.children()
 
 
@@ -111,7 +112,9 @@ print(kept, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
     faults = {}
     for mode in ("keep", "return"):
-        run = subprocess.run([sys.executable, "-c", script, mode], capture_output=True, text=True, timeout=30)
+        run = subprocess.run(
+            [sys.executable, "-c", script, mode], capture_output=True, text=True, timeout=PATIENCE
+        )
         kept, count = run.stdout.split()
         assert kept == "True", run.stderr
         faults[mode] = int(count)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import PATIENCE
+
 PAGE = resources.files("megalite.serve").joinpath("chat_page.html").read_text("utf-8")
 SCRIPT = PAGE[PAGE.index("<script>") + len("<script>") : PAGE.index("</script>")]
 RENDERER = SCRIPT[SCRIPT.index("const FENCE") : SCRIPT.index("class Refused")]
@@ -88,7 +90,7 @@ def rendered(texts: list[str]) -> list[list[Any]]:
         input=json.dumps(texts),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=True,
     )
     trees: list[list[Any]] = json.loads(done.stdout)

@@ -12,7 +12,7 @@ import pytest
 
 from megalite.data.files.workers import ordered_map
 from megalite.errors import DataError
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 def square_later(number: int) -> int:
@@ -124,6 +124,6 @@ def test_a_script_is_not_run_again_in_the_workers(tmp_path: Path) -> None:
     )
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])}
     ran = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert (ran.returncode, ran.stdout) == (0, "1\n"), ran.stderr

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from tests.support.waiting import PATIENCE
+
 # A launcher whose only rank joins, leaves, and then goes on for minutes, as MPICH's mpirun may.
 SCRIPT = """
 import sys
@@ -29,6 +31,8 @@ print(result.exit_code, result.text)
 
 
 def test_a_launcher_that_outlives_its_ranks_is_ended_with_their_code():
-    run = subprocess.run([sys.executable, "-c", SCRIPT, "75"], capture_output=True, text=True, timeout=60)
+    run = subprocess.run(
+        [sys.executable, "-c", SCRIPT, "75"], capture_output=True, text=True, timeout=PATIENCE
+    )
     said = "mpirun has not ended 0.2 s after its ranks, and is ended"
     assert run.stdout.splitlines() == [said, "75 "], run.stdout + run.stderr

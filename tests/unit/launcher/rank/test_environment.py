@@ -12,6 +12,7 @@ from megalite.launcher.rank import environment
 from megalite.launcher.rank.address import Route
 from megalite.launcher.rank.detect import RankInfo, local_rank_infos, rank_info
 from megalite.launcher.rank.environment import export_rank, exported_rank, prepare_process, threads_per_rank
+from tests.support.waiting import PATIENCE
 
 FIVE = RankInfo(5, 8, 1, 4, "node-a", 29500, "", socket.gethostname(), hosts=2)
 
@@ -101,7 +102,7 @@ print(allocated(2000) - before)
 dist.destroy_process_group()
 """
     command = [sys.executable, "-c", script, str(tmp_path / "store")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environ)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environ)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 200_000
 
