@@ -61,8 +61,6 @@ PRIVATE_NAMES = {
         [
             "kernels/test_adamw.py",
             "kernels/test_apex.py",
-            "unit/data/batches/test_blend.py",
-            "unit/data/batches/test_length_buckets.py",
             "unit/generation/test_batch_engine.py",
             "unit/train/test_resume.py",
         ],

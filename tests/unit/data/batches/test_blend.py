@@ -15,6 +15,7 @@ from megalite.data.batches.blend import (
     SampleOrder,
     SetOrder,
     WeightChange,
+    seed_of_set,
     whole_shares,
 )
 from megalite.data.batches.loader import BatchShare, StepLoader
@@ -191,7 +192,7 @@ def test_a_curriculum_repeats_and_loses_no_sample_in_any_layout(files: list[Toke
     starts, sizes = (0, 72, 87), (72, 15, 29)
     for each, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         ids = [i - start for batch in read for i in batch.sample_ids.tolist() if start <= i < start + size]
-        sampler = Sampler(size, whole._samples._samplers[each].seed)
+        sampler = Sampler(size, seed_of_set(5, each))
         assert ids == sampler.sample_ids(np.arange(len(ids))).tolist()
     in_step = [Counter(int(np.searchsorted(starts, i, side="right")) - 1 for i in b.sample_ids) for b in read]
     assert in_step[0] == blend_counts(6, 4, 2) and sum(in_step[3:6], Counter()) == blend_counts(18, 0, 18)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megalite.data.batches.bucket_loader import BucketLoader
 from megalite.data.batches.conversation_rows import ConversationRows
-from megalite.data.batches.length_buckets import fill, length_buckets
+from megalite.data.batches.length_buckets import buckets_of, fill, length_buckets
 from megalite.data.batches.loader import BatchShare, LoadedBatch
 from megalite.data.files.token_file import TokenFile, TokenWriter, bin_path, idx_path
 from megalite.data.files.trained_tokens import DTYPE
@@ -96,15 +96,16 @@ def test_every_step_has_one_length_and_the_rows_of_the_conversations(file: Token
         indices += batch.sample_indices.tolist()
     assert 2 <= len(shapes) <= 4 and len(set(indices)) == len(indices)
     lengths = file.document_lengths - 1
-    assert fill(lengths, whole._buckets) > 1.5 * alone.fill
+    assert fill(lengths, buckets_of(file, LENGTH, GLOBAL, 4)) > 1.5 * alone.fill
 
 
 def test_in_an_epoch_every_conversation_comes_once_up_to_a_batch_of_each_bucket(file: TokenFile) -> None:
     whole, epochs = loader(file), 5
+    buckets = buckets_of(file, LENGTH, GLOBAL, 4)
     steps = whole.steps_for_epochs(epochs)
     seen = Counter(i for step in range(steps) for i in read(whole, step).sample_ids.tolist())
-    assert steps == -(-sum(len(b.members) / (LENGTH // b.length) for b in whole._buckets) * epochs // GLOBAL)
-    for bucket in whole._buckets:
+    assert steps == -(-sum(len(b.members) / (LENGTH // b.length) for b in buckets) * epochs // GLOBAL)
+    for bucket in buckets:
         times = [seen[i] for i in bucket.members.tolist()]
         assert max(times) - min(times) <= 1
         assert abs(sum(times) - epochs * len(bucket.members)) < 2 * bucket.rows
