@@ -1,7 +1,6 @@
 """megalite train, as far as it goes before the ranks start."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,6 +15,19 @@ class Started(Exception):
     """The point at which the process would be prepared for training."""
 
 
+@pytest.fixture(autouse=True)
+def started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def start_by_launcher(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int, local_size: int) -> None:
+    """Set the variables that a launcher gives to one of its ranks."""
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": local_size}
+    for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(name, str(value))
+
+
 @pytest.mark.parametrize(("rank", "told"), [(None, 1), (0, 1), (1, 0)])
 def test_what_the_settings_cost_is_told_once_at_the_start(
     tmp_path: Path,
@@ -27,8 +39,8 @@ def test_what_the_settings_cost_is_told_once_at_the_start(
     def stop(*_: object, **__: object) -> None:
         raise Started
 
-    info = None if rank is None else SimpleNamespace(rank=rank, world_size=2)
-    monkeypatch.setattr(train, "rank_info", lambda: info)
+    if rank is not None:
+        start_by_launcher(monkeypatch, rank, world_size=2, local_size=2)
     monkeypatch.setattr(train.Trainer, "run", stop)
     path = write_run(tmp_path, changed({"model.attention_dropout": 0.1, "model.kernels": "reference"}))
     with pytest.raises(Started):
@@ -41,8 +53,6 @@ def test_fp16_under_zero_is_refused_before_the_text_is_prepared(
 ) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    monkeypatch.setattr(train, "rank_info", lambda: None)
-    monkeypatch.setattr("megalite.train.run.rank_info", lambda: None)
     monkeypatch.setattr("megalite.train.run.prepare_process", lambda *_, **__: 1)
     monkeypatch.setattr(get_accelerator(), "is_fp16_supported", lambda: False)
     settings = {"deepspeed.zero_optimization.stage": 1, "training.precision": "fp16"}
@@ -55,8 +65,6 @@ def test_fp16_under_zero_is_refused_before_the_text_is_prepared(
 def test_compiled_operators_that_are_not_there_are_refused_before_the_text_is_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "rank_info", lambda: None)
-    monkeypatch.setattr("megalite.train.run.rank_info", lambda: None)
     monkeypatch.setattr("megalite.train.run.prepare_process", lambda *_, **__: 1)
     monkeypatch.setattr(extension, "load", lambda: "no C++ compiler; build it: so")
     path = write_run(tmp_path, changed({"model.kernels": "fused", "run.folder": str(tmp_path / "run")}))
@@ -69,7 +77,6 @@ def test_without_a_run_file_the_text_alone_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started = []
-    monkeypatch.setattr(train, "rank_info", lambda: None)
     monkeypatch.setattr(
         train.Trainer, "run", lambda trainer, source: started.append((trainer.config, source))
     )
@@ -95,7 +102,6 @@ def test_without_a_run_file_the_text_alone_decides(
 def test_a_command_line_without_run_file_and_text_is_refused(
     argv: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train, "rank_info", lambda: None)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=said):
         train.run(argv)
@@ -104,8 +110,7 @@ def test_a_command_line_without_run_file_and_text_is_refused(
 def test_several_machines_need_a_run_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    info = SimpleNamespace(rank=0, world_size=4, on_one_node=False)
-    monkeypatch.setattr(train, "rank_info", lambda: info)
+    start_by_launcher(monkeypatch, 0, world_size=4, local_size=2)
     monkeypatch.setattr(train, "tell_others", lambda *_: False)
     assert train.run(["--data.source", "stdlib"]) == 2
     said = capsys.readouterr().err
@@ -127,7 +132,6 @@ def test_an_orderly_end_is_no_failure_to_the_backend_of_megalite_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, coordinator: str, expected: int
 ) -> None:
     """mpirun and torchrun end the ranks that are still saving when one exits with 75."""
-    monkeypatch.setattr(train, "rank_info", lambda: None)
     monkeypatch.setattr(train.Trainer, "run", lambda *_: 75)
     monkeypatch.setenv("MEGALITE_COORDINATOR", coordinator)
     path = write_run(tmp_path, changed({"model.kernels": "reference"}))
