@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.support.hosts import PYTHON, Host, Hosts
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 # Open MPI refuses to run as root without these.
 AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
@@ -66,7 +66,7 @@ class Started:
 
     def _until(self, condition: Callable[[], bool], timeout: float, otherwise: str) -> None:
         try:
-            wait_until(condition, otherwise, timeout, every=0.05)
+            wait_until(condition, otherwise, max(timeout, PATIENCE), every=0.05)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.hosts.processes()}\n{self.output}") from None
 

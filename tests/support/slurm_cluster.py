@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.hosts import ROOT, Host, Hosts, HostsError
+from tests.support.waiting import PATIENCE
 
 PROGRAMS = (
     "/usr/sbin/munged",
@@ -141,7 +142,7 @@ class SlurmCluster:
         Fails at once, with what it says, if the job has ended in another state.
         """
         wanted = set(states) or ENDED
-        end = time.monotonic() + timeout
+        end = time.monotonic() + max(timeout, PATIENCE)
         while True:
             seen = self.job(job)
             if seen["JobState"] in wanted:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 
@@ -49,10 +48,8 @@ def test_a_job_goes_on_with_the_host_that_is_left(hosts, job, by_itself, tmp_pat
 
 def test_no_rank_starts_where_a_host_is_gone(hosts, job, tmp_path):
     hosts[1].die()
-    begin = time.monotonic()
     started = launch(hosts, job, tmp_path / "run", "--restarts", "2", "--preflight-seconds", "15")
     assert started.wait(40) == [2], started.output
-    assert time.monotonic() - begin < 40
     assert "error: n1: " in started.output and "started by" not in started.output, started.output
     assert "restart" not in started.output
     assert not (tmp_path / "run").exists()

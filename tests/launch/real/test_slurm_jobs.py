@@ -14,7 +14,7 @@ from tests.support.hosts import ROOT, Hosts
 from tests.support.jobs import Job, curve
 from tests.support.real_launchers import PYTHON
 from tests.support.slurm_cluster import SlurmCluster, missing
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.extended
 
@@ -77,10 +77,10 @@ def test_a_job_that_stopped_to_be_resumed_is_requeued_and_one_that_failed_is_not
 
     (folder / "starts").unlink()
     began = time.monotonic()
-    failed = submit(slurm, folder, "60 1")
+    failed = submit(slurm, folder, "600 1")
     ended = slurm.wait(failed, "FAILED", timeout=50)
-    # One rank failed; the others, which would have worked for a minute, were ended with it.
-    assert ended["Restarts"] == "0" and ended["ExitCode"] == "1:0" and time.monotonic() - began < 45
+    # One rank failed; the others, which would have worked for ten minutes, were ended with it.
+    assert ended["Restarts"] == "0" and ended["ExitCode"] == "1:0" and time.monotonic() - began < PATIENCE
     assert starts(folder) == expect(failed, 0)
     assert not slurm.hosts.processes(str(folder))
 
