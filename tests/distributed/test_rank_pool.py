@@ -76,6 +76,22 @@ def return_tensor_and_lambda(pickles: bool) -> object:
     return {"sum": weight * 2, "float64": torch.zeros(2, dtype=torch.float64)}
 
 
+def arrive_late() -> int:
+    time.sleep(1.5)
+    return 7
+
+
+class Late:
+    """A value that takes longer to arrive than its task may take."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return arrive_late, ()
+
+
+def same(value: int) -> int:
+    return value
+
+
 def zero_one_step() -> list[float]:
     """Three SGD steps of DeepSpeed's ZeRO-1 on a line; the weights after each."""
     import deepspeed
@@ -169,6 +185,10 @@ def test_a_deadlock_names_the_ranks_that_hang_and_the_next_call_works(ranks: Ran
     started = time.monotonic()
     assert [result[0] for result in ranks.run(rank_times, world_size=3, factor=1)] == [0, 1, 2]
     assert time.monotonic() - started < SOON
+
+
+def test_the_time_of_a_task_begins_when_all_ranks_have_joined(ranks: RankPool) -> None:
+    assert ranks.run(same, world_size=2, timeout=1, value=Late()) == [7, 7]
 
 
 def test_a_dead_rank_is_the_first_cause(ranks: RankPool) -> None:
