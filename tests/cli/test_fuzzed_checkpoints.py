@@ -104,7 +104,7 @@ def outside_of(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(data=st.data())
 def test_a_forged_file_is_told(world: Path, kind: str, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -76,7 +76,7 @@ def test_gelu_without_a_bias(approximate: str) -> None:
         _compare(run, [_random(5, 33)], _random(5, 33), dtype)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.integers(1, 140),
     st.integers(1, 70),

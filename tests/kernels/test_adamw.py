@@ -98,7 +98,7 @@ def test_an_update_is_torchs(types, step):
     check_update(SHAPES, types, step)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 20000), min_size=1, max_size=5), st.sampled_from(TYPES))
 def test_lists_of_any_sizes(sizes, types):
     check_update([(100,), *((size,) for size in sizes)], types, 3.0)

@@ -79,7 +79,7 @@ def test_it_is_attention(case, dtype) -> None:
 
 
 @given(st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_ragged_sequences(data) -> None:
     lengths = st.lists(st.integers(0, 90), min_size=1, max_size=4)
     queries = tuple(data.draw(lengths))

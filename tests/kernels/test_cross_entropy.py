@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -87,7 +87,6 @@ def test_losses_and_gradients_are_as_good_as_torchs(dtype, terms):
         assert_as_good_as_torch(*tokens(5, columns, dtype), LossTerms(columns, **TERMS[terms]))
 
 
-@settings(deadline=None)
 @given(
     rows=st.integers(1, 6),
     columns=st.integers(1, 5000),

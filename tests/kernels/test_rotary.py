@@ -63,7 +63,7 @@ def test_query_key_value_and_gradient(dtype: torch.dtype, interleaved: bool, hea
         assert_no_worse(*each, what=name)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(
     st.integers(1, 3), st.integers(1, 9), st.integers(1, 5), st.integers(1, 3), st.integers(1, 35),
     st.sampled_from(DTYPES), st.booleans(), st.booleans(),

@@ -118,7 +118,7 @@ def test_a_tensor_that_the_model_does_not_have_is_named() -> None:
         check_coverage(plain, SOURCE)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 5), st.sampled_from([0, 1]))
 def test_a_tensor_is_covered_exactly_when_no_shard_is_lost(data: st.DataObject, tp: int, dim: int) -> None:
     shards = []
@@ -164,7 +164,7 @@ def test_an_unknown_field_is_refused() -> None:
         from_json(f'{{"manifest":{text},"sha256":"{sha256}"}}', SOURCE)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_boxes_tile_a_tensor_exactly_when_each_element_is_in_one(data: st.DataObject) -> None:
     rows, columns = 3, 4

@@ -29,7 +29,7 @@ LEGAL = [
 partitions = st.none() | st.lists(st.floats(0, 1), min_size=3, max_size=3).map(tuple)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.booleans(), st.sampled_from(LEGAL), partitions, st.sampled_from(LEGAL), partitions)
 def test_any_layout_loads_what_any_layout_saved(
     tied: bool,

@@ -23,7 +23,7 @@ dtypes = st.sampled_from(
 names = st.text("abc.0123/@é", min_size=1, max_size=8)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.dictionaries(names, st.tuples(dtypes, st.lists(st.integers(1, 5), min_size=1, max_size=3)), min_size=1)
 )

@@ -78,7 +78,7 @@ def ours(kind: str, params: dict[str, Any], updates: int) -> list[float]:
 
 @pytest.mark.parametrize("kind", PARAMS)
 def test_each_update_has_the_rate_of_deepspeeds_own_scheduler(kind: str) -> None:
-    @settings(max_examples=120, deadline=None)
+    @settings(max_examples=120)
     @given(st.fixed_dictionaries(PARAMS[kind]))
     def same(params: dict[str, Any]) -> None:
         extra = {"cycle_momentum": False} if kind == "OneCycle" else {}

@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float) else str(value)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(changes, st.none() | st.integers(1, 16))
 def test_any_run_file_is_a_run_or_a_config_error(found: dict[str, Any], world_size: int | None) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +102,7 @@ def test_any_run_file_is_a_run_or_a_config_error(found: dict[str, Any], world_si
         assert load_run(resolved, world_size=world_size).config == config
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.tuples(settings_of_ours | settings_of_deepspeed | unknown, st.text(max_size=6)), max_size=4)
 )
@@ -115,7 +115,7 @@ def test_any_flags_are_a_run_or_a_config_error(flags: list[tuple[str, str]]) -> 
             assert error.problems
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=60))
 def test_any_bytes_are_a_config_error(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:

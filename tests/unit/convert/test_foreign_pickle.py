@@ -187,7 +187,7 @@ def test_a_file_that_is_no_pickle(tmp_path: Path) -> None:
         load_pickle(tmp_path)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_a_truncated_or_changed_file_is_refused_or_loads(tmp_path_factory: Any, data: st.DataObject) -> None:
     path = tmp_path_factory.mktemp("pickle") / "file.pt"

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -28,7 +28,6 @@ def kept(
 WHOLE = kept(keys=range(64), queries=range(-8, 24))
 
 
-@settings(deadline=None)
 @given(
     queries=st.tuples(st.integers(-8, 10), st.integers(1, 12)),
     keys=st.tuples(st.integers(0, 40), st.integers(1, 24)),

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -55,7 +55,6 @@ def tokens(sequences: int, length: int, vocabulary: int, spread: float, seed: in
     return logits, labels, loss_mask
 
 
-@settings(deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(1, 40)),
     spread=st.sampled_from([0.0, 1.0, 100.0]),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.ops.counter import MASK_LEVELS, philox
@@ -31,7 +31,6 @@ def test_philox_gives_the_published_words(counter, key, expected):
     assert tuple(int(word) for word in words) == expected
 
 
-@settings(deadline=None)
 @given(
     rows=st.tuples(st.integers(0, 20), st.integers(1, 9)),
     columns=st.tuples(st.integers(0, 30), st.integers(1, 11)),
@@ -97,7 +96,6 @@ def mask(
 WHOLE = mask()
 
 
-@settings(deadline=None)  # a busy machine is no fault
 @given(
     positions=st.tuples(st.integers(0, 40), st.integers(1, 24)),
     features=st.tuples(st.integers(0, 400), st.integers(1, 112)),

@@ -63,7 +63,7 @@ def cells(region: TensorSlice) -> product:  # type: ignore[type-arg]
     )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models())
 def test_every_element_is_held_counted_and_written(found: tuple[ModelShape, int, int]) -> None:
     """A copy holds an element once, but for what every tensor-parallel rank has whole, tied copies on two stages and
@@ -91,7 +91,7 @@ def test_every_element_is_held_counted_and_written(found: tuple[ModelShape, int,
             assert counter[name] == Counter(dict.fromkeys(product(*map(range, full)), number)), name
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models())
 def test_a_local_shape_holds_its_slices_one_below_the_other(found: tuple[ModelShape, int, int]) -> None:
     shape, tp, _ = found

@@ -67,7 +67,7 @@ def table(backend: Backend) -> WordCache:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=st.text(st.sampled_from(LETTERS), max_size=30) | st.text(max_size=30))
 def test_of_any_text(name: str, text: str) -> None:
     backend = BACKENDS[name]
