@@ -74,8 +74,10 @@ def load_run(
     apply_deepspeed(draft, Path() if path is None else Path(path).parent)
     if starter is not None:
         starter.fill(draft)
-    launched = world_size if isinstance(world_size, RankInfo) else None
-    run = replace(validate(draft, launched.world_size if launched else world_size), launched=launched)
+    if isinstance(world_size, RankInfo):
+        run = replace(validate(draft, world_size.world_size), launched=world_size)
+    else:
+        run = validate(draft, world_size)
     if slots is not None:
         run = replace(run, world_size=most_ranks(run, slots))
     problems = dict.fromkeys([*draft.problems, *problems_of(run, places=places)])

@@ -12,9 +12,9 @@ from megalite.config.sections.schema import (
     OptimizerConfig,
     ParallelConfig,
     RunSection,
-    TrainingConfig,
 )
 from megalite.config.sections.text_sections import DataConfig, TokenizerConfig, ValidationConfig
+from megalite.config.sections.training_section import TrainingConfig
 from megalite.launcher.rank.detect import RankInfo
 
 

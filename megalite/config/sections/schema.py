@@ -79,7 +79,9 @@ class _StartingPoint(Section):
 
 
 if TYPE_CHECKING:
-    OptimizerName = ScheduleName = PipelineScheduleName = str
+    OptimizerName = str
+    ScheduleName = str
+    PipelineScheduleName = str
 
     class _ShapeSettings(_StartingPoint):
         def __getattr__(self, name: str) -> Any: ...
