@@ -63,7 +63,7 @@ def trainer_of(ranks: int, steps: int) -> Any:
     from megalite.config.load import load_run
     from megalite.parallel.mesh import ParallelMesh
     from megalite.parallel.step_batch import StepBatch
-    from megalite.train.step import TrainStep
+    from megalite.train.step.train_step import TrainStep
 
     values = {
         "model.vocab_size": SHAPE.vocab_size,
@@ -104,7 +104,7 @@ def measure(ranks: int, folder: Path, rounds: int) -> dict[str, Any]:
     """This rank's figures; those of rank 0 are those of the job."""
     import torch
 
-    from megalite.train.saving import RunSaver
+    from megalite.train.checkpoints.saving import RunSaver
 
     torch.set_num_threads(2 // ranks)
     trainer = trainer_of(ranks, steps=100_000)

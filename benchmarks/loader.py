@@ -73,7 +73,7 @@ def measure(case: Case, prefix: Path, steps: int) -> tuple[list[float], list[flo
     from megalite.data.batches.loader import BatchShare, StepLoader
     from megalite.data.files.token_file import TokenFile
     from megalite.parallel.mesh import ParallelMesh
-    from megalite.train.step import TrainStep
+    from megalite.train.step.train_step import TrainStep
 
     torch.set_num_threads(2)
     hidden, intermediate, layers, heads, vocabulary, sequences, _ = MODELS[case.model]

@@ -21,7 +21,7 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 from megalite.train.assemble import StepSchedule, TrainingPlan, assemble
 from megalite.train.optimizer.settings import OptimizerSettings
-from megalite.train.step_totals import total_over_ranks
+from megalite.train.step.step_totals import total_over_ranks
 
 SEQUENCES, SEQUENCE_LENGTH = 4, 256
 TOKENS = SEQUENCES * SEQUENCE_LENGTH

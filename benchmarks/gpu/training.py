@@ -59,7 +59,7 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
     from megalite.data.batches.loader import BatchShare, StepLoader
     from megalite.data.files.token_file import TokenFile
     from megalite.parallel.mesh import ParallelMesh
-    from megalite.train.step import TrainStep
+    from megalite.train.step.train_step import TrainStep
 
     model = TINY if tiny else MODEL
     sequence, sequences, steps = (32, 2, 2) if tiny else (SEQUENCE_LENGTH, SEQUENCES, STEPS)

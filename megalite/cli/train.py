@@ -12,7 +12,7 @@ from megalite.config.sections.describe import describe_keys, section_models
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.detect import RankInfo, rank_info
 from megalite.launcher.rank.environment import meets_others, watched_by_launcher
-from megalite.train.meeting import tell_others
+from megalite.train.meet_ranks import tell_others
 from megalite.train.run import Trainer
 
 _HELP = """\

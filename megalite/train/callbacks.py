@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megalite.config.sections.schema import RunConfig
-    from megalite.train.state import StepReport, TrainerState
-    from megalite.train.step import TrainStep
+    from megalite.train.step.state import StepReport, TrainerState
+    from megalite.train.step.train_step import TrainStep
 
 Metrics = Mapping[str, float]
 

@@ -10,7 +10,7 @@ from megalite.convert.huggingface.files import local_folder
 from megalite.convert.huggingface.origin import find_origin, keep_origin
 from megalite.data.batches.stream_files import StreamFile
 from megalite.data.ensure import RunData, ensure_data
-from megalite.train.resume_check import ResumeCheck
+from megalite.train.checkpoints.resume_check import ResumeCheck
 from megalite.train.run_folder import RunFolder
 
 

@@ -9,11 +9,11 @@ from megalite.errors import TrainingError
 from megalite.launcher.exit_codes import INTERRUPTED, STOPPED
 from megalite.monitor.metrics import SaveMetrics, ValidationMetrics
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
+from megalite.train.checkpoints.saving import RunSaver
 from megalite.train.interruption import NAMES, StopSignals
 from megalite.train.report import RunReporter
-from megalite.train.saving import RunSaver
-from megalite.train.state import StepReport
-from megalite.train.step import TrainStep
+from megalite.train.step.state import StepReport
+from megalite.train.step.train_step import TrainStep
 from megalite.train.time_budget import TimeBudget
 from megalite.train.validation import HeldOutSet, validate
 

@@ -31,20 +31,20 @@ from megalite.monitor.work import working
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
 from megalite.selftest.decide import agreed_kernels
-from megalite.train.agreement import agreed_inputs, agreed_store
 from megalite.train.callbacks import Callback
+from megalite.train.checkpoints.reference_table import ReferenceFile, give_reference_losses
+from megalite.train.checkpoints.resume_check import change_notes
+from megalite.train.checkpoints.saving import RunSaver
 from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
 from megalite.train.interruption import StopSignals, stop_signals
 from megalite.train.loaders import held_out_sets, loader_maker, training_loader
 from megalite.train.loop import StopConditions, TrainingLoop
 from megalite.train.precision import DTYPES, Precision, choose_precision
-from megalite.train.reference_table import ReferenceFile, give_reference_losses
 from megalite.train.report import RunReporter
-from megalite.train.resume_check import change_notes
 from megalite.train.run_folder import RunFolder
-from megalite.train.saving import RunSaver
+from megalite.train.shared_inputs import agreed_inputs, agreed_store
 from megalite.train.start import data_line, stream_line
-from megalite.train.step import StartingPoint, TrainStep
+from megalite.train.step.train_step import StartingPoint, TrainStep
 from megalite.train.time_budget import TimeBudget
 from megalite.train.validation import HeldOutSet
 

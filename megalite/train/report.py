@@ -22,8 +22,8 @@ from megalite.monitor.work import Work, working
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.flops import flops_per_token
 from megalite.train.precision import DTYPES
-from megalite.train.state import StepReport
-from megalite.train.step import TrainStep
+from megalite.train.step.state import StepReport
+from megalite.train.step.train_step import TrainStep
 
 # The number of last steps whose mean loss the summary shows.
 _LAST_STEPS = 10

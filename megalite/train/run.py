@@ -41,7 +41,7 @@ from megalite.train.interruption import (
     tell_interruption,
     termination_raised,
 )
-from megalite.train.meeting import meet_ranks, tell_others
+from megalite.train.meet_ranks import meet_ranks, tell_others
 from megalite.train.run_folder import RunFolder
 from megalite.train.start import start_lines
 from megalite.train.time_budget import TimeBudget, time_budget

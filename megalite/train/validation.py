@@ -16,7 +16,7 @@ from megalite.launcher.control.progress import Activity, progress
 from megalite.monitor.metrics import ValidationMetrics
 
 if TYPE_CHECKING:
-    from megalite.train.step import TrainStep
+    from megalite.train.step.train_step import TrainStep
 
 
 @dataclass(frozen=True)

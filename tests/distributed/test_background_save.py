@@ -9,7 +9,7 @@ import pytest
 
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.staging import Staging
-from megalite.train.saving import RunSaver
+from megalite.train.checkpoints.saving import RunSaver
 from tests.support.tiny_run import ranks_of, tiny_trainer, write_token_files
 
 STEPS = 3
@@ -80,7 +80,7 @@ def test_without_memory_for_copies_a_run_waits(ranks, tmp_path):
 
 
 def save_without_memory(folder: str, into: str) -> list[tuple[int, float, int]]:
-    with mock.patch("megalite.train.saving.available_memory_bytes", lambda: 1000):
+    with mock.patch("megalite.train.checkpoints.saving.available_memory_bytes", lambda: 1000):
         return save_after_every_step(folder, {}, into)
 
 

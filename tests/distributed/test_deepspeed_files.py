@@ -8,7 +8,7 @@ import pytest
 from megalite.config.sections.schema import RunConfig
 from megalite.data.batches.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
-from megalite.train.step import TrainStep
+from megalite.train.step.train_step import TrainStep
 from tests.support.matrix.train import TinyLoader
 from tests.support.parity import BF16_RTOL, ZERO_RTOL, about
 from tests.support.selection import cases

@@ -11,9 +11,9 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.launcher.rank.detect import RankInfo
 from megalite.train.callbacks import Callback
+from megalite.train.checkpoints.saving import RunSaver
 from megalite.train.loop import StopConditions, TrainingLoop
 from megalite.train.report import RunReporter
-from megalite.train.saving import RunSaver
 from megalite.train.time_budget import TimeBudget
 from tests.support.selection import cases
 from tests.support.tiny_run import ranks_of, tiny_trainer, write_token_files

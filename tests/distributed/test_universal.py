@@ -21,7 +21,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
-from megalite.train.step import TrainStep
+from megalite.train.step.train_step import TrainStep
 from tests.support.checkpoint_pairs import save
 from tests.support.matrix.axes import BASE, Settings
 from tests.support.matrix.rows import config_of

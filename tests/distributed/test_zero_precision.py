@@ -22,11 +22,11 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import MASTER, WEIGHT
+from megalite.train.checkpoints.saving import RunSaver
 from megalite.train.optimizer.protocol import Update
 from megalite.train.optimizer.settings import OptimizerSettings
-from megalite.train.saving import RunSaver
-from megalite.train.state import StepReport
-from megalite.train.step import TrainStep
+from megalite.train.step.state import StepReport
+from megalite.train.step.train_step import TrainStep
 from tests.support.checkpoints import save_checkpoint
 from tests.support.matrix.axes import Settings
 from tests.support.matrix.rows import config_of, settings_of

@@ -15,7 +15,7 @@ from megalite.checkpoint.staging import Staging
 from megalite.data.batches.transfer import ArrivingBatch, BatchTransfer
 from megalite.model.kv_cache import CachedStep
 from megalite.parallel import pipeline
-from megalite.train import step as train_step
+from megalite.train.step import train_step
 from tests.support.device_run import Seen, train, write_text
 from tests.support.ranks import RankFailed
 from tests.support.tiny_run import ranks_of, write_token_files

@@ -22,7 +22,7 @@ from megalite.checkpoint.save import write_draft
 from megalite.data.batches.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.state import EMA, MASTER, WEIGHT
-from megalite.train.step import TrainStep
+from megalite.train.step.train_step import TrainStep
 from tests.support.matrix.axes import BASE, ZERO, Settings
 from tests.support.matrix.rows import config_of
 from tests.support.matrix.train import TinyLoader

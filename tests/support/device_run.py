@@ -14,7 +14,7 @@ from megalite.checkpoint.folder import find_latest
 from megalite.data.files.token_file import TokenFile
 from megalite.generation.request import Sampling
 from megalite.parallel import layers
-from megalite.train.saving import RunSaver
+from megalite.train.checkpoints.saving import RunSaver
 from megalite.train.validation import held_out_set, validate
 from tests.support.generation import generate_ids, load_model
 from tests.support.standin import count_syncs

@@ -16,7 +16,7 @@ from megalite.checkpoint import unpublished
 from megalite.checkpoint.tensor_file import write_tensor_file
 from megalite.cli import main
 from megalite.train import rank
-from megalite.train.step import TrainStep
+from megalite.train.step.train_step import TrainStep
 
 PAUSE_SECONDS, PAUSES = 0.5, 10
 _evaluate = TrainStep.evaluate

@@ -27,9 +27,9 @@ from megalite.ops.choice import Operators
 from megalite.parallel.matrices import MatrixShard
 from megalite.topology import parameters, place
 from megalite.topology.sharding import Part, TensorSlice
-from megalite.train import step as train_step
 from megalite.train.optimizer import adafactor, deepspeed, muon
 from megalite.train.optimizer import torch as torch_path
+from megalite.train.step import train_step
 
 Replace = Callable[[Any], Any]
 

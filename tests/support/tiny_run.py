@@ -13,7 +13,7 @@ from megalite.data.files.token_file import TokenFile, TokenWriter
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.loaders import loader_maker
-from megalite.train.step import TrainStep
+from megalite.train.step.train_step import TrainStep
 
 VOCABULARY, LENGTH = 101, 12
 HELD_OUT_TOKENS = 10 * LENGTH + 6

@@ -33,7 +33,7 @@ from megalite.topology.stages import pipeline_split
 from megalite.train.assemble import StepSchedule, TrainingPlan, assemble
 from megalite.train.optimizer.protocol import Optimizer, Update
 from megalite.train.optimizer.settings import OptimizerSettings
-from megalite.train.reference import is_without_adapter
+from megalite.train.step.reference import is_without_adapter
 from tests.support.options import NO_DROPOUT, NO_RECOMPUTE, Dropout, Recompute, model_options
 from tests.support.parity import assert_copies
 from tests.support.tiny import in_documents, tiny_batch

@@ -18,10 +18,10 @@ from megalite.parallel.step_batch import StepBatch
 from megalite.topology.parameters import Parameter
 from megalite.topology.shape import ModelShape
 from megalite.train import assemble
-from megalite.train import step as train_step
 from megalite.train.optimizer import deepspeed
 from megalite.train.optimizer import torch as torch_path
-from megalite.train.step import TrainStep
+from megalite.train.step import train_step
+from megalite.train.step.train_step import TrainStep
 from tests.support.matrix.axes import Row, Settings
 from tests.support.matrix.rows import config_of, reference_of, settings_of
 from tests.support.mutations import planted_fault

@@ -8,8 +8,8 @@ import pytest
 from megalite.config.output.memory import memory_line, memory_of_stages
 from megalite.data.batches.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
-from megalite.train import step as train_step
-from megalite.train.step import TrainStep
+from megalite.train.step import train_step
+from megalite.train.step.train_step import TrainStep
 from tests.support.matrix.axes import AXES
 from tests.support.matrix.rows import config_of, settings_of
 from tests.support.matrix.train import TinyLoader

@@ -15,7 +15,7 @@ from megalite.topology.flops import flops_per_token
 from megalite.train import report as module
 from megalite.train.precision import DTYPES
 from megalite.train.report import RunReporter
-from megalite.train.state import StepReport
+from megalite.train.step.state import StepReport
 from tests.support.parity import about
 from tests.support.tiny import tiny_shape
 

@@ -17,7 +17,7 @@ from megalite.data.files.token_file import TokenFile
 from megalite.errors import CheckpointError
 from megalite.launcher.control.progress import Activity, progress
 from megalite.parallel.mesh import ParallelMesh
-from megalite.train.step import StartingPoint, TrainStep
+from megalite.train.step.train_step import StartingPoint, TrainStep
 from tests.support.checkpoint_pairs import COMMON, save
 from tests.support.matrix.rows import config_of
 from tests.support.matrix.train import TinyLoader

@@ -18,8 +18,8 @@ from megalite.data.text.corpus import Corpus
 from megalite.data.tokenizers.tokenizer_training import train_into
 from megalite.errors import ConfigError, DataError, MegaliteError
 from megalite.topology.axes import Layout
+from megalite.train.checkpoints.resume_check import ResumeCheck
 from megalite.train.inputs import prepare_inputs
-from megalite.train.resume_check import ResumeCheck
 from megalite.train.run_folder import RunFolder
 from tests.support.tiny import tiny_corpus
 

@@ -23,8 +23,8 @@ from megalite.data.batches.prefetch import Prefetch
 from megalite.data.files.token_file import TokenFile, TokenWriter, bin_path, idx_path
 from megalite.errors import DataError
 from megalite.parallel.mesh import ParallelMesh
-from megalite.train.state import StepReport, TrainerState
-from megalite.train.step import TrainStep
+from megalite.train.step.state import StepReport, TrainerState
+from megalite.train.step.train_step import TrainStep
 from megalite.train.validation import held_out_set, validate
 from tests.support.waiting import PATIENCE, wait_until
 

@@ -40,14 +40,14 @@ from megalite.parallel.step_batch import WITHOUT_ADAPTER, StepBatch
 from megalite.selftest.decide import KernelChoice, known_kernels
 from megalite.topology.shape import ModelShape
 from megalite.train.assemble import StepSchedule, TrainingPlan, assemble
-from megalite.train.nonfinite_output import first_nonfinite_output
 from megalite.train.optimizer.protocol import Update
 from megalite.train.options import model_options, objective_of, optimizer_settings, schedule_of
 from megalite.train.precision import DTYPES
-from megalite.train.reference import is_without_adapter
-from megalite.train.state import StepReport, TrainerState
-from megalite.train.step_totals import StepTotals, total_over_ranks
-from megalite.train.stream_position import gathered_position, go_on
+from megalite.train.step.nonfinite_output import first_nonfinite_output
+from megalite.train.step.reference import is_without_adapter
+from megalite.train.step.state import StepReport, TrainerState
+from megalite.train.step.step_totals import StepTotals, total_over_ranks
+from megalite.train.step.stream_position import gathered_position, go_on
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class TrainStep:
             preferences and is_without_adapter(shape) and config.adapter.path is None
         )
         self.needs_reference_losses = preferences and not self._reference_is_without_adapter
-        """Whether every loader must have the reference's losses of its samples (train.reference)."""
+        """Whether every loader must have the reference's losses of its samples (train.step.reference)."""
         self.transfer = BatchTransfer(mesh.device)
         self.batches = self._training_batches()
         self._next: _NextBatch | None = None

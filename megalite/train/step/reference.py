@@ -1,7 +1,7 @@
 """The reference model of preference tuning: the model without its adapter, or as it was at its start.
 
 It needs no second copy of the weights: without its adapter the model computes the reference in every step; otherwise
-the losses are computed before the first step (train/reference_table.py).
+the losses are computed before the first step (train/checkpoints/reference_table.py).
 """
 
 from megalite.topology.adapter import Lora

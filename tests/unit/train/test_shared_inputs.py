@@ -14,10 +14,10 @@ from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
 from megalite.launcher.control.member import JobEnded, Member
 from megalite.launcher.control.messages import Hello
 from megalite.launcher.control.rendezvous import Meeting
-from megalite.train import agreement
-from megalite.train.agreement import agreed_inputs
+from megalite.train import shared_inputs
 from megalite.train.inputs import RunInputs
 from megalite.train.run_folder import RunFolder
+from megalite.train.shared_inputs import agreed_inputs
 
 LENGTHS = ["--training.sequence_length", "32", "--training.steps", "1"]
 BATCH = ["--training.global_batch_size", "2", "--training.micro_batch_size", "1"]
@@ -34,7 +34,7 @@ def inputs(folder: Path) -> RunInputs:
 @pytest.fixture
 def agree(monkeypatch):
     """Run `agreed_inputs` on rank 0 and 1, of two hosts, with a folder each; return their results or errors."""
-    monkeypatch.setattr(agreement, "_SHARED_SECONDS", 0.1)
+    monkeypatch.setattr(shared_inputs, "_SHARED_SECONDS", 0.1)
     coordinator = Coordinator(socket.create_server(("127.0.0.1", 0)), CoordinatedJob(2), say=print)
     coordinator.start()
     results: dict[int, object] = {}
@@ -65,7 +65,7 @@ def agree(monkeypatch):
 
 def test_the_inputs_of_rank_0_reach_all_ranks(agree, monkeypatch, tmp_path):
     made = inputs(tmp_path)
-    monkeypatch.setattr(agreement, "prepare_inputs", lambda *_: made)
+    monkeypatch.setattr(shared_inputs, "prepare_inputs", lambda *_: made)
     assert agree(tmp_path, tmp_path) == {0: made, 1: made}
 
 
@@ -73,7 +73,7 @@ def test_a_run_folder_that_is_not_shared_is_named(agree, monkeypatch, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         folder.mkdir()
-    monkeypatch.setattr(agreement, "prepare_inputs", lambda *_: inputs(one))
+    monkeypatch.setattr(shared_inputs, "prepare_inputs", lambda *_: inputs(one))
     told = agree(one, two)
     line = f"run.folder: the folder of rank 0 on n0 (rank 0), another folder ({two}) on n1 (rank 1)"
     assert [line in str(each) for each in told.values()] == [True, True]
@@ -93,7 +93,7 @@ def test_a_run_folder_that_is_not_shared_is_named(agree, monkeypatch, tmp_path):
 )
 @pytest.mark.parametrize("name", ["train.bin", "streamed.jsonl"])
 def test_a_file_that_differs_is_named_with_both_hosts(agree, monkeypatch, tmp_path, damage, seen, name):
-    made, whole = inputs(tmp_path), agreement._fingerprint
+    made, whole = inputs(tmp_path), shared_inputs._fingerprint
     changed = tmp_path / name
     before = whole(changed)
 
@@ -102,8 +102,8 @@ def test_a_file_that_differs_is_named_with_both_hosts(agree, monkeypatch, tmp_pa
         return whole(path) if path != changed or len(asked) else (asked.append(path) or before)
 
     asked: list[Path] = []
-    monkeypatch.setattr(agreement, "prepare_inputs", lambda *_: made)
-    monkeypatch.setattr(agreement, "_fingerprint", of_host)
+    monkeypatch.setattr(shared_inputs, "prepare_inputs", lambda *_: made)
+    monkeypatch.setattr(shared_inputs, "_fingerprint", of_host)
     damage(changed)
     text = str(agree(tmp_path, tmp_path)[0])
     assert f"{changed}: " in text

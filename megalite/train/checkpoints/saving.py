@@ -17,8 +17,8 @@ from megalite.config.sections.schema import RunConfig
 from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.process import available_memory_bytes
 from megalite.monitor.metrics import SaveMetrics
-from megalite.train.state import StepReport
-from megalite.train.step import TrainStep
+from megalite.train.step.state import StepReport
+from megalite.train.step.train_step import TrainStep
 
 # Steps without a save in flight, with which those during a save are compared.
 _COMPARED_STEPS = 20

@@ -23,10 +23,10 @@ from megalite.data.files.fingerprint import content_fingerprint
 from megalite.data.files.token_file import TokenFile, bin_path
 from megalite.errors import CheckpointError
 from megalite.launcher.control.progress import Activity, progress
-from megalite.train.resume_check import REFERENCE
+from megalite.train.checkpoints.resume_check import REFERENCE
 
 if TYPE_CHECKING:
-    from megalite.train.step import TrainStep
+    from megalite.train.step.train_step import TrainStep
 
 # The loss sum of each sample, of one token file after the other.
 Losses = Sequence[NDArray[np.float64]]

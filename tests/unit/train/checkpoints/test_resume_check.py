@@ -11,8 +11,8 @@ from megalite.config.sections.describe import section_models
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.shape_settings import shape_settings
 from megalite.errors import ConfigError
-from megalite.train import resume_check
-from megalite.train.resume_check import ResumeCheck, change_notes, changed_settings
+from megalite.train.checkpoints import resume_check
+from megalite.train.checkpoints.resume_check import ResumeCheck, change_notes, changed_settings
 from megalite.train.resume_table import EFFECTS, Rule, effect_of
 from tests.unit.config.runs import REMOVED
 from tests.unit.config.runs import changed as changed_run

@@ -2,7 +2,7 @@
 
 import math
 
-from megalite.train.state import TrainerState
+from megalite.train.step.state import TrainerState
 
 
 def after(losses: list[float], minimum: float = 0.0) -> TrainerState:
