@@ -90,8 +90,8 @@ class DropoutSites:
         return CountedMask(key, context.sample_indices, self._heads, dropped_levels(self._attention_rate))
 
     def _residual(self, site: str, rate: float, context: DropoutContext) -> Mask | None:
-        held = self._mesh.sequence_range(context.sequence_length)
-        return self._mask(site, rate, context.sample_indices, held, self._hidden)
+        positions = self._mesh.sequence_range(context.sequence_length)
+        return self._mask(site, rate, context.sample_indices, positions, self._hidden)
 
     def _mask(
         self, site: str, rate: float, sample_indices: Tensor, positions: range, features: range

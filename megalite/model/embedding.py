@@ -36,8 +36,8 @@ class InputEmbedding(nn.Module):
         if self.scale != 1:
             embedded = embedded * self.scale
         if self.positions is not None:
-            held = self.mesh.sequence_range(position_ids.shape[1])
-            embedded = embedded.add_(self.positions(position_ids[:, held.start : held.stop]))
+            positions = self.mesh.sequence_range(position_ids.shape[1])
+            embedded = embedded.add_(self.positions(position_ids[:, positions.start : positions.stop]))
         return embedded if context is None else dropout(embedded, self.sites.embedding_mask(context))
 
 

@@ -54,9 +54,9 @@ class KeyValueCache:
         """Exchange the first `tokens` tokens of two slots."""
         end = self.prefix + tokens
         for buffer in self._layers.values():
-            held = buffer[:, one, :, :end].clone()
+            copied = buffer[:, one, :, :end].clone()
             buffer[:, one, :, :end] = buffer[:, other, :, :end]
-            buffer[:, other, :, :end] = held
+            buffer[:, other, :, :end] = copied
 
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` tokens of slot `source`, and the virtual tokens before them, to slot `target`."""
@@ -105,16 +105,16 @@ class CachedStep:
     def sequence_lengths(self) -> Tensor:
         """The tokens of the sequence that each of the T tokens belongs to, without virtual tokens: int64 [1, T]."""
         lengths = [length + 1 for length in self.lengths]
-        for each in self.segments:
-            lengths.extend([max(each.whole, each.start + each.count)] * each.count)
+        for segment in self.segments:
+            lengths.extend([max(segment.whole, segment.start + segment.count)] * segment.count)
         return torch.tensor([lengths], device=self.cache.device)
 
     @property
     def position_ids(self) -> list[int]:
         """The position of each of the T tokens in its sequence."""
         positions = list(self.lengths)
-        for each in self.segments:
-            positions.extend(range(each.start, each.start + each.count))
+        for segment in self.segments:
+            positions.extend(range(segment.start, segment.start + segment.count))
         return positions
 
     @property

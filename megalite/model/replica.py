@@ -27,9 +27,9 @@ class Replica:
 
     def __post_init__(self) -> None:
         expected = {each.name: self.mesh.local_shape(each) for each in self.parameters}
-        held = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
-        if held != expected:
-            differing = sorted(dict(held.items() ^ expected.items()))
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+        if shapes != expected:
+            differing = sorted(dict(shapes.items() ^ expected.items()))
             raise AssertionError(f"stage and topology disagree: {', '.join(differing)}")
 
     @classmethod

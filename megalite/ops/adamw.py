@@ -135,10 +135,10 @@ def compiled_add_weight_gradient_(total: Tensor, grad: Tensor, inputs: Tensor) -
 
 def _by_type(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Return the tensors grouped by dtype, in the order in which each dtype first occurs."""
-    found: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+    by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        found[tensor.dtype].append(tensor)
-    return [*found.values()]
+        by_dtype[tensor.dtype].append(tensor)
+    return [*by_dtype.values()]
 
 
 def _no_output(*_arguments: object) -> None:

@@ -180,8 +180,8 @@ def _norm_backward(
         x_grad = operators.norm_input_grad(grad, sum_grad, x, weight, mean, inverse)
     else:
         weight_grad, bias_grad = operators.norm_weight_grad(grad, x, mean, inverse)
-    wanted = zip(ctx.needs_input_grad, (x_grad, x_grad, weight_grad, bias_grad, None), strict=True)
-    return tuple(each if needed else None for needed, each in wanted)
+    gradients = zip(ctx.needs_input_grad, (x_grad, x_grad, weight_grad, bias_grad, None), strict=True)
+    return tuple(each if needed else None for needed, each in gradients)
 
 
 extension.register("norm", _norm_like, _norm_backward, _save)

@@ -54,10 +54,10 @@ def all_reduce_replicated_gradients(
     """
 
     def gradient(parameter: Parameter) -> Tensor:
-        found = gradient_of(tensors[parameter.name])
-        if found is None:
+        tensor = gradient_of(tensors[parameter.name])
+        if tensor is None:
             raise AssertionError(f"{parameter.name} has no gradient: the stage that holds it did not use it")
-        return found
+        return tensor
 
     concerned = [each for each in parameters if _is_partial(each, mesh)]
     _add_up([share for each in concerned for share in _shares(each, gradient(each), mesh)])
@@ -74,8 +74,8 @@ def all_reduce_replicated_in_backward(
     For an optimizer that takes gradients away in backward (ZeRO 2 and 3), which has one pipeline stage.
     """
 
-    def complete(parameter: Parameter, given: Tensor) -> Tensor:
-        gradient = given.clone(memory_format=torch.contiguous_format)
+    def complete(parameter: Parameter, incomplete: Tensor) -> Tensor:
+        gradient = incomplete.clone(memory_format=torch.contiguous_format)
         _add_up([*_shares(parameter, gradient, mesh)])
         return gradient
 
@@ -147,15 +147,15 @@ def _sums(shares: Sequence[_Share], *, of_first: bool = False) -> Iterator[tuple
     for bucket in buckets(shares, measure):
         places = [*accumulate((share.total for share in bucket), initial=0)]
         flat = bucket[0].values.new_zeros(places[-1])
-        held = [
+        sums = [
             flat[place + share.start :][: share.values.numel()].view(share.values.shape)
             for place, share in zip(places[:-1], bucket, strict=True)
         ]
-        for share, elements in zip(bucket, held, strict=True):
+        for share, elements in zip(bucket, sums, strict=True):
             if share.first or not of_first:
                 elements.copy_(share.values)
         all_reduce(flat, bucket[0].ranks)
-        yield from zip(bucket, held, strict=True)
+        yield from zip(bucket, sums, strict=True)
 
 
 def squared_norm_share(
@@ -198,7 +198,7 @@ def first_nonfinite(
     Backward propagates a non-finite value towards the embedding, so it arose in the last tensor, in forward order,
     whose gradient is not finite. Collective over the world.
     """
-    found: list[tuple[float, int, str]] = []
+    nonfinite: list[tuple[float, int, str]] = []
     for index, parameter in enumerate(parameters):
         gradient = tensors[parameter.name].grad
         # The embedding and what is common to the layers' prefixes come before all layers, the final norm and head after
@@ -207,19 +207,19 @@ def first_nonfinite(
         if gradient is not None and not gradient.isfinite().all():
             name = first_nonfinite_part(parameter, gradient, mesh)
             where = "" if parameter.layer is None else f" (layer {parameter.layer})"
-            found.append((depth if parameter.layer is None else parameter.layer, index, name + where))
-    gathered = mesh.gather_objects(max(found, default=None)) or []
+            nonfinite.append((depth if parameter.layer is None else parameter.layer, index, name + where))
+    gathered = mesh.gather_objects(max(nonfinite, default=None)) or []
     last = max((place for place in gathered if place is not None), default=None)
     name = mesh.broadcast_object(last and last[2])
     return name if name is None else str(name)
 
 
-def first_nonfinite_part(parameter: Parameter, held: Tensor, mesh: ParallelMesh) -> str:
-    """Return the name of the first part of a registered parameter in which `held` is not finite.
+def first_nonfinite_part(parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> str:
+    """Return the name of the first part of a registered parameter in which `tensor` is not finite.
 
-    held: this rank's shard of the parameter or of its gradient.
+    tensor: this rank's shard of the parameter or of its gradient.
     """
-    parts = mesh.parts_of(parameter, held)
+    parts = mesh.parts_of(parameter, tensor)
     return next((part.name for part, _, values in parts if not values.isfinite().all()), parameter.name)
 
 

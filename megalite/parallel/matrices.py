@@ -81,7 +81,7 @@ def _mapped(shards: Sequence[MatrixShard], function: MatrixFunction) -> Iterable
     if ranks.size * copies.size == 1:
         return (function(shard.values) for shard in shards)
     owners = _owners(shards, ranks.size, copies.size)
-    found: dict[int, Tensor] = {}
+    products: dict[int, Tensor] = {}
     assigned = [
         [index for index, (copy, _) in enumerate(owners) if copy == each] for each in range(copies.size)
     ]
@@ -96,8 +96,8 @@ def _mapped(shards: Sequence[MatrixShard], function: MatrixFunction) -> Iterable
             torch.cat([each.flatten() for each in computed], out=flat)
         if indices:
             broadcast(flat, copies, copy)
-        found |= dict(zip(indices, _pieces(flat, regions), strict=True))
-    return [found[index] for index in range(len(shards))]
+        products |= dict(zip(indices, _pieces(flat, regions), strict=True))
+    return [products[index] for index in range(len(shards))]
 
 
 def _owners(shards: Sequence[MatrixShard], ranks: int, copies: int) -> list[tuple[int, int]]:

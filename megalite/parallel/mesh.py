@@ -179,12 +179,12 @@ class ParallelMesh(RankPlace):
         """Return the positions, of range(length), that this rank holds outside of attention and MLP."""
         if not self.splits_sequence:
             return range(length)
-        held, rest = divmod(length, self.tp.size)
+        positions, rest = divmod(length, self.tp.size)
         if rest:
             raise ValueError(
                 f"a sequence of {length} is not divisible by {self.tp.size} tensor parallel ranks"
             )
-        return range(self.tp.rank * held, (self.tp.rank + 1) * held)
+        return range(self.tp.rank * positions, (self.tp.rank + 1) * positions)
 
     def barrier(self) -> None:
         if self.layout.world_size > 1:

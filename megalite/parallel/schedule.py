@@ -76,13 +76,13 @@ class _Step:
 
     def run(self) -> Iterator[Action]:
         """Yield each action once it is computed."""
-        for each in self._actions:
-            for transfer in each.starts:
+        for scheduled in self._actions:
+            for transfer in scheduled.starts:
                 self._transfers.receive(transfer)
-            made = self._compute(each.action, self._needed(each))
-            if each.gives is not None and made is not None:
-                self._give(each.gives, made)
-            yield each.action
+            made = self._compute(scheduled.action, self._needed(scheduled))
+            if scheduled.gives is not None and made is not None:
+                self._give(scheduled.gives, made)
+            yield scheduled.action
         self._transfers.finish()
 
     def _needed(self, scheduled: ScheduledAction) -> Tensor | None:
@@ -92,8 +92,8 @@ class _Step:
         if message in self._local:
             return self._local.pop(message)
         values = self._transfers.wait(message)
-        for each in scheduled.arrived:
-            self._transfers.arrived(each)
+        for message in scheduled.arrived:
+            self._transfers.arrived(message)
         return values
 
     def _give(self, transfer: Transfer, values: Tensor) -> None:

@@ -34,8 +34,8 @@ class StepBatch:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that the batch has, by name."""
-        held = {each.name: getattr(self, each.name) for each in fields(StepBatch)}
-        return {name: tensor for name, tensor in held.items() if tensor is not None}
+        tensors = {each.name: getattr(self, each.name) for each in fields(StepBatch)}
+        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "StepBatch":
         """Return the batch with `change` applied to each tensor."""

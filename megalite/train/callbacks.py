@@ -101,20 +101,20 @@ class Callbacks:
         self._call("on_train_end")
 
     def _call(self, hook: str, *arguments: Any) -> dict[str, float]:
-        found: dict[str, float] = {}
+        collected: dict[str, float] = {}
         for callback in self._callbacks:
             name = f"{type(callback).__name__}.{hook}"
             metrics = self._guarded(name, getattr(callback, hook), arguments)
             for key, value in metrics.items():
-                if is_own_metric(key) or key in found:
+                if is_own_metric(key) or key in collected:
                     raise TrainingError(f"{name} returned the metric {key}, which exists already; rename it")
-                found[key] = value
-        return found
+                collected[key] = value
+        return collected
 
     def _guarded(self, name: str, hook: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, float]:
         try:
-            given = hook(self._run, *arguments) or {}
-            return {str(key): float(value) for key, value in given.items()}
+            returned = hook(self._run, *arguments) or {}
+            return {str(key): float(value) for key, value in returned.items()}
         except MegaliteError:
             raise
         except Exception as error:

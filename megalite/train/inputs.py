@@ -27,9 +27,9 @@ class RunInputs:
         return asdict(self, dict_factory=lambda items: {name: _as_text(value) for name, value in items})
 
     @classmethod
-    def from_json(cls, given: dict[str, Any]) -> "RunInputs":
+    def from_json(cls, values: dict[str, Any]) -> "RunInputs":
         """Return the inputs that `as_json` described."""
-        data = given["data"]
+        data = values["data"]
         read = RunData(
             tokenizer=None if data["tokenizer"] is None else Path(data["tokenizer"]),
             train=tuple(map(Path, data["train"])),
@@ -40,7 +40,7 @@ class RunInputs:
             stream=tuple(StreamFile(Path(each["path"]), each["size_bytes"]) for each in data["stream"]),
             fingerprints=data["fingerprints"],
         )
-        return cls(read, given["weights"])
+        return cls(read, values["weights"])
 
 
 def _as_text(value: Any) -> Any:

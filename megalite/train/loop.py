@@ -131,10 +131,10 @@ class TrainingLoop:
         self._published(checkpoints)
 
     def _published(self, checkpoints: Sequence[SaveMetrics]) -> None:
-        for each in checkpoints:
-            self.saved = each.path
-            self._reporter.saved(each)
-            self._callbacks.checkpoint(each.path)
+        for checkpoint in checkpoints:
+            self.saved = checkpoint.path
+            self._reporter.saved(checkpoint)
+            self._callbacks.checkpoint(checkpoint.path)
 
     def _saves_after(self, step: int) -> bool:
         every = self._config.checkpoint.every

@@ -144,11 +144,11 @@ class RunReporter:
             self.console.validation(validation)
 
     def _measure_memory(self) -> None:
-        held = None if self._mesh.device.type == "cpu" else device_memory(self._mesh.device)
-        held = held or process_memory()
-        self._memory_bytes = int(self._mesh.max_over_world(held.peak_bytes))
-        if held.reserved_bytes is not None:
-            self._reserved_bytes = int(self._mesh.max_over_world(held.reserved_bytes))
+        memory = None if self._mesh.device.type == "cpu" else device_memory(self._mesh.device)
+        memory = memory or process_memory()
+        self._memory_bytes = int(self._mesh.max_over_world(memory.peak_bytes))
+        if memory.reserved_bytes is not None:
+            self._reserved_bytes = int(self._mesh.max_over_world(memory.reserved_bytes))
 
     def _draw(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._curves is not None:
@@ -185,10 +185,10 @@ class RunReporter:
 
 def _validation_line(records: Sequence[Mapping[str, Any]]) -> str:
     """The last validation, and the best; empty where there was none."""
-    found = [record for record in records if record.get("validation_loss") is not None]
-    if not found:
+    validated = [record for record in records if record.get("validation_loss") is not None]
+    if not validated:
         return ""
-    last, best = found[-1], min(found, key=lambda record: record["validation_loss"])
+    last, best = validated[-1], min(validated, key=lambda record: record["validation_loss"])
     line = f"validation loss: {last['validation_loss']:.4f} after step {last['step']}"
     if best is not last:
         line += f", lowest {best['validation_loss']:.4f} after step {best['step']}"

@@ -277,8 +277,8 @@ def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:
 
     require_precision(config.training.precision, settings)
     silent = info is not None and info.local_rank > 0
-    wanted = operators(settings, native=config.native_optimizer)
-    build_operators(wanted, (lambda _: None) if silent else announce)
+    needed = operators(settings, native=config.native_optimizer)
+    build_operators(needed, (lambda _: None) if silent else announce)
 
 
 def _require_kernels(config: RunConfig) -> None:
@@ -304,14 +304,14 @@ def _why_not_spawned(callbacks: Sequence[Callback]) -> str:
     """Why new Python processes could not have these callbacks; empty where they can."""
     computed = "this process has computed, or asked for a GPU, which does not survive a fork"
     main = sys.modules["__main__"]
-    for each in callbacks:
-        name = type(each).__qualname__
+    for callback in callbacks:
+        name = type(callback).__qualname__
         try:
-            ForkingPickler.dumps(each)
+            ForkingPickler.dumps(callback)
         # Whatever a class of the user's raises.
         except Exception as error:
             return f"{computed}, and the callback {name} cannot be sent to a new process ({error})"
-        if type(each).__module__ == "__main__" and getattr(main, "__file__", None) is None:
+        if type(callback).__module__ == "__main__" and getattr(main, "__file__", None) is None:
             return f"{computed}, and a new process cannot import the callback {name} (move it to a file)"
     return ""
 

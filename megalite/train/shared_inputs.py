@@ -38,8 +38,8 @@ def agreed_inputs(meeting: Meeting, config: RunConfig, folder: RunFolder, *, lea
     else:
         who = f"rank {member.hello.rank} on {member.hello.host}"
         note = partial(announce, f"{who} waits while rank 0 prepares text, tokenizer and weights")
-        told = member.wait("inputs", note if leads_node else None)
-        inputs, mark = RunInputs.from_json(told["inputs"]), told["mark"]
+        announced = member.wait("inputs", note if leads_node else None)
+        inputs, mark = RunInputs.from_json(announced["inputs"]), announced["mark"]
     facts: dict[str, str] = {}
     if leads_node:
         shared = folder.shows(mark, _SHARED_SECONDS)

@@ -90,9 +90,9 @@ def time_budget(config: RunConfig, started: float, say: Callable[[str], None]) -
     started: when this start began, on the monotonic clock. say: called with a line about the earlier deadline.
     """
     deadlines = []
-    if (given := config.training.stop_after) is not None:
-        name = f"the end of training.stop_after ({given if isinstance(given, str) else f'{given:g}'})"
-        deadlines.append(Deadline(started + seconds_of(given), name))
+    if (limit := config.training.stop_after) is not None:
+        name = f"the end of training.stop_after ({limit if isinstance(limit, str) else f'{limit:g}'})"
+        deadlines.append(Deadline(started + seconds_of(limit), name))
     left = time_left(slurm_variables())
     if left.seconds is not None:
         name = f"the end of the allocation at {_clock_time(left.seconds)}"

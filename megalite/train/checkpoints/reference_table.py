@@ -50,7 +50,7 @@ class ReferenceFile:
         if self.resumed is None:
             return _read(self.path, data, weights)
         places = (self.path, self.resumed.parent.parent / self.path.name)
-        return next((found for each in places if (found := _read(each, data, None)) is not None), None)
+        return next((losses for each in places if (losses := _read(each, data, None)) is not None), None)
 
     def write(self, data: str, weights: str, losses: Losses) -> None:
         """Replace the file atomically."""
@@ -91,11 +91,11 @@ def give_reference_losses(
     """
     started, mesh = time.perf_counter(), trainer.mesh
     files = list({each.prefix: each for loader in loaders for each in loader.token_files}.values())
-    found: tuple[str, str, Losses | None] | None = None
+    recorded: tuple[str, str, Losses | None] | None = None
     if mesh.rank == 0:
         data, weights = _data_fingerprint(files), _weights_fingerprint(trainer)
-        found = data, weights, file.recorded(data, weights)
-    data, weights, losses = mesh.broadcast_object(found)
+        recorded = data, weights, file.recorded(data, weights)
+    data, weights, losses = mesh.broadcast_object(recorded)
     if losses is None and file.resumed is not None:
         raise CheckpointError(
             f"{file.path} is missing or of other data: the log-probabilities of the pairs under the weights that the "

@@ -49,12 +49,12 @@ def first_nonfinite_output(replica: Replica, forward: Callable[[], object]) -> N
     finally:
         for hook in hooks:
             hook.remove()
-    found = None
+    output = None
     if broken := [(each.chunk, each.place, each.module) for each in outputs if not each.finite]:
         chunk, place, module = min(broken)
         weight = _first_nonfinite_weight(replica)
-        found = NonFiniteOutput(chunk, place, not weight, mesh.rank, module, weight)
-    gathered = mesh.gather_objects(found) or []
+        output = NonFiniteOutput(chunk, place, not weight, mesh.rank, module, weight)
+    gathered = mesh.gather_objects(output) or []
     first: NonFiniteOutput | None = mesh.broadcast_object(
         min((each for each in gathered if each is not None), default=None)
     )
@@ -99,9 +99,9 @@ def _first_nonfinite_weight(replica: Replica) -> str:
     for parameter in replica.parameters:
         tensor = replica.tensors[parameter.name]
         # ZeRO 3 keeps a flat part of the weight, whose place in a fused weight is not looked for.
-        held = getattr(tensor, "ds_tensor", None)
-        if held is not None and not held.isfinite().all():
+        shard = getattr(tensor, "ds_tensor", None)
+        if shard is not None and not shard.isfinite().all():
             return parameter.name
-        if held is None and not tensor.isfinite().all():
+        if shard is None and not tensor.isfinite().all():
             return first_nonfinite_part(parameter, tensor, replica.mesh)
     return ""

@@ -192,8 +192,8 @@ class TrainStep:
         try:
             update = self.optimizer.step(learning_rate, totals.squared_norm)
         except TrainingError as error:
-            found = self._nonfinite_output(loss, batch)
-            raise TrainingError(f"step {self.state.step + 1}: {found or error}") from error
+            cause = self._nonfinite_output(loss, batch)
+            raise TrainingError(f"step {self.state.step + 1}: {cause or error}") from error
         self._require_finite(loss, update, batch)
         batch_tokens = batch.input_ids.numel() * self.mesh.batch.size
         self.state = self.state.advanced(
@@ -257,21 +257,21 @@ class TrainStep:
 
     def _require_finite(self, loss: float, update: Update, batch: StepBatch) -> None:
         if not math.isfinite(loss) and not update.skipped:
-            found = self._nonfinite_output(loss, batch) or (
+            cause = self._nonfinite_output(loss, batch) or (
                 f"the loss is {loss}, but its gradient is finite; check the data of this step and"
                 " training.z_loss, then run the same command to resume"
             )
-            raise TrainingError(f"step {self.state.step + 1}: {found}")
+            raise TrainingError(f"step {self.state.step + 1}: {cause}")
 
     def _require_progress(self, tensor: str | None, loss: float, batch: StepBatch) -> None:
         limit = self.config.training.nonfinite_limit
         if self.config.training.nonfinite == "skip" and self.state.skipped_in_a_row >= limit:
-            found = self._nonfinite_output(loss, batch) or (
+            cause = self._nonfinite_output(loss, batch) or (
                 f"the gradient of {tensor} is not finite; lower optimizer.learning_rate, or check the data of these"
                 " steps, then run the same command to resume"
             )
             raise TrainingError(
-                f"step {self.state.step}: {limit} steps in a row were skipped (training.nonfinite_limit): {found}"
+                f"step {self.state.step}: {limit} steps in a row were skipped (training.nonfinite_limit): {cause}"
             )
 
     def _nonfinite_output(self, loss: float, batch: StepBatch) -> str:
@@ -281,19 +281,19 @@ class TrainStep:
         """
         if math.isfinite(loss):
             return ""
-        found = first_nonfinite_output(self.replica, partial(self.evaluate, batch))
-        if found is None:
+        output = first_nonfinite_output(self.replica, partial(self.evaluate, batch))
+        if output is None:
             return ""
         remedy = (
             "lower optimizer.learning_rate, set optimizer.gradient_clipping, or look at the data of this step"
         )
         if self.config.training.precision == "fp16":
             remedy = f'use training.precision = "bf16", {remedy}'
-        if found.weight:
+        if output.weight:
             remedy = f'name an earlier checkpoint: checkpoint.resume = "{self.config.run.folder}/checkpoints/step-..."'
         return (
-            f"the loss is {loss}: {found.describe(self.config.layout)}; no weight was changed; {remedy}, then run again"
-            " to resume"
+            f"the loss is {loss}: {output.describe(self.config.layout)}; no weight was changed; {remedy}, then run"
+            " again to resume"
         )
 
     def evaluate(self, batch: StepBatch) -> Tensor:
@@ -378,8 +378,8 @@ def _base(config: RunConfig, mesh: ParallelMesh) -> Base:
     """Describe the frozen weights; rank 0 reads samples of them. Collective."""
     weights = config.model.weights
     assert weights is not None, "a rule asks for them"
-    found = all_or_none(
+    base = all_or_none(
         mesh, lambda: base_of(weights) if mesh.rank == 0 else None, explain(mesh, "import", Path(weights))
     )
-    described: Base = mesh.broadcast_object(found)
+    described: Base = mesh.broadcast_object(base)
     return described
