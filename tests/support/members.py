@@ -1,4 +1,4 @@
-"""What happens to a member of a job, without its process."""
+"""A member of a job that ends without its process ending."""
 
 import socket
 

@@ -77,7 +77,7 @@ PRIVATE_NAMES = {
     ),
 }
 PRIVATE = re.compile(r"_(?!_)\w*[a-z]\w*")  # not a constant
-# Of torch's operators and of parsers of argparse; megalite has the same names.
+# Names of torch's operators and of argparse's parsers that megalite uses too.
 OTHERS_PRIVATE_NAMES = {"_schema", "_actions"}
 MEGALITE = TESTS.parent / "megalite"
 # They raise where something is wrong; CHECKS are functions that run in a worker, each of which is itself a test here.
