@@ -124,7 +124,9 @@ def alone(ranks):
 def test_sixteen_bits_train_as_float32_does(alone, settings, dtype):
     wide, narrow = (alone(job_of(each, settings)) for each in (torch.float32, dtype))
     assert wide.losses[-1] < wide.losses[0] - 0.5, "the loss must fall far to compare anything"
-    assert sum(norm > settings.gradient_clipping for norm in wide.norms) >= STEPS // 2, "clipping is active"
+    assert sum(norm > settings.optimizer.gradient_clipping for norm in wide.norms) >= STEPS // 2, (
+        "clipping is active"
+    )
     assert worst_loss(narrow, wide) < NARROW_LOSS
 
 
