@@ -108,10 +108,10 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "callbacks": {"step"},
         "validation": {"step"},
         "checkpoints": {"resume_table", "step"},
-        "step": {"assemble", "deepspeed_schedule", "optimizer", "options", "precision"},
-        "options": {"deepspeed_schedule", "learning_rate", "loss_scale", "optimizer", "precision"},
+        "step": {"assemble", "optimizer", "options", "precision"},
+        "options": {"loss_scale", "optimizer", "precision"},
         "assemble": {"optimizer"},
-        "optimizer": {"fused_adamw", "loss_scale"},
+        "optimizer": {"loss_scale"},
     },
 }
 # They take numbers, tensors and groups, so that they can be used without a run's configuration.
@@ -135,27 +135,6 @@ FILE_LINES, FUNCTION_LINES, TEST_LINES, CSRC_LINES = 400, 60, 600, 800
 PARAMETERS = 6
 # Functions with more parameters: their signature is another's, which they hand on.
 MIRRORS = {"ops/packed_attention.py:packed_attention": "the compiled operator's schema, csrc/attention.h"}
-# Functions with more parameters that still want a record; the table only shrinks.
-WITHOUT_A_RECORD = {
-    "checkpoint/save.py": {"save_checkpoint", "draft_checkpoint"},
-    "cli/remaining_hosts.py": {"remaining_hosts"},
-    "config/load.py": {"load_run"},
-    "convert/huggingface/export.py": {"export"},
-    "data/batches/blend.py": {"__init__"},
-    "data/batches/bucket_loader.py": {"__init__"},
-    "data/batches/loader.py": {"__init__", "loaded_batch"},
-    "data/batches/stream_loader.py": {"__init__"},
-    "evaluate/answers.py": {"answers"},
-    "generation/loaded.py": {"load"},
-    "generation/text.py": {"generate"},
-    "launcher/control/coordinator.py": {"__init__"},
-    "launcher/control/member.py": {"join"},
-    "launcher/control/rendezvous.py": {"meet"},
-    "launcher/control/verdicts.py": {"of_lost"},
-    "launcher/local.py": {"_run_new_rank"},
-    "serve/generation_response.py": {"__init__"},
-    "train/optimizer/muon.py": {"__init__"},
-}
 # A sentence whose first word is neither its subject nor its verb.
 INVERTED = re.compile(r"(?:^|[.!?] )((?:Of|What) [a-z]\w*)")
 
@@ -290,9 +269,8 @@ def sizes(module: Module) -> Iterator[str]:
 
 
 def parameters(module: Module) -> Iterator[str]:
-    exempt = WITHOUT_A_RECORD.get(module.path, set())
     for node in ast.walk(module.tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name in exempt:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         names = [each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         count = len([name for name in names if name not in ("self", "cls")])
@@ -388,9 +366,8 @@ def test_every_module_keeps(rule: Rule) -> None:
 
 
 def test_every_exemption_from_the_number_of_parameters_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the tables would hide a function that grows later."""
-    exempt = {f"{path}:{name}" for path, names in WITHOUT_A_RECORD.items() for name in names} | MIRRORS.keys()
-    monkeypatch.setattr(sys.modules[__name__], "WITHOUT_A_RECORD", {})
+    """Else the table would hide a function that grows later."""
+    exempt = set(MIRRORS)
     monkeypatch.setattr(sys.modules[__name__], "MIRRORS", {})
     long = {
         f"{module.path}:{complaint.split()[1]}" for module in modules() for complaint in parameters(module)
