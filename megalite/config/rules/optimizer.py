@@ -147,7 +147,7 @@ def decay_follows_the_warmup(run: CheckedRun) -> Iterator[Problem]:
 
 def settings_are_read_by_the_optimizer(run: CheckedRun) -> Iterator[Problem]:
     name = run.optimizer.name
-    for setting in ("betas", "eps", "momentum"):
+    for setting in dict.fromkeys(setting for record in OPTIMIZERS.values() for setting in record.settings):
         value, default = getattr(run.optimizer, setting), OptimizerConfig.model_fields[setting].default
         # The run.toml of a run without momentum has 0.
         if setting not in OPTIMIZERS[name].settings and value not in (default, 0):

@@ -31,6 +31,7 @@ from megalite.convert.universal.folder import (
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors, hf_config
 from megalite.topology.parameters import canonical_tensors
+from megalite.topology.state import EMA, MASTER
 
 _CARD = "README.md"
 _MARK = "<!-- DeepSpeed universal checkpoint, written by megalite -->"
@@ -80,9 +81,9 @@ def _fp32_weights_key(checkpoint: Path) -> str:
             )
         tensors, scalars = reader.manifest.tensors, reader.manifest.optimizer
         stored = reader.manifest.optimizer_state_keys
-    # Muon's checkpoints have the moments of some tensors.
+    # Muon's checkpoints have the moments of some tensors; another optimizer's may have more state than AdamW's.
     complete = all(tensors.get(key, {}).keys() == tensors[WEIGHT].keys() for key in MOMENTS)
-    if not complete or "step" not in scalars:
+    if not complete or stored - {*MOMENTS, MASTER, EMA} or "step" not in scalars:
         raise CheckpointError(
             f"{checkpoint} has {', '.join(sorted(stored)) or 'no optimizer state'}, but a universal checkpoint needs"
             f" AdamW's {' and '.join(MOMENTS)}; for the weights alone use megalite convert export"

@@ -109,6 +109,16 @@ def test_the_masters_of_a_16_bit_run_are_what_is_written(tmp_path: Path) -> None
     assert torch.equal(values, contents(checkpoint, kinds)["master", name])
 
 
+def test_an_optimizer_with_more_state_than_adamw_is_not_taken_for_it(tmp_path: Path) -> None:
+    checkpoint = saved(tmp_path / "run", tiny_shape(layers=1), (*ADAMW, "exp_avg_diff"))
+    with pytest.raises(CheckpointError, match="has exp_avg, exp_avg_diff, exp_avg_sq, but"):
+        export_universal(checkpoint, tmp_path / "left")
+    assert not (tmp_path / "left").exists()
+    averaged = saved(tmp_path / "averaged", tiny_shape(layers=1), (*ADAMW, "ema"))
+    export_universal(averaged, tmp_path / "averaged weights")
+    assert (tmp_path / "averaged weights" / "latest_universal").exists()
+
+
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("universal")
