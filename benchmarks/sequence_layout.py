@@ -33,7 +33,9 @@ from megalite.model.attention import SelfAttention
 from megalite.model.context import StepContext
 from megalite.model.layer import DecoderLayer
 from megalite.model.rope import LayerRotations
+from megalite.ops.attention_form import AttentionForm
 from megalite.parallel import collectives, layers
+from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
@@ -65,7 +67,8 @@ def _attention_of_sbh(self: SelfAttention, hidden_states: Tensor, context: StepC
     qkv = self.qkv_proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(0, 1)
     assert context.rotation is not None
     query, key, value = self._heads(qkv, context.rotation.of(self.window))
-    attended = self._attend(context, mask, query, key, value)
+    form = AttentionForm(self.window, scale=self.scale, softcap=self.softcap)
+    attended = self._attend(form, query, key, value)
     return self.o_proj(attended.transpose(0, 1).flatten(2))
 
 
@@ -82,9 +85,14 @@ def _sequence_first() -> Iterator[None]:
 
 
 def _linear_after_gather(
-    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, *, mesh: ParallelMesh
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    mesh: ParallelMesh,
+    gradients: WeightGradients = BY_AUTOGRAD,
 ) -> Tensor:
-    return layers.linear(collectives.column_input(hidden_states, mesh), weight, bias)
+    return layers.linear(collectives.column_input(hidden_states, mesh), weight, bias, gradients)
 
 
 @contextmanager

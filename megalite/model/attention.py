@@ -84,7 +84,7 @@ class SelfAttention(nn.Module):
         query, key, value = heads
         if prefix is not None:
             key, value = in_front(prefix, key, value)
-        attend = partial(self.ops.attend, form=form)
+        attend = partial(self._attend, form)
         attended = recomputed(attend, query, key, value) if self.recompute else attend(query, key, value)
         return self.o_proj(attended.flatten(2), masks.adapter_o, context.adapters)
 
@@ -101,6 +101,9 @@ class SelfAttention(nn.Module):
         if rotation is not None:
             query, key = self.rotary.rotate(query, key, rotation)
         return query, key, value
+
+    def _attend(self, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self.ops.attend(query, key, value, form)
 
     def _attend_cached(
         self,
@@ -124,7 +127,7 @@ class SelfAttention(nn.Module):
         for segment in step.segments:
             span = slice(place, place + segment.count)
             keys, values = step.extend_segment(self.layer, segment, key[0, span], value[0, span], prefix)
-            attended.append(self.ops.attend(query[:, span], keys, values, form).flatten(2))
+            attended.append(self._attend(form, query[:, span], keys, values).flatten(2))
             place = span.stop
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 

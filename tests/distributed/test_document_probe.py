@@ -16,6 +16,7 @@ from megalite.data.batches import documents
 from megalite.model import transformer
 from megalite.model.attention import SelfAttention
 from megalite.ops import attention, choice
+from megalite.ops.attention_form import AttentionForm
 from megalite.parallel.step_batch import TRAINING
 from megalite.topology.axes import Layout
 from tests.support.document_probe import DocumentFindings, probe_documents
@@ -30,7 +31,10 @@ DROPPED = replace(JOB, dropout=Dropout(attention=0.2))
 
 
 def _unmasked(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda *heads, documents=None, **options: function(*heads, **options)
+    def unmasked(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, **options: Any) -> Tensor:
+        return function(query, key, value, form._replace(documents=None), **options)
+
+    return unmasked
 
 
 def _one_span(spans: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -42,7 +46,7 @@ def _shared_spans_causal(own: Callable[[Tensor], Tensor]) -> Callable[[Tensor], 
 
 
 def _unmasked_layer(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return lambda self, context, *inputs: attend(self, replace(context, documents=None), *inputs)
+    return lambda self, form, *inputs: attend(self, form._replace(documents=None), *inputs)
 
 
 def _window_alone(within: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -66,22 +66,18 @@ Loss = Callable[..., Tensor]
 def _smooth_over_the_shard(loss: Loss) -> Loss:
     """Megatron-LM#7452: the mean of the log probabilities over the vocabulary that the rank holds."""
 
-    def wrong(
-        logits: Tensor, labels: Tensor, loss_mask: Tensor, rows: range, tp: Any, terms: Any, **form: Any
-    ) -> Tensor:
+    def wrong(logits: Tensor, labels: Tensor, loss_mask: Tensor, shard: Any, terms: Any) -> Tensor:
         counted = loss_mask * (labels != IGNORE_INDEX)
         own_mean = -logits.log_softmax(dim=-1).mean(dim=-1) * counted
-        plain = loss(logits.clone(), labels, loss_mask, rows, tp, replace(terms, label_smoothing=0.0), **form)
+        plain = loss(logits.clone(), labels, loss_mask, shard, replace(terms, label_smoothing=0.0))
         return (1 - terms.label_smoothing) * plain + terms.label_smoothing * own_mean
 
     return wrong
 
 
 def _divide_by_the_shards_size(loss: Loss) -> Loss:
-    def wrong(
-        logits: Tensor, labels: Tensor, loss_mask: Tensor, rows: range, tp: Any, terms: Any, **form: Any
-    ) -> Tensor:
-        return loss(logits, labels, loss_mask, rows, tp, replace(terms, vocabulary=len(rows)), **form)
+    def wrong(logits: Tensor, labels: Tensor, loss_mask: Tensor, shard: Any, terms: Any) -> Tensor:
+        return loss(logits, labels, loss_mask, shard, replace(terms, vocabulary=len(shard.rows)))
 
     return wrong
 

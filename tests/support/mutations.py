@@ -25,6 +25,7 @@ from megalite.model import dropout, head, layer, recompute, stages, transformer
 from megalite.ops import attention, choice
 from megalite.ops.choice import Operators
 from megalite.parallel.matrices import MatrixShard
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology import parameters, place
 from megalite.topology.sharding import Part, TensorSlice
 from megalite.train.optimizer import adafactor, deepspeed, muon
@@ -190,9 +191,10 @@ def _in_mode(**changes: Any) -> Callable[..., Callable[..., Tensor]]:
 
 
 def _count_the_prefix_in_the_loss(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def counted(self: Any, inputs: Tensor, *, loss_mask: Tensor, **rest: Any) -> Tensor:
-        of_tokens = loss_mask.shape[1] / (loss_mask.shape[1] + self.prefix_tokens)
-        return forward(self, inputs, loss_mask=loss_mask * of_tokens, **rest)
+    def counted(self: Any, inputs: Tensor, *, batch: StepBatch, **rest: Any) -> Tensor:
+        length = batch.loss_mask.shape[1]
+        of_tokens = batch.loss_mask * (length / (length + self.prefix_tokens))
+        return forward(self, inputs, batch=replace(batch, loss_mask=of_tokens), **rest)
 
     return counted
 
@@ -253,9 +255,11 @@ def _draw_anew_in_recompute(checkpoint: Callable[..., Any]) -> Callable[..., Any
         def fresh(seed: int, *arguments: Any, **rest: Any) -> Any:
             return keep_mask(seed + 1, *arguments, **rest)
 
-        def attend(*tensors: Any, mask: Any = None, **rest: Any) -> Any:
-            other = None if mask is None else mask._replace(key=(mask.key[0] + 1, mask.key[1]))
-            return attention(*tensors, mask=other, **rest)
+        def attend(*inputs: Any) -> Any:
+            *tensors, form = inputs
+            if form.mask is not None:
+                form = form._replace(mask=form.mask._replace(key=(form.mask.key[0] + 1, form.mask.key[1])))
+            return attention(*tensors, form)
 
         def run_again(*tensors: Any) -> Any:
             with (
