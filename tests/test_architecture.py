@@ -96,7 +96,6 @@ WINGS: dict[str, dict[str, set[str]]] = {
             "loaders",
             "loop",
             "optimizer",
-            "precision",
         }
         | {"report", "run_folder", "shared_inputs", "start", "step", "time_budget", "validation"},
         "loop": {"callbacks", "checkpoints", "interruption", "report", "step", "time_budget", "validation"},
@@ -104,14 +103,13 @@ WINGS: dict[str, dict[str, set[str]]] = {
         "shared_inputs": {"inputs", "run_folder"},
         "inputs": {"checkpoints", "run_folder"},
         "loaders": {"validation"},
-        "report": {"precision", "step"},
+        "report": {"step"},
         "callbacks": {"step"},
         "validation": {"step"},
-        "checkpoints": {"resume_table", "step"},
-        "step": {"assemble", "optimizer", "options", "precision"},
-        "options": {"loss_scale", "optimizer", "precision"},
+        "checkpoints": {"step"},
+        "step": {"assemble", "optimizer"},
         "assemble": {"optimizer"},
-        "optimizer": {"loss_scale"},
+        "optimizer": set(),
     },
 }
 # They take numbers, tensors and groups, so that they can be used without a run's configuration.

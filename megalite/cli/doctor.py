@@ -191,7 +191,7 @@ def _used() -> dict[str, str]:
     from megalite.parallel.mesh import backend_of
     from megalite.selftest import trust
     from megalite.selftest.decide import used_operators
-    from megalite.train.precision import choose_precision
+    from megalite.train.step.precision import choose_precision
 
     device = local_device(0, 1)
     used = {

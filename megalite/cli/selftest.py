@@ -118,7 +118,7 @@ def _workload(run_file: Path | None, overrides: Sequence[str], device: "torch.de
     from megalite.config.load import load_run
     from megalite.selftest.decide import workload_of
     from megalite.selftest.registry import Workload
-    from megalite.train.precision import DTYPES, choose_precision
+    from megalite.train.step.precision import DTYPES, choose_precision
 
     if run_file is None and not overrides:
         return Workload(DTYPES[choose_precision("auto", device).name])

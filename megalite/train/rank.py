@@ -39,11 +39,11 @@ from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
 from megalite.train.interruption import StopSignals, stop_signals
 from megalite.train.loaders import held_out_sets, loader_maker, training_loader
 from megalite.train.loop import StopConditions, TrainingLoop
-from megalite.train.precision import DTYPES, Precision, choose_precision
 from megalite.train.report import RunReporter
 from megalite.train.run_folder import RunFolder
 from megalite.train.shared_inputs import agreed_inputs, agreed_store
 from megalite.train.start import data_line, stream_line
+from megalite.train.step.precision import DTYPES, Precision, choose_precision
 from megalite.train.step.train_step import StartingPoint, TrainStep
 from megalite.train.time_budget import TimeBudget
 from megalite.train.validation import HeldOutSet

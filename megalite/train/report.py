@@ -21,7 +21,7 @@ from megalite.monitor.throughput import Throughput, gemm_flops_per_second
 from megalite.monitor.work import Work, working
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.flops import flops_per_token
-from megalite.train.precision import DTYPES
+from megalite.train.step.precision import DTYPES
 from megalite.train.step.state import StepReport
 from megalite.train.step.train_step import TrainStep
 

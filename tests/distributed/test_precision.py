@@ -24,8 +24,8 @@ from megalite.errors import TrainingError
 from megalite.parallel import gradients
 from megalite.topology.axes import Layout
 from megalite.topology.state import MASTER
-from megalite.train.loss_scale import LossScale
 from megalite.train.optimizer import torch as torch_path
+from megalite.train.optimizer.loss_scale import LossScale
 from megalite.train.optimizer.protocol import Update
 from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.checkpoints import save_checkpoint

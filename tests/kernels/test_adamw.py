@@ -30,7 +30,7 @@ from megalite.train.optimizer.torch import TorchOptimizer
 from tests.support.kernels import needs_library
 from tests.support.options import changed
 from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, OPERATOR_RTOL, assert_close, assert_no_worse
-from tests.unit.train.test_optimizer import NORM, made
+from tests.unit.train.optimizer.test_optimizer import NORM, made
 
 pytestmark = needs_library
 

@@ -32,7 +32,7 @@ from tests.kernels.test_adamw import ADAMW
 from tests.support.options import changed
 from tests.support.parity import FLOAT32_RTOL, NARROW_FLOOR, assert_close
 from tests.support.tiny import tiny_batch, tiny_shape
-from tests.unit.train.test_optimizer import made
+from tests.unit.train.optimizer.test_optimizer import made
 
 CPU = torch.device("cpu")
 CHOSEN = Operators.all("apex", ("adamw", "accumulate"))

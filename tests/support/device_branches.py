@@ -31,7 +31,7 @@ ON_THE_STANDIN = {
     "selftest/trust.py:needs_proof",
     "train/optimizer/adamw.py:_written_copies",
     "train/optimizer/muon.py:make",
-    "train/precision.py:choose_precision",
+    "train/step/precision.py:choose_precision",
     "train/report.py:RunReporter.__init__",
     "train/report.py:RunReporter._measure_memory",
     "train/report.py:_device_name",
@@ -102,7 +102,7 @@ TESTED = {
         "test_where_it_is_not_installed_it_says_so",
     ): ("ops/liger.py:why_not",),
     (
-        "tests/unit/train/test_deepspeed_gather.py",
+        "tests/unit/train/optimizer/test_deepspeed_gather.py",
         "test_on_an_accelerator_and_without_copies_deepspeed_gathers",
     ): ("train/optimizer/deepspeed_gather.py:_all_gather",),
     (

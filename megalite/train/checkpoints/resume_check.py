@@ -12,7 +12,7 @@ from megalite.config.sections.schema import RunConfig, RunSection
 from megalite.data.batches.stream_files import StreamFile
 from megalite.data.ensure import RunData
 from megalite.errors import ConfigError, Problem, listed
-from megalite.train.resume_table import Effect, Rule, effect_of
+from megalite.train.checkpoints.resume_table import Effect, Rule, effect_of
 
 _WORDS = {"True": "true", "False": "false", "None": "unset", "[]": "unset"}
 # train.reference_table compares these itself, once they are known.

@@ -25,9 +25,9 @@ from megalite.parallel.gradients import (
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
-from megalite.train.loss_scale import LossScale
 from megalite.train.optimizer.deepspeed_gather import gather_in_shards
 from megalite.train.optimizer.deepspeed_ops import load_operators, native_optimizer, operators
+from megalite.train.optimizer.loss_scale import LossScale
 from megalite.train.optimizer.nonfinite import FiniteFlags
 from megalite.train.optimizer.protocol import Update, skip_update
 from megalite.train.optimizer.rule import OptimizerParts

@@ -11,7 +11,7 @@ from megalite.errors import TrainingError
 from megalite.model.transformer import Stage
 from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.topology.state import OptimizerState
-from megalite.train.loss_scale import LossScale
+from megalite.train.optimizer.loss_scale import LossScale
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from megalite.parallel.gradients import (
     waits_for_other_ranks,
 )
 from megalite.topology.state import MASTER, OptimizerState, StateShard, state_parameter
-from megalite.train.loss_scale import LossScale
 from megalite.train.optimizer.adamw import OnePassAdamW
+from megalite.train.optimizer.loss_scale import LossScale
 from megalite.train.optimizer.protocol import Update, skip_update
 from megalite.train.optimizer.rule import OptimizerParts, ensure_state
 from megalite.train.optimizer.settings import OptimizerSettings

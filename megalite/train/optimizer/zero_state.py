@@ -11,8 +11,8 @@ from torch import Tensor
 from megalite.model.replica import Replica
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import MASTER, WEIGHT, OptimizerState, StateShard
-from megalite.train.loss_scale import LossScale
 from megalite.train.optimizer.deepspeed_ops import replay_steps
+from megalite.train.optimizer.loss_scale import LossScale
 from megalite.train.optimizer.rule import ensure_state
 from megalite.train.optimizer.update import set_step_count, step_count
 

@@ -41,9 +41,9 @@ from megalite.selftest.decide import KernelChoice, known_kernels
 from megalite.topology.shape import ModelShape
 from megalite.train.assemble import StepSchedule, TrainingPlan, assemble
 from megalite.train.optimizer.protocol import Update
-from megalite.train.options import model_options, objective_of, optimizer_settings, schedule_of
-from megalite.train.precision import DTYPES
 from megalite.train.step.nonfinite_output import first_nonfinite_output
+from megalite.train.step.options import model_options, objective_of, optimizer_settings, schedule_of
+from megalite.train.step.precision import DTYPES
 from megalite.train.step.reference import is_without_adapter
 from megalite.train.step.state import StepReport, TrainerState
 from megalite.train.step.step_totals import StepTotals, total_over_ranks

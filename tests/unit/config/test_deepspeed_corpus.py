@@ -8,7 +8,7 @@ import torch
 
 from megalite.config.deepspeed.scheduler import SCHEDULERS
 from megalite.errors import ConfigError
-from megalite.train.options import schedule_of
+from megalite.train.step.options import schedule_of
 from tests.support.parity import about
 from tests.unit.config.deepspeed_corpus import NAMES, TABLE, contents, decided, load_beside_a_run
 

@@ -12,7 +12,7 @@ from megalite.errors import ConfigError
 from megalite.families.inert import INERT
 from megalite.families.registry import FAMILIES, hf_config
 from megalite.topology.parameters import model_parameters
-from megalite.train.options import optimizer_settings
+from megalite.train.step.options import optimizer_settings
 from tests.support.tiny import FAMILY_SHAPES
 
 SETTINGS = {

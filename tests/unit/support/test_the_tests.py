@@ -36,10 +36,10 @@ PRIVATE_NAMES = {
             "unit/launcher/control/test_coordinator.py",
             "unit/launcher/rank/test_mpi.py",
             "unit/ops/test_attention_backends.py",
-            "unit/train/test_agreement.py",
-            "unit/train/test_deepspeed_ops.py",
+            "unit/train/test_shared_inputs.py",
+            "unit/train/optimizer/test_deepspeed_ops.py",
             "unit/train/test_memory.py",
-            "unit/train/test_resume_check.py",
+            "unit/train/checkpoints/test_resume_check.py",
             "unit/train/test_start_method.py",
         ],
         "stands in for other hosts, for cards, or for what costs minutes",
@@ -72,7 +72,7 @@ PRIVATE_NAMES = {
     ),
     "support/members.py": "breaks a connection as the death of its process does",
     **dict.fromkeys(
-        ["distributed/test_deepspeed_fields.py", "unit/train/test_deepspeed_gather.py"],
+        ["distributed/test_deepspeed_fields.py", "unit/train/optimizer/test_deepspeed_gather.py"],
         "compares a function with DeepSpeed's that it replaces",
     ),
 }

@@ -6,7 +6,7 @@ import pytest
 
 from megalite.config.sections.schema import OptimizerConfig, warmup_of
 from megalite.topology.learning_rate import DECAYS, LearningRate
-from megalite.train.options import schedule_of
+from megalite.train.step.options import schedule_of
 from tests.support.parity import about
 
 

@@ -13,8 +13,8 @@ from megalite.monitor.memory import MemoryUse
 from megalite.monitor.metrics import is_own_metric
 from megalite.topology.flops import flops_per_token
 from megalite.train import report as module
-from megalite.train.precision import DTYPES
 from megalite.train.report import RunReporter
+from megalite.train.step.precision import DTYPES
 from megalite.train.step.state import StepReport
 from tests.support.parity import about
 from tests.support.tiny import tiny_shape

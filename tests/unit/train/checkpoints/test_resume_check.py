@@ -13,7 +13,7 @@ from megalite.config.sections.shape_settings import shape_settings
 from megalite.errors import ConfigError
 from megalite.train.checkpoints import resume_check
 from megalite.train.checkpoints.resume_check import ResumeCheck, change_notes, changed_settings
-from megalite.train.resume_table import EFFECTS, Rule, effect_of
+from megalite.train.checkpoints.resume_table import EFFECTS, Rule, effect_of
 from tests.unit.config.runs import REMOVED
 from tests.unit.config.runs import changed as changed_run
 
@@ -48,7 +48,7 @@ def check(
 @pytest.mark.parametrize("key", SETTINGS)
 def test_the_table_has_every_setting(key: str) -> None:
     assert key in EFFECTS, (
-        f"what does a changed {key} do to a run that goes on from a checkpoint? Say so in train/resume_table.py"
+        f"what does a changed {key} do to a resumed run? Say so in train/checkpoints/resume_table.py"
     )
     rule, text = EFFECTS[key].rule, EFFECTS[key].text
     assert bool(text) == (rule not in (Rule.FREE, Rule.CONTENT))

@@ -9,7 +9,7 @@ from megalite.model.stages import build_replica
 from megalite.ops.choice import ALL_COMPILED
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import pipeline_split
-from megalite.train.options import model_options
+from megalite.train.step.options import model_options
 from tests.support.tiny import tiny_shape
 from tests.unit.config.runs import load
 

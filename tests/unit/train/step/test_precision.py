@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.train.precision import Precision, choose_precision
+from megalite.train.step.precision import Precision, choose_precision
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ class Rule(Enum):
     FREE = "nothing: it changes no number of the training but by rounding"
     NOTED = "a note, and the run is still the same one"
     SAID = "a note, and with the default run.folder an error: it is another run"
-    CONTENT = "nothing by itself: the tokens that it makes are compared, by train.resume_check"
-    PLACES = "compared by train.resume_check with the steps done: the places of later samples depend on it"
+    CONTENT = "nothing by itself: the tokens that it makes are compared, by train.checkpoints.resume_check"
+    PLACES = "compared by train.checkpoints.resume_check with the steps done: the places of later samples depend on it"
     REFUSED = "an error, unless checkpoint.resume_changed: the position in the data has no meaning any more"
     LOADED = "a note where the tensors of the checkpoint fit; else checkpoint.load refuses it"
 

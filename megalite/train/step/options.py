@@ -8,7 +8,7 @@ from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.objective import NEXT_TOKEN, Objective, Preference
 from megalite.topology.learning_rate import LearningRate
 from megalite.train.optimizer.settings import OptimizerSettings
-from megalite.train.precision import DTYPES
+from megalite.train.step.precision import DTYPES
 
 
 def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> ModelOptions:

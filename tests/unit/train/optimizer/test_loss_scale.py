@@ -3,7 +3,7 @@
 import pytest
 
 from megalite.config.sections.training_section import PrecisionSettings
-from megalite.train.loss_scale import LossScale
+from megalite.train.optimizer.loss_scale import LossScale
 
 
 def after(scale: LossScale, steps: str) -> list[float]:
