@@ -46,6 +46,7 @@ def test_it_learns_and_says_where_things_lie(finished):
     ]
     assert len(validated) == 2 and find_best(folder / "checkpoints") is not None
     assert " first, " in output and " last, " in output and "tokens/s" in output
+    assert "WARNING" not in output, "of DeepSpeed, such as that on an optimizer whose class it does not know"
 
 
 def test_transformers_loads_the_export_and_writes_what_megalite_writes(finished):

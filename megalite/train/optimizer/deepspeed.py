@@ -12,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor, nn
 
 from megalite.model.replica import Replica
@@ -61,6 +62,10 @@ class DeepSpeedOptimizer:
         gather_in_shards()
         load_operators(operators(config, native=settings.native))
         make = partial(native_optimizer, config) if settings.native else torch_optimizer
+        optimizer = make(OptimizerParts(settings, parameters, self._tensors, mesh))
+        if type(optimizer) not in ZERO_SUPPORTED_OPTIMIZERS:
+            # DeepSpeed knows an optimizer by its very class, and calls any other untested.
+            ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))
         self._finite = FiniteFlags(parameters, mesh)
         if not self._once_a_step:
             all_reduce_replicated_in_backward(parameters, self._tensors, mesh)
@@ -70,7 +75,7 @@ class DeepSpeedOptimizer:
                 tensor.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._see(parameter))
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=replica.stage,
-            optimizer=make(OptimizerParts(settings, parameters, self._tensors, mesh)),
+            optimizer=optimizer,
             mpu=_ModelParallelUnit(mesh),
             config=handed,
         )
