@@ -150,8 +150,8 @@ class _Rank:
         kernels, tested = agreed_kernels(config, shape, dtype, mesh, leads_node=self.leads_node)
         load = loader_maker(config, mesh, tokenizer)
         weights = _initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None
-        start = StartingPoint(weights, _new_rows(config, tokenizer, weights), resumed_from is not None)
         with working(_building(config, resumed_from), shown=mesh.rank == 0, stream=sys.stdout):
+            start = StartingPoint(weights, _new_rows(config, tokenizer, weights), resumed_from is not None)
             trainer = TrainStep(
                 config,
                 mesh,

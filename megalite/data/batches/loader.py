@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from math import ceil
 from typing import Any
 
@@ -113,6 +114,12 @@ class StepLoader:
         return ceil(Fraction(str(epochs)) * len(self._samples) / self._together) * self._together
 
 
+@lru_cache(maxsize=4)
+def _positions(rows: int, length: int) -> NDArray[np.int64]:
+    """Return the positions of rows without documents; the batches of a run share them."""
+    return np.tile(np.arange(length), (rows, 1))
+
+
 def loaded_batch(
     rows: BatchRows,
     documents: tuple[NDArray[np.int64], NDArray[np.int64]] | None,
@@ -125,7 +132,7 @@ def loaded_batch(
     documents: the document and the position of each token; None: no document mask. places: of the rows in the order of
     training. reference: the loss sum of each row under the reference model, if there is one.
     """
-    document_ids, positions = documents or (None, np.tile(np.arange(rows.labels.shape[1]), (len(places), 1)))
+    document_ids, positions = documents or (None, _positions(*rows.labels.shape))
     return LoadedBatch(
         input_ids=torch.from_numpy(rows.input_ids),
         position_ids=torch.from_numpy(positions),

@@ -15,7 +15,7 @@ from megalite.errors import ConfigError, Problem, listed
 from megalite.train.checkpoints.resume_table import Effect, Rule, effect_of
 
 _WORDS = {"True": "true", "False": "false", "None": "unset", "[]": "unset"}
-# train.reference_table compares these itself, once they are known.
+# train.checkpoints.reference_table compares these itself, once they are known.
 REFERENCE = "reference.json"
 
 

@@ -92,12 +92,13 @@ class TrainStep:
         self.fingerprints: dict[str, str] = {}
         """Name -> fingerprint of what the samples are made of, for checkpoints."""
         self.kernels = kernels or known_kernels(config, shape, DTYPES[config.training.precision], mesh.device)
-        self.options, self.objective = model_options(config, self.kernels.operators), objective_of(config)
+        options, self.objective = model_options(config, self.kernels.operators), objective_of(config)
+        self._loss_dtype = options.loss_dtype
         progress.begin(Activity.BUILDING)
         plan = TrainingPlan(
             shape,
             config.split,
-            self.options,
+            options,
             optimizer_settings(config),
             StepSchedule(config.parallel.schedule, config.batch.micro_batches),
             self.objective,
@@ -166,7 +167,7 @@ class TrainStep:
 
     def _arriving_batch(self, loader: TrainingLoader, consumed_samples: int) -> ArrivingBatch:
         """Read the batch of `loader` after `consumed_samples` and start its copy to the device; thread-safe."""
-        return self.transfer.start(loader.step_batch(consumed_samples, dtype=self.options.loss_dtype))
+        return self.transfer.start(loader.step_batch(consumed_samples, dtype=self._loss_dtype))
 
     def train_step(
         self, flags: Callable[[], Sequence[bool]] = tuple, before_update: Callable[[], object] = tuple
