@@ -74,7 +74,7 @@ def the_native_optimizer_is_adamw_under_zero(run: CheckedRun) -> Iterator[Proble
         native = _names(record for record in OPTIMIZERS.values() if record.native)
         yield Problem(
             key,
-            f'true has no compiled form of optimizer.name = "{name}"',
+            f'true has no effect: DeepSpeed has no compiled form of optimizer.name = "{name}"',
             f"use optimizer.name {native}, or false",
         )
 
@@ -179,5 +179,6 @@ def an_optimizer_has_its_momentum(run: CheckedRun) -> Iterator[str]:
 
 
 def _names(records: Iterable[OptimizerRecord]) -> str:
-    """Return the names of optimizers for a remedy: "adamw" or "lion"."""
-    return " or ".join(f'"{record.name}"' for record in records)
+    """Return the names of optimizers for a remedy: "adamw", "sgd" or "lion"."""
+    *names, last = (f'"{record.name}"' for record in records)
+    return f"{', '.join(names)} or {last}" if names else last

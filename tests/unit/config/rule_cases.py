@@ -268,7 +268,7 @@ FAMILY_CASES = [
         "zero_cuts_no_matrix_of_the_optimizer",
         {"optimizer.name": "muon", "deepspeed.zero_optimization.stage": 2},
         'optimizer.name: "muon" is not supported with ZeRO 2: its partitions cut through matrices; '
-        'use "adamw" or "sgd" or "lion", or delete [deepspeed]',
+        'use "adamw", "sgd" or "lion", or delete [deepspeed]',
         {"optimizer.name": "lion", "deepspeed.zero_optimization.stage": 2},
     ),
     Case(
@@ -285,8 +285,8 @@ FAMILY_CASES = [
             "deepspeed.zero_optimization.stage": 1,
             "optimizer.name": "sgd",
         },
-        'deepspeed.native_optimizer: true has no compiled form of optimizer.name = "sgd"; use optimizer.name '
-        '"adamw", or false',
+        'deepspeed.native_optimizer: true has no effect: DeepSpeed has no compiled form of optimizer.name = "sgd"; '
+        'use optimizer.name "adamw", or false',
         {
             "deepspeed.native_optimizer": False,
             "deepspeed.zero_optimization.stage": 1,

@@ -392,7 +392,7 @@ CASES = [
         "settings_are_read_by_the_optimizer",
         {"optimizer.name": "sgd", "optimizer.betas": [0.9, 0.99]},
         'optimizer.betas: [0.9, 0.99] has no effect with optimizer.name = "sgd"; '
-        'delete it, or use optimizer.name "adamw" or "lion" or "muon"',
+        'delete it, or use optimizer.name "adamw", "lion" or "muon"',
         {"optimizer.name": "lion"},
     ),
     Case(
