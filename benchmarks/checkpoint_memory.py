@@ -64,10 +64,8 @@ def write_checkpoint(run: Path, shape: ModelShape) -> Path:
     import torch
 
     import megalite
-    from megalite.checkpoint.durable import write_durably
     from megalite.checkpoint.folder import published_name
-    from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest, Shard, TensorEntry
-    from megalite.checkpoint.manifest_json import to_json
+    from megalite.checkpoint.manifest import WEIGHT, Manifest, Shard, TensorEntry
     from megalite.checkpoint.publish import publish
     from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
 
@@ -107,9 +105,8 @@ def write_checkpoint(run: Path, shape: ModelShape) -> Path:
         tensors={WEIGHT: entries},
         files=sizes,
     )
-    write_durably(folder / MANIFEST, to_json(manifest))
     published = folder.with_name(published_name(1))
-    publish(folder, published)
+    publish(manifest, folder, published)
     return published
 
 

@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.support.hosts import Hosts, missing, wait_until
+from tests.support.hosts import Hosts, missing
 from tests.support.jobs import Job
 from tests.support.real_launchers import Started, ranks, run
+from tests.support.waiting import wait_until
 
 LONG = ("--training.steps", "100000", "--checkpoint.every", "100000")
 HEARTBEAT_SECONDS = 10
@@ -37,7 +38,7 @@ class Measured:
         """Return the seconds from the event until the condition holds."""
         began = time.monotonic()
         event()
-        wait_until(condition, PATIENCE_SECONDS, self.started.output[-3000:], every=0.02)
+        wait_until(condition, self.started.output[-3000:], PATIENCE_SECONDS, every=0.02)
         return time.monotonic() - began
 
     def printed(self, *words: str) -> Callable[[], bool]:

@@ -41,11 +41,21 @@ groups=(
     "tests/cli tests/test_architecture.py"
 )
 outputs=$(mktemp -d)
-trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$outputs"' EXIT
+ended=0
+end() { # what was still running shows what it printed
+    kill $(jobs -p) 2>/dev/null && wait
+    rm -f "$outputs"/*.partial "$outputs"/*.end "$outputs/times"
+    tail -n +1 "$outputs"/* 2>/dev/null
+    rm -rf "$outputs"
+}
+trap end EXIT
+trap 'exit 143' TERM
 run() { # in a subshell: its output, and then its status and seconds, in files named after the group
     local start=$SECONDS name=${1//[\/ ]/-} status=0
     shift
-    "$python" -m "$@" >"$outputs/$name" 2>&1 || status=$?
+    "$python" -m "$@" >"$outputs/$name" 2>&1 &
+    trap "kill $! && wait $!; exit 143" TERM
+    wait $! || status=$?
     echo "$status $1 $((SECONDS - start))" >"$outputs/$name.partial" && mv "$outputs/$name.partial" "$outputs/$name.end"
 }
 show() { # what has ended since the last call
@@ -57,6 +67,7 @@ show() { # what has ended since the last call
         printf '\n== %s, %d s\n' "$(basename "$name")" "$seconds"
         cat "$name"
         rm "$end" "$name"
+        ended=$((ended + 1))
         [ "$status" -eq 0 ] || failed+=("$tool")
     done
 }
@@ -73,6 +84,7 @@ while [ -n "$(jobs -rp)" ]; do
     show
 done
 show
+[ $ended -eq $((${#groups[@]} + 1)) ] || failed+=("a part without a result")
 times+=", tests $((SECONDS - start)) s"
 times >"$outputs/times" # not in a pipeline: a subshell has times of its own
 times+=", processors $(tr 'ms,' '  .' <"$outputs/times" | awk '{sum += $1 * 60 + $2 + $3 * 60 + $4} END {printf "%d", sum}') s"

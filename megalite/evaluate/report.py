@@ -1,11 +1,12 @@
 """The results of an evaluation as a table and as JSON. No torch."""
 
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic_core import to_json
 
 from megalite.data.files.partial_files import partial
 from megalite.errors import DataError
@@ -21,11 +22,10 @@ def table(figures: Mapping[str, Any]) -> str:
 
 def write_json(path: Path, results: Mapping[str, Any]) -> None:
     """Write the results, replacing a file that is there. Raises DataError."""
-    # JSON has no infinity.
-    content = to_json(results, indent=2, inf_nan_mode="null", fallback=_plain)
+    text = json.dumps(_plain(results), indent=2, ensure_ascii=False) + "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial(path).write_bytes(content + b"\n")
+        partial(path).write_text(text, encoding="utf-8")
         partial(path).replace(path)
     except OSError as error:
         raise DataError(
@@ -40,5 +40,13 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return a numpy scalar as a number, another object as its text."""
-    return value.item() if isinstance(value, np.generic) else str(value)
+    """Return the value for JSON, which has no infinity; a numpy scalar becomes a number, another object its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, np.generic):
+        return value.item()
+    return value if value is None or isinstance(value, str | int) else str(value)

@@ -38,7 +38,6 @@ def _recorded_steps(folder: Path) -> int:
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
-@pytest.mark.extended
 def test_one_rank_killed_ends_the_job_in_time_and_names_the_rank(job, undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = job.start(folder)

@@ -16,7 +16,7 @@ from megalite.ops.activations import bias_gelu, geglu, swiglu
 from megalite.ops.adamw import AdamWRule, AdamWTensors, accumulate_, adamw_
 from megalite.ops.cross_entropy import Targets, shard_statistics, write_gradient
 from megalite.ops.norms import rms_norm
-from megalite.ops.rotary import rotate
+from megalite.ops.rotary import Rotation, rotate
 from tests.support.kernels import DTYPES, with_gradients
 from tests.support.parity import OPERATOR_RTOL, assert_close, assert_no_worse
 from tests.support.ptx.build import WHY_NOT
@@ -228,7 +228,7 @@ def test_rotary(dtype: torch.dtype, head_dim: int, interleaved: bool) -> None:
     def in_torch(dtype: torch.dtype) -> Tensor:
         chosen = (each.to(given.dtype).to(dtype)[positions].unsqueeze(2) for each in tables)
         heads = given.to(dtype)
-        return rotate(heads[:, :, :1], heads[:, :, 1:2], *chosen, interleaved=interleaved)
+        return rotate(heads[:, :, :1], heads[:, :, 1:2], Rotation(*chosen, interleaved=interleaved))
 
     plain, exact = in_torch(dtype), in_torch(torch.float64)
     for head in range(2):

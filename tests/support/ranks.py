@@ -248,7 +248,7 @@ def _outcomes(workers: list[Worker], task: bytes, timeout: float) -> dict[int, O
             outcome = _receive_outcome(workers[rank])
             if outcome is None:
                 joining -= 1
-                if joining == 0:
+                if joining == 0 and not any(each.failed for each in outcomes.values()):
                     deadline = time.monotonic() + timeout
                 continue
             del waiting[connection]

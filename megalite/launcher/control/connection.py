@@ -75,9 +75,10 @@ def owner_of_port(port: int) -> str:
     """Return "pid 12 (name)", the process of this user that listens at a port; "" if it cannot be seen."""
     import psutil  # type: ignore[import-untyped]
 
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-            with suppress(psutil.Error):
+    # Only a help in a message: a sandbox may hide /proc.
+    with suppress(psutil.Error, OSError, RuntimeError):
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
                 return f"pid {connection.pid} ({psutil.Process(connection.pid).name()})"
     return ""
 

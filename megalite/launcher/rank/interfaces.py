@@ -1,10 +1,16 @@
-"""The network interfaces of this host and their addresses."""
+"""The network interfaces of this host and their addresses, from getifaddrs(3)."""
 
+import ctypes
 import socket
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
+
+# From <net/if.h>.
+_IFF_UP = 0x1
 
 
 @dataclass(frozen=True)
@@ -29,16 +35,46 @@ class InterfaceAddress:
         return Path("/sys/class/net", self.interface, "bridge").exists()
 
 
-def interface_addresses() -> tuple[InterfaceAddress, ...]:
-    """Return the addresses of the interfaces that are up, in the kernel's order, IPv4 first."""
-    # Imported here: only ranks on several hosts need it, and it takes as long as all else of this package.
-    import psutil  # type: ignore[import-untyped]
+class _Ifaddrs(ctypes.Structure):
+    pass
 
-    up = {name for name, state in psutil.net_if_stats().items() if "up" in state.flags.split(",")}
-    addresses = [(name, entry) for name, entries in psutil.net_if_addrs().items() for entry in entries]
-    return tuple(
-        InterfaceAddress(name, entry.address)
-        for family in (socket.AF_INET, socket.AF_INET6)
-        for name, entry in addresses
-        if entry.family == family and name in up
-    )
+
+_Ifaddrs._fields_ = [
+    ("next", ctypes.POINTER(_Ifaddrs)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+    ("netmask", ctypes.c_void_p),
+    ("destination", ctypes.c_void_p),
+    ("data", ctypes.c_void_p),
+]
+
+
+def interface_addresses() -> tuple[InterfaceAddress, ...]:
+    """Return the IPv4 and IPv6 addresses of the interfaces that are up, in the kernel's order."""
+    library = ctypes.CDLL(None, use_errno=True)
+    first = ctypes.POINTER(_Ifaddrs)()
+    if library.getifaddrs(ctypes.byref(first)) != 0:
+        return ()
+    try:
+        return tuple(_walk(first))
+    finally:
+        library.freeifaddrs(first)
+
+
+def _walk(entry: "ctypes._Pointer[_Ifaddrs]") -> Iterator[InterfaceAddress]:
+    while entry:
+        interface = entry.contents
+        name = (interface.name or b"").decode(errors="replace")
+        if interface.address and interface.flags & _IFF_UP:
+            # struct sockaddr: the family is a host integer of two bytes on Linux.
+            family = int.from_bytes(ctypes.string_at(interface.address, 2), sys.byteorder)
+            if family == socket.AF_INET:
+                yield InterfaceAddress(
+                    name, socket.inet_ntop(family, ctypes.string_at(interface.address + 4, 4))
+                )
+            elif family == socket.AF_INET6:
+                address = socket.inet_ntop(family, ctypes.string_at(interface.address + 8, 16))
+                local = ip_address(address).is_link_local
+                yield InterfaceAddress(name, f"{address}%{name}" if local else address)
+        entry = interface.next

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.waiting import PATIENCE, wait_until
+
 TESTS = Path(__file__).parents[2]
 # Tells what it was asked; FAIL names the tool that fails.
 PYTHON = """#!/usr/bin/env bash
@@ -108,6 +110,37 @@ def test_any_group_of_the_tests_may_fail(checkout: Path, part: str) -> None:
     for arguments in ((), ("--all",)):
         code, _, last = run(checkout, *arguments)
         assert code == 1 and last.startswith("failed: pytest (set-up")
+
+
+def test_a_group_whose_result_cannot_be_written_is_a_failure(checkout: Path) -> None:
+    python = checkout / ".venv" / "bin" / "python"
+    python.write_text("""#!/usr/bin/env bash
+[[ "$*" != *tests/parity* ]] || rm -r "$(dirname "$(readlink /proc/$$/fd/1)")"
+""")
+    code, _, last = run(checkout)
+    assert code == 1 and "a part without a result" in last
+
+
+def test_a_run_that_is_ended_shows_what_its_groups_have_printed(checkout: Path) -> None:
+    python = checkout / ".venv" / "bin" / "python"
+    python.write_text("""#!/usr/bin/env bash
+[ "$2" = pytest ] || exit 0
+echo "half of $*"
+echo $$ >>hanging
+exec sleep 1000
+""")
+    script = subprocess.Popen(
+        ["bash", str(checkout / "tests" / "run.sh")],
+        env={"PATH": "/usr/bin:/bin"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    hanging = checkout / "hanging"
+    wait_until(lambda: hanging.exists() and len(hanging.read_text().split()) == 3, "no three groups run")
+    script.terminate()
+    said, _ = script.communicate(timeout=PATIENCE)
+    assert script.returncode == 143 and said.count("half of -m pytest") == 3
+    assert not [pid for pid in hanging.read_text().split() if Path("/proc", pid).exists()]
 
 
 def test_nothing_runs_without_the_set_up(checkout: Path) -> None:
