@@ -140,7 +140,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def _add_log_probabilities(row: Tensor, logits: Tensor, alternatives: int) -> None:
-    """Write the log probabilities of the token found[0] and its alternatives into a row of `sampled_rows`."""
+    """Write the log probabilities of the token row[0] and its alternatives into a row of `sampled_rows`."""
     logs = logits.double().log_softmax(0)
     row[1] = logs.gather(0, row[:1].long())[0]
     if alternatives:

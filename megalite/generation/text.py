@@ -37,9 +37,10 @@ def generate(
 
     tokens: the maximum number of new tokens; the end of a document or of an answer ends the text before.
     stop: strings that end the text before them. adapter: the name of one of the adapters that the model was loaded
-    with. sampling: temperature, 0 takes the most likely token; top_k: sample from the k most likely tokens; top_p: from
-    the fewest tokens with that total probability; min_p: from the tokens that are at least min_p times as likely as the
-    most likely one; seed: equal seeds give equal texts; penalties: see `megalite.generation.request.Sampling`.
+    with.
+    sampling: temperature (0: the most likely token); top_k: sample from the k most likely tokens; top_p: from the
+    fewest tokens with that total probability; min_p: from the tokens that are at least min_p times as likely as the
+    most likely one; seed (0): equal seeds give equal texts; penalties: see `megalite.generation.request.Sampling`.
     Raises ConfigError for a wrong value, with all of them, and if prompt and new tokens exceed the model's positions.
     """
     if unknown := sampling.keys() - SamplingValues.__annotations__:

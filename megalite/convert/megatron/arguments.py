@@ -166,7 +166,7 @@ def megatron_shape(arguments: Arguments, vocab_size: int) -> ModelShape:
 
 
 def true_vocab_size(arguments: Arguments, rows: int, asked: int | None) -> int:
-    """How many of the table's rows are tokens; `given` by the user. Raises CheckpointError where nothing says it."""
+    """Return how many of the table's rows are tokens. asked: by the user. Raises CheckpointError if nothing says it."""
     known = asked if asked is not None else _said_vocab_size(arguments, rows)
     if known is None:
         raise CheckpointError(

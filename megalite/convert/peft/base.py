@@ -28,7 +28,7 @@ def base_of(weights: str) -> Base:
 
 
 def folder_of_base(base: Base | None, moved_to: Path | None = None) -> Path:
-    """Return the folder of the base's weights; given: where the user says that they are now.
+    """Return the folder of the base's weights; moved_to: where the user says that they are now.
 
     Raises CheckpointError if there is none, or if it holds other weights.
     """
