@@ -140,7 +140,11 @@ def _swap_two_chunks(build: Callable[..., None]) -> Callable[..., None]:
 
 
 def _keep_the_last_micro_batch(micro_batches: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda self, count: micro_batches(self, count)[-1:]
+    def last_alone(self: Any, count: int) -> Any:
+        *earlier, last = micro_batches(self, count)
+        return [*(replace(piece, loss_mask=torch.zeros_like(piece.loss_mask)) for piece in earlier), last]
+
+    return last_alone
 
 
 def _documents_of_the_first(micro_batches: Callable[..., Any]) -> Callable[..., Any]:
