@@ -28,6 +28,8 @@ from tests.support.parity import FIGURE_RTOL, FLOAT32_RTOL, assert_close
 from tests.support.selection import cases
 
 LENGTH, STEPS, ROWS, BETA = 96, 3, 8, 0.5
+pytestmark = pytest.mark.extended
+
 RATE = 1e-4
 
 

@@ -18,7 +18,7 @@ from tests.support.emulated_cuda import emulated, in_order, races
 from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, assert_close, assert_no_worse, relative_error
 from tests.support.selection import cases
 
-pytestmark = pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")
+pytestmark = [pytest.mark.extended, pytest.mark.skipif(emulator.COMPILER is None, reason="no C++ compiler")]
 
 DTYPES = {torch.bfloat16: 2, torch.float16: 3}
 UNSUPPORTED = -1

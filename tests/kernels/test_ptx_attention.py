@@ -20,7 +20,7 @@ from tests.support.ptx.device import Device
 from tests.support.ptx.memory import Fault
 from tests.support.selection import cases
 
-pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+pytestmark = [pytest.mark.extended, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
 DROPPING = Packed((30,), (30,), heads=1, mask=counted_mask(1, 1))
 # Blocks have 128 queries and 64 keys, in the backward 128 keys and 64 queries.
 CASES: dict[str, Packed] = {

@@ -30,6 +30,8 @@ from tests.support.tiny import FAMILY_SHAPES, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
 
 VOCABULARY, BEST = 384, 3
+pytestmark = pytest.mark.extended
+
 LORAS = {
     "a": Lora(3, 6.0, ("q_proj", "v_proj", "down_proj")),
     "run": Lora(5, 4.0, ("o_proj", "gate_proj", "k_proj"), rslora=True),
