@@ -75,7 +75,7 @@ class Training:
             mesh.layout.pipeline,
             chunks_per_stage=schedule.default_chunks,
             v_shaped=schedule.v_shaped,
-            given=_balanced_layers(setup) if setup.balanced else None,
+            layers_per_chunk=_balanced_layers(setup) if setup.balanced else None,
         )
         plan = TrainingPlan(
             SHAPE,

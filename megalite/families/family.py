@@ -77,8 +77,8 @@ class Family:
     @property
     def config_keys(self) -> frozenset[str]:
         """The keys of config.json that a ModelShape follows from, or that the family refuses."""
-        said = (key for words in self.words for key in words.config_keys)
-        return frozenset({*self.keys.values(), *said, *self.required, _HEAD_DIM})
+        of_words = (key for words in self.words for key in words.config_keys)
+        return frozenset({*self.keys.values(), *of_words, *self.required, _HEAD_DIM})
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -143,16 +143,16 @@ class Family:
                 f"a {shape.family} folder cannot express {', '.join(foreign)}: train with another model.family,"
                 " or without export (checkpoint.export = false)"
             )
-        said: dict[str, Any] = {}
+        written: dict[str, Any] = {}
         for words in self.words:
-            said |= words.write(shape)
+            written |= words.write(shape)
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **{key: getattr(shape, name) for name, key in self.keys.items()},
             **{key: allowed[0] for key, allowed in self.required.items()},
             **dict.fromkeys(self.dropouts, 0.0),
-            **said,
+            **written,
             # Without these keys transformers takes the family's own ids, be they in the vocabulary or not; the
             # embedding of a padding id would get no gradient.
             "bos_token_id": None,

@@ -48,13 +48,13 @@ class Rope(Plain):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        said = {
+        is_free = {
             "rope_theta": True,
             "rope_scaling": bool(self.scalings),
             "rope_local_base_freq": self.local,
             "partial_rotary_factor": self.partial,
         }
-        return tuple(name for name, free in said.items() if free)
+        return tuple(name for name, free in is_free.items() if free)
 
     @property
     def config_keys(self) -> tuple[str, ...]:
@@ -72,16 +72,16 @@ class Rope(Plain):
     def read(self, config: Config) -> dict[str, Any]:
         rope = self._rope(config)
         kind = self.rope_type(rope)
-        said = {"rope_theta": rope.get("rope_theta", config.get(self.theta_key))}
+        fields = {"rope_theta": rope.get("rope_theta", config.get(self.theta_key))}
         if kind in self.scalings:
-            said["rope_scaling"] = _scaling(kind, rope, config)
+            fields["rope_scaling"] = _scaling(kind, rope, config)
         if self.local:
-            said["rope_local_base_freq"] = _local(config).get(
+            fields["rope_local_base_freq"] = _local(config).get(
                 "rope_theta", config.get("rope_local_base_freq")
             )
         if self.partial:
-            said["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get(self.partial_key))
-        return {name: value for name, value in said.items() if value is not None}
+            fields["partial_rotary_factor"] = rope.get("partial_rotary_factor", config.get(self.partial_key))
+        return {name: value for name, value in fields.items() if value is not None}
 
     def write(self, shape: ModelShape) -> dict[str, Any]:
         base = {"rope_theta": shape.rope_theta}

@@ -45,8 +45,8 @@ class LayerTypes(Plain):
         first, every = self._pattern(config) or (layers, 0)
         if window is None or first >= layers:
             return {}
-        said = {_WINDOW: window, _FIRST: first, _EVERY: every}
-        return {name: value for name, value in said.items() if value}
+        fields = {_WINDOW: window, _FIRST: first, _EVERY: every}
+        return {name: value for name, value in fields.items() if value}
 
     def write(self, shape: ModelShape) -> dict[str, Any]:
         kinds = [

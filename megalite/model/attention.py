@@ -71,7 +71,7 @@ class SelfAttention(nn.Module):
         )
         rotated = context.rotation is not None and self.rotates
         rotation = context.rotation.of(self.window) if context.rotation is not None and rotated else None
-        heads = self._heads(qkv, rotation)
+        query, key, value = self._heads(qkv, rotation)
         # Behind the projection, so that backward has the prefix's gradients before that of the layer's input.
         prefix = self.prefix(context.prefix) if context.prefix_tokens and context.begins else None
         mask = None if context.cache is not None else masks.attention
@@ -79,9 +79,8 @@ class SelfAttention(nn.Module):
             self.window, context.documents, mask, self.scale, self.softcap, context.prefix_tokens
         )
         if context.cache is not None:
-            attended = self._attend_cached(context.cache, form, heads, prefix)
+            attended = self._attend_cached(context.cache, form, (query, key, value), prefix)
             return self.o_proj(attended, masks.adapter_o, context.adapters)
-        query, key, value = heads
         if prefix is not None:
             key, value = in_front(prefix, key, value)
         attend = partial(self._attend, form)

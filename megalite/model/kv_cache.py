@@ -50,12 +50,12 @@ class KeyValueCache:
         """Return the buffer of a layer."""
         return self._layers[layer]
 
-    def swap(self, one: int, other: int, tokens: int) -> None:
+    def swap(self, slot: int, other: int, tokens: int) -> None:
         """Exchange the first `tokens` tokens of two slots."""
         end = self.prefix + tokens
         for buffer in self._layers.values():
-            copied = buffer[:, one, :, :end].clone()
-            buffer[:, one, :, :end] = buffer[:, other, :, :end]
+            copied = buffer[:, slot, :, :end].clone()
+            buffer[:, slot, :, :end] = buffer[:, other, :, :end]
             buffer[:, other, :, :end] = copied
 
     def copy(self, source: int, target: int, tokens: int) -> None:

@@ -23,9 +23,9 @@ class GatedMLP(nn.Module):
         features, ops = mesh.local(shape.intermediate_size), options.ops
         gelu = partial(ops.glu.geglu, approximate=_approximate(shape))
         self.activation = ops.glu.swiglu if shape.hidden_act == "silu" else gelu
-        common = _common(shape, mesh, options)
-        self.gate_up_proj = ColumnParallelLinear(shape.hidden_size, 2 * features, **common)
-        self.down_proj = RowParallelLinear(features, shape.hidden_size, **common)
+        arguments = _linear_arguments(shape, mesh, options)
+        self.gate_up_proj = ColumnParallelLinear(shape.hidden_size, 2 * features, **arguments)
+        self.down_proj = RowParallelLinear(features, shape.hidden_size, **arguments)
 
     def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
@@ -40,9 +40,9 @@ class PlainMLP(nn.Module):
         super().__init__()
         features, self.bias_gelu = mesh.local(shape.intermediate_size), options.ops.bias_gelu
         self.approximate = _approximate(shape)
-        common = _common(shape, mesh, options)
-        self.up_proj = ColumnParallelLinear(shape.hidden_size, features, **common)
-        self.down_proj = RowParallelLinear(features, shape.hidden_size, **common)
+        arguments = _linear_arguments(shape, mesh, options)
+        self.up_proj = ColumnParallelLinear(shape.hidden_size, features, **arguments)
+        self.down_proj = RowParallelLinear(features, shape.hidden_size, **arguments)
 
     def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
@@ -55,7 +55,7 @@ class PlainMLP(nn.Module):
         return self.down_proj(dropout(activated, masks.mlp), masks.adapter_down, context.adapters)
 
 
-def _common(shape: ModelShape, mesh: ParallelMesh, options: ModelOptions) -> dict[str, Any]:
+def _linear_arguments(shape: ModelShape, mesh: ParallelMesh, options: ModelOptions) -> dict[str, Any]:
     """Return the arguments that both linears of a block share."""
     gradients = options.weight_gradients
     return {"mesh": mesh, "dtype": options.dtype, "bias": shape.mlp_bias, "gradients": gradients}

@@ -97,7 +97,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Ten
     as_groups = grouped > 1 and query.dtype in LOW_PRECISION
     if grouped > 1 and not as_groups:
         key, value = (
-            each.unsqueeze(3).expand(-1, -1, -1, grouped, -1).flatten(2, 3) for each in (key, value)
+            tensor.unsqueeze(3).expand(-1, -1, -1, grouped, -1).flatten(2, 3) for tensor in (key, value)
         )
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     causal = query.shape[2] > 1

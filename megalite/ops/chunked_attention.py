@@ -106,8 +106,10 @@ class _ChunkedAttention(torch.autograd.Function):
         form, heads, compute_dtype = ctx.form, query.shape[2], torch.promote_types(query.dtype, torch.float32)
         query_grad = torch.empty_like(query, memory_format=torch.contiguous_format)
         key_grad, value_grad = (
-            torch.zeros_like(each.transpose(1, 2), dtype=compute_dtype, memory_format=torch.contiguous_format)
-            for each in (key, value)
+            torch.zeros_like(
+                tensor.transpose(1, 2), dtype=compute_dtype, memory_format=torch.contiguous_format
+            )
+            for tensor in (key, value)
         )
         for rows, queries in _pieces(query, key):
             piece = _Piece(query[rows], key[rows], queries, form, rows, slopes=True)

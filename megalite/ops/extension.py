@@ -58,7 +58,7 @@ def built() -> Built:
     written = json.loads(record.read_text(encoding="utf-8"))
     # The setup.py of another version may have written more or fewer fields.
     content: dict[str, Any] = {
-        each.name: written[each.name] for each in fields(Built) if each.name in written
+        field.name: written[field.name] for field in fields(Built) if field.name in written
     }
     return Built(**content | {name: tuple(content.get(name, ())) for name in ("cpu_flags", "archs", "ptx")})
 

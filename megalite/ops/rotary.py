@@ -206,7 +206,7 @@ def _split_like(
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, sequence, _, head_dim = qkv.shape
     query, key, value = (
-        qkv.new_empty(batch, sequence, each, head_dim) for each in (heads, key_value_heads, key_value_heads)
+        qkv.new_empty(batch, sequence, count, head_dim) for count in (heads, key_value_heads, key_value_heads)
     )
     return query, key, value
 

@@ -48,13 +48,13 @@ def accelerator_id(device: torch.device) -> tuple[str, str] | None:
 def require_distinct_accelerators(ids: list[tuple[str, str] | None]) -> None:
     """Raise LaunchError if two ranks share an accelerator; ids: `accelerator_id` of each rank, in rank order."""
     first: dict[tuple[str, str], int] = {}
-    for rank, found in enumerate(ids):
-        if found is None:
+    for rank, accelerator in enumerate(ids):
+        if accelerator is None:
             continue
-        if found in first:
+        if accelerator in first:
             raise LaunchError(
-                f"ranks {first[found]} and {rank} share one accelerator of {found[0]} ({found[1]}); start one rank per "
-                "accelerator, give each rank its own (srun --gpus-per-task=1), or set CUDA_VISIBLE_DEVICES= (empty) "
-                "to train on the CPU"
+                f"ranks {first[accelerator]} and {rank} share one accelerator of {accelerator[0]} ({accelerator[1]}); "
+                "start one rank per accelerator, give each rank its own (srun --gpus-per-task=1), or set "
+                "CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
             )
-        first[found] = rank
+        first[accelerator] = rank

@@ -83,7 +83,7 @@ def _mapped(shards: Sequence[MatrixShard], function: MatrixFunction) -> Iterable
     owners = _owners(shards, ranks.size, copies.size)
     products: dict[int, Tensor] = {}
     assigned = [
-        [index for index, (copy, _) in enumerate(owners) if copy == each] for each in range(copies.size)
+        [index for index, (copy, _) in enumerate(owners) if copy == rank] for rank in range(copies.size)
     ]
     own = assigned[copies.rank]
     computed = _mapped_over_ranks(
@@ -104,7 +104,7 @@ def _owners(shards: Sequence[MatrixShard], ranks: int, copies: int) -> list[tupl
     """Return, for each matrix, its copy and its rank: even work, the same choice on every rank."""
     load = {(copy, rank): 0 for copy in range(copies) for rank in range(ranks)}
     owners: dict[int, tuple[int, int]] = {}
-    for index in sorted(range(len(shards)), key=lambda each: -shards[each].work):
+    for index in sorted(range(len(shards)), key=lambda index: -shards[index].work):
         owners[index] = min(load, key=lambda worker: (load[worker], worker))
         load[owners[index]] += shards[index].work
     return [owners[index] for index in range(len(shards))]

@@ -28,7 +28,9 @@ class StageSchedule:
         self._actions, self._mesh = actions, mesh
         # Chunk -> the last action that adds to its weights' gradients.
         self._last = {
-            each.action.chunk: each.action for each in actions if each.action.kind in (BACKWARD, WEIGHT)
+            scheduled.action.chunk: scheduled.action
+            for scheduled in actions
+            if scheduled.action.kind in (BACKWARD, WEIGHT)
         }
         _connect(actions, mesh)
 

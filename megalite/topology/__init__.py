@@ -1,1 +1,2 @@
-"""Layouts, without torch: ranks and axes, layers of stages, how each parameter is cut."""
+"""Layouts, without torch: ranks and axes, layers of stages, how each parameter is cut, optimizers and
+schedules as data."""

@@ -50,26 +50,30 @@ def pipeline_split(
     *,
     chunks_per_stage: int = 1,
     v_shaped: bool = False,
-    given: Sequence[int] | None = None,
+    layers_per_chunk: Sequence[int] | None = None,
 ) -> PipelineSplit:
     """Split the layers over stages * chunks_per_stage chunks.
 
-    given: the number of layers of each chunk, in model order. None: sizes differ by at most one; the larger chunks are
-        in the middle, because the first chunk also holds the embedding and the last one the head.
-    Raises ValueError when there are fewer layers than chunks, or `given` does not sum to the layers.
+    layers_per_chunk: in model order. None: sizes differ by at most one; the larger chunks are in the middle, because
+        the first chunk also holds the embedding and the last one the head.
+    Raises ValueError when there are fewer layers than chunks, or `layers_per_chunk` does not sum to the layers.
     """
     chunks = stages * chunks_per_stage
-    if given is None:
+    if layers_per_chunk is None:
         if chunks > num_hidden_layers:
             raise ValueError(f"{chunks} chunks cannot each have one of {num_hidden_layers} layers")
         size, extra = divmod(num_hidden_layers, chunks)
         first = (chunks - extra + 1) // 2
-        given = [size + (first <= chunk < first + extra) for chunk in range(chunks)]
-    if len(given) != chunks or sum(given) != num_hidden_layers or min(given) < 1:
+        layers_per_chunk = [size + (first <= chunk < first + extra) for chunk in range(chunks)]
+    if (
+        len(layers_per_chunk) != chunks
+        or sum(layers_per_chunk) != num_hidden_layers
+        or min(layers_per_chunk) < 1
+    ):
         raise ValueError(
-            f"layers {list(given)} are not a split of {num_hidden_layers} layers over {chunks} chunks"
+            f"layers {list(layers_per_chunk)} are not a split of {num_hidden_layers} layers over {chunks} chunks"
         )
-    return PipelineSplit(tuple(_consecutive(given)), stages, v_shaped)
+    return PipelineSplit(tuple(_consecutive(layers_per_chunk)), stages, v_shaped)
 
 
 def _consecutive(sizes: Sequence[int]) -> Iterator[range]:

@@ -129,7 +129,7 @@ class RunReporter:
             custom=custom,
             figures=report.figures,
             group_rates={
-                each.pattern: report.learning_rate * each.learning_rate_ratio for each in self._groups
+                group.pattern: report.learning_rate * group.learning_rate_ratio for group in self._groups
             },
         )
         validated = {} if validation is None else validation.record()
@@ -207,8 +207,8 @@ def _peak_flops_per_second(mesh: ParallelMesh, config: RunConfig, info: RankInfo
         return config.monitor.peak_tflops * 1e12 * (nodes if on_cpu else info.world_size)
     if not on_cpu:
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-        one = peak_flops(_device_name(mesh.device), config.training.precision, tf32=tf32)
-        return None if one is None else one * info.world_size
+        of_a_device = peak_flops(_device_name(mesh.device), config.training.precision, tf32=tf32)
+        return None if of_a_device is None else of_a_device * info.world_size
     mesh.barrier()
     [measured] = mesh.sum_over_world([gemm_flops_per_second(DTYPES[config.training.precision])])
     return measured

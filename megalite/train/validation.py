@@ -60,11 +60,11 @@ def validate(
     started = time.perf_counter()
     names = trainer.objective.figures
     totals, means = [0.0] * (2 + len(names)), {}
-    for name, each in sets.items():
+    for name, held_out in sets.items():
         sums = torch.zeros(2 + len(names), dtype=torch.float64, device=trainer.mesh.device)
-        stride = each.loader.global_batch_size
-        with trainer.prefetch(each.loader, end=each.steps * stride) as batches:
-            for step in range(each.steps):
+        stride = held_out.loader.global_batch_size
+        with trainer.prefetch(held_out.loader, end=held_out.steps * stride) as batches:
+            for step in range(held_out.steps):
                 if ends():
                     return None
                 sums += trainer.evaluate(batches.step_batch(step * stride).ready())

@@ -204,7 +204,7 @@ def build(job: Job) -> Parts:
         job.layout.pipeline,
         chunks_per_stage=job.chunks_per_stage,
         v_shaped=SCHEDULES[job.schedule].v_shaped,
-        given=job.layers_per_stage,
+        layers_per_chunk=job.layers_per_stage,
     )
     micro_batches = SEQUENCES // job.layout.data // job.micro_batch_size
     reduced: dict[str, Tensor] = {}

@@ -61,7 +61,7 @@ def split_of(run: CheckedRun) -> PipelineSplit | None:
             run.parallel.pipeline,
             chunks_per_stage=chunks_per_stage(run),
             v_shaped=SCHEDULES[run.parallel.schedule].v_shaped,
-            given=layers_per_chunk(run),
+            layers_per_chunk=layers_per_chunk(run),
         )
     except ValueError:
         return None

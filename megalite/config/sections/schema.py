@@ -334,7 +334,7 @@ class RunConfig(Section):
             parallel.pipeline,
             chunks_per_stage=parallel.virtual_stages,
             v_shaped=SCHEDULES[parallel.schedule].v_shaped,
-            given=parallel.layers_per_stage,
+            layers_per_chunk=parallel.layers_per_stage,
         )
 
     @property

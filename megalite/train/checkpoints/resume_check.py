@@ -47,10 +47,10 @@ def changed_settings(written: Mapping[str, Any], config: RunConfig) -> list[Chan
     ]
     streams = bool((written.get("data") or {}).get("streaming")) and config.data.streaming
     return [
-        replace(each, effect=_LENGTH_OF_STREAM) if streams and each.key == _LENGTH else each
-        for each in changed
+        replace(setting, effect=_LENGTH_OF_STREAM) if streams and setting.key == _LENGTH else setting
+        for setting in changed
         # "auto" takes the precision of the checkpoint.
-        if each.effect.rule != Rule.FREE and (each.key, each.now) != ("training.precision", "auto")
+        if setting.effect.rule != Rule.FREE and (setting.key, setting.now) != ("training.precision", "auto")
     ]
 
 
@@ -119,10 +119,14 @@ class ResumeCheck:
         """
         problems = [
             self._problem(
-                each.key, each.now, f"{each.before}, that of {self.checkpoint}", each.effect.text, each.before
+                setting.key,
+                setting.now,
+                f"{setting.before}, that of {self.checkpoint}",
+                setting.effect.text,
+                setting.before,
             )
-            for each in self._changed
-            if each.effect.rule == Rule.REFUSED
+            for setting in self._changed
+            if setting.effect.rule == Rule.REFUSED
         ]
         self._raise([*problems, *self._places()])
 

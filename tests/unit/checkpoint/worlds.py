@@ -178,7 +178,7 @@ class World:
 
     @property
     def split(self) -> PipelineSplit:
-        return pipeline_split(self.shape.num_hidden_layers, self.layout.pipeline, given=self.given)
+        return pipeline_split(self.shape.num_hidden_layers, self.layout.pipeline, layers_per_chunk=self.given)
 
     def parameters(self, mesh: ThreadMesh) -> list[Parameter]:
         return list(stage_parameters(self.shape, self.split, mesh.at.pp))

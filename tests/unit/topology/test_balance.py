@@ -14,7 +14,7 @@ def longest_stage(
     sizes: tuple[int, ...], costs: list[float], head: float, stages: int, v_shaped: bool
 ) -> float:
     split = pipeline_split(
-        len(costs), stages, chunks_per_stage=len(sizes) // stages, v_shaped=v_shaped, given=sizes
+        len(costs), stages, chunks_per_stage=len(sizes) // stages, v_shaped=v_shaped, layers_per_chunk=sizes
     )
     last = split.stage_of(len(sizes) - 1)
     return max(

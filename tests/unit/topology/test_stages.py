@@ -26,7 +26,7 @@ def test_every_layer_stands_on_exactly_one_stage(layers: int, data: st.DataObjec
     assert len(sizes) == stages
     assert min(sizes) >= 1
     assert max(sizes) - min(sizes) <= 1
-    assert pipeline_split(layers, stages, given=sizes).layers == runs
+    assert pipeline_split(layers, stages, layers_per_chunk=sizes).layers == runs
 
 
 def test_the_extra_layers_go_to_the_middle() -> None:
@@ -42,8 +42,8 @@ def test_a_split_that_drops_or_repeats_a_layer_is_refused(
     layers: int, stages: int, given_split: list[int] | None
 ) -> None:
     with pytest.raises(ValueError, match=r"not a split|cannot each have one"):
-        pipeline_split(layers, stages, given=given_split)
+        pipeline_split(layers, stages, layers_per_chunk=given_split)
 
 
 def test_a_given_split_is_taken() -> None:
-    assert pipeline_split(6, 3, given=[1, 3, 2]).layers == (range(0, 1), range(1, 4), range(4, 6))
+    assert pipeline_split(6, 3, layers_per_chunk=[1, 3, 2]).layers == (range(0, 1), range(1, 4), range(4, 6))
