@@ -3,25 +3,40 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
+
+
+class ScheduleSettings(Protocol):
+    """The settings of [optimizer] that a schedule reads."""
+
+    @property
+    def learning_rate(self) -> float: ...
+    @property
+    def minimum_ratio(self) -> float: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def decay_fraction(self) -> float: ...
+    @property
+    def decay_shape(self) -> str: ...
 
 
 @dataclass(frozen=True)
 class LearningRate:
     """Linear warm-up to the peak, then a decay to `minimum_ratio` of it that ends at `decay_steps`.
 
-    settings: has those of [optimizer]. Steps count from 0; the first of `warmup_steps` already has peak / warmup_steps.
+    Steps count from 0; the first of `warmup_steps` already has peak / warmup_steps.
     """
 
-    settings: Any
+    settings: ScheduleSettings
     warmup_steps: int
     decay_steps: int
 
     def __call__(self, step: int) -> float:
-        peak: float = self.settings.learning_rate
+        peak = self.settings.learning_rate
         if step < self.warmup_steps:
             return peak * (step + 1) / self.warmup_steps
-        least: float = self.settings.minimum_ratio
+        least = self.settings.minimum_ratio
         return peak * (least + (1.0 - least) * DECAYS[self.settings.schedule](self, step))
 
     def progress(self, step: int, start: int = 0) -> float:

@@ -6,7 +6,7 @@ from typing import Any
 
 from megalite.config.deepspeed.json_file import AUTO, Block
 from megalite.config.deepspeed.keys import VERSION
-from megalite.config.deepspeed.schedule import DeepSpeedSchedule, SchedulerRate
+from megalite.config.deepspeed.scheduler_rates import DeepSpeedSchedule, SchedulerRate
 from megalite.config.deepspeed.values import problem_of
 from megalite.config.sections.toml import shown
 from megalite.config.sections.unchecked import SettingsDraft, did_you_mean

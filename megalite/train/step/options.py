@@ -1,7 +1,7 @@
 """Turns the configuration into options of the model and settings of the optimizer."""
 
-from megalite.config.deepspeed.schedule import DeepSpeedSchedule
 from megalite.config.deepspeed.scheduler import SCHEDULERS
+from megalite.config.deepspeed.scheduler_rates import DeepSpeedSchedule
 from megalite.config.sections.schema import RunConfig, warmup_of
 from megalite.model.options import ModelOptions
 from megalite.ops.choice import PLAIN_TORCH, Operators

@@ -19,7 +19,7 @@ from megalite.checkpoint.manifest import Base
 from megalite.checkpoint.save import RunRecord, draft_checkpoint
 from megalite.checkpoint.unpublished import Draft
 from megalite.checkpoint.weights import fill
-from megalite.config.deepspeed.schedule import DeepSpeedSchedule
+from megalite.config.deepspeed.scheduler_rates import DeepSpeedSchedule
 from megalite.config.sections.schema import RunConfig
 from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.peft.base import base_of, require_base

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.deepspeed.schedule import DeepSpeedSchedule
 from megalite.config.deepspeed.scheduler import REQUIRED, SCHEDULERS
+from megalite.config.deepspeed.scheduler_rates import DeepSpeedSchedule
 from tests.support.parity import about
 
 lr_schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megalite.topology.learning_rate import ScheduleSettings
+
 
 @dataclass(frozen=True)
 class DeepSpeedSchedule:
@@ -13,12 +15,12 @@ class DeepSpeedSchedule:
     The engine steps its scheduler after each update that it did not skip, and a new scheduler stands at iteration -1:
     update n, counted from 0, has the rate of iteration n - 1, and the first one the lowest rate of the warm-up.
 
-    rate: the scheduler's formula. settings: has those of [optimizer]; learning_rate is the rate after the warm-up,
-    OneCycle's highest, LRRangeTest's first. total_steps: end of the decay. params: the scheduler's other parameters.
+    rate: the scheduler's formula. settings: learning_rate is the rate after the warm-up, OneCycle's highest,
+    LRRangeTest's first. total_steps: end of the decay. params: the scheduler's other parameters.
     """
 
     rate: "SchedulerRate"
-    settings: Any
+    settings: ScheduleSettings
     warmup_steps: int
     total_steps: int
     params: Mapping[str, Any]
