@@ -28,8 +28,6 @@ from tests.support.parity import FIGURE_RTOL, FLOAT32_RTOL, assert_close
 from tests.support.selection import cases
 
 LENGTH, STEPS, ROWS, BETA = 96, 3, 8, 0.5
-pytestmark = pytest.mark.extended
-
 RATE = 1e-4
 
 
@@ -152,7 +150,7 @@ LAYOUTS: list[tuple[dict[str, Any], Callable[..., Any]]] = [
 
 @pytest.mark.parametrize(
     ("sections", "formula"),
-    cases(LAYOUTS, core=lambda row: row in (LAYOUTS[1], LAYOUTS[3])),
+    cases(LAYOUTS, core=LAYOUTS[1:2]),
 )
 def test_the_losses_are_those_of_the_published_formula(shared_data, pairs, tmp_path, sections, formula):
     config = configured(shared_data, pairs, tmp_path / "run", **sections)
@@ -167,6 +165,7 @@ def test_the_losses_are_those_of_the_published_formula(shared_data, pairs, tmp_p
         assert_close(size + margin, size + wanted, rtol=FLOAT32_RTOL)
 
 
+@pytest.mark.extended
 def test_an_adapter_is_switched_off_for_the_reference(shared_data, pairs, tmp_path):
     """The model without its adapter is the same reference as the model at its start."""
     adapter = {"kind": "lora", "rank": 4, "dropout": 0.2}
@@ -185,6 +184,7 @@ def test_an_adapter_is_switched_off_for_the_reference(shared_data, pairs, tmp_pa
     assert_close([record["loss"] for record in second.metrics if "loss" in record], losses, rtol=FLOAT32_RTOL)
 
 
+@pytest.mark.extended
 def test_validation_has_the_preferences_of_held_out_pairs(shared_data, pairs, tmp_path):
     config = configured(shared_data, pairs, tmp_path / "run", data={"split": [0.7, 0.3]})
     [record] = [each for each in Trainer(config).train().metrics if "validation_loss" in each]
@@ -212,6 +212,7 @@ def test_validation_has_the_preferences_of_held_out_pairs(shared_data, pairs, tm
     assert_close(record["validation_reward_accuracy"], (found > 0).float().mean(), rtol=FIGURE_RTOL)
 
 
+@pytest.mark.extended
 def test_a_resumed_run_has_the_reference_of_its_start(shared_data, pairs, tmp_path, capsys):
     whole = Trainer(configured(shared_data, pairs, tmp_path / "whole")).train()
     Trainer(configured(shared_data, pairs, tmp_path / "run", training={"steps": 1})).train()
@@ -230,6 +231,7 @@ def test_a_resumed_run_has_the_reference_of_its_start(shared_data, pairs, tmp_pa
         Trainer(configured(shared_data, pairs, tmp_path / "run", training={"steps": STEPS + 1})).train()
 
 
+@pytest.mark.extended
 def test_other_weights_have_another_reference(shared_data, pairs, tmp_path, capsys):
     """A run that starts over reads the file if the weights are the same, wherever they lie, and only then."""
     once = {"training": {"steps": 1}, "checkpoint": {"resume": "never"}}

@@ -20,7 +20,7 @@ from tests.support.ptx.device import Device
 from tests.support.ptx.memory import Fault
 from tests.support.selection import cases
 
-pytestmark = [pytest.mark.extended, pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)]
+pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 DROPPING = Packed((30,), (30,), heads=1, mask=counted_mask(1, 1))
 # Blocks have 128 queries and 64 keys, in the backward 128 keys and 64 queries.
 CASES: dict[str, Packed] = {
@@ -79,7 +79,7 @@ def _unwritten(packed: Packed) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("late", cases([True, False], core=[True]), ids=["late", "early"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, core=["documents"]))
 def test_forward(case: str, late: bool) -> None:
     packed, dtype = CASES[case], torch.bfloat16 if late else torch.float16
     inputs = [each.detach() for each in packed.inputs(dtype)]
@@ -113,6 +113,7 @@ def test_backward(case: str, in_order: bool, arch: int) -> None:
     assert in_order or adds in ran
 
 
+@pytest.mark.extended
 def test_what_nobody_wrote_changes_nothing() -> None:
     inputs = [each.detach() for each in DROPPING.inputs(torch.bfloat16)]
     made = [forward(DROPPING, inputs, unwritten=byte)[0] for byte in (0, 0xFF)]

@@ -30,8 +30,6 @@ from tests.support.tiny import FAMILY_SHAPES, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
 
 VOCABULARY, BEST = 384, 3
-pytestmark = pytest.mark.extended
-
 LORAS = {
     "a": Lora(3, 6.0, ("q_proj", "v_proj", "down_proj")),
     "run": Lora(5, 4.0, ("o_proj", "gate_proj", "k_proj"), rslora=True),
@@ -150,6 +148,7 @@ def test_an_accelerator_has_the_tokens_and_logits_of_the_cpu(devices, world: Wor
             assert_same(found[kind], expected)
 
 
+@pytest.mark.extended
 def test_logits_are_those_of_peft(world: World) -> None:
     from peft import PeftModel  # not in each rank of the other tests
     from transformers import AutoModelForCausalLM
@@ -172,6 +171,7 @@ def test_logits_are_those_of_peft(world: World) -> None:
     )
 
 
+@pytest.mark.extended
 def test_int8_linears_take_adapters(world: World, tmp_path: Path) -> None:
     for name in ("tokenizer.json", *LORAS):
         (tmp_path / name).symlink_to(world.folder / name)
@@ -215,7 +215,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", cases(FAULTS, core=["keys of another adapter reused"]))
 def test_a_planted_fault_changes_tokens(world: World, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     target, attribute, replaced = FAULTS[fault]
     monkeypatch.setattr(target, attribute, replaced(getattr(target, attribute)))

@@ -16,7 +16,9 @@ from tests.support.options import Dropout, model_options
 from tests.support.tiny import tiny_batch, tiny_shape
 
 SHAPE = tiny_shape()
-OPTIONS = model_options(dropout=Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.4), dropout_seed=3)
+OPTIONS = model_options(
+    dropout=Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.4, adapter=0.5), dropout_seed=3
+)
 PLACES = DropoutContext(torch.tensor([4, 9]), 12)
 
 
@@ -70,9 +72,19 @@ def test_another_step_drops_other_values():
     assert not torch.equal(_sites().layer_masks(PLACES).mlp.keep, _sites().layer_masks(later).mlp.keep)
 
 
-def test_the_scale_is_of_the_rate_that_is_really_drawn():
-    scale = _sites().layer_masks(PLACES).attention_residual.scale
-    assert scale == MASK_LEVELS / (MASK_LEVELS - round(0.2 * MASK_LEVELS))
+def test_every_site_has_its_own_rate_and_the_scale_of_what_is_really_drawn():
+    masks = _sites().layer_masks(PLACES)
+    of_rate = {
+        0.1: [_sites("embedding").embedding_mask(PLACES)],
+        0.2: [masks.attention_residual, masks.mlp_residual],
+        0.3: [masks.mlp],
+        0.4: [masks.attention.draw(12, 12)],
+        0.5: [masks.adapter_qkv, masks.adapter_o, masks.adapter_up, masks.adapter_down],
+    }
+    for rate, sites in of_rate.items():
+        assert [site.scale for site in sites] == [
+            MASK_LEVELS / (MASK_LEVELS - round(rate * MASK_LEVELS))
+        ] * len(sites)
     assert [dropped_levels(rate) for rate in (1e-9, 0.5, 1 - 1e-9)] == [1, MASK_LEVELS // 2, MASK_LEVELS - 1]
 
 
