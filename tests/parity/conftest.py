@@ -11,7 +11,7 @@ from tests.support.training import Job, RankResult, train_on_rank
 
 @pytest.fixture(scope="session")
 def reference(ranks: RankPool) -> Callable[[Job], RankResult]:
-    """A job in one process, in micro batches of one row and plain torch: computed once for each job."""
+    """A job as it is, in one process: computed once for each job."""
 
     @cache
     def run(job: Job) -> RankResult:

@@ -12,7 +12,7 @@ from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
-from tests.support.training import Job, RankResult, train_on_rank
+from tests.support.training import Job, train_on_rank
 
 BASE = replace(tiny_shape(), head_dim=8)
 GPT_LIKE = {"norm": "layer_norm", "gated_mlp": False, "hidden_act": "gelu"}
@@ -70,19 +70,6 @@ CORE = {
     "parallel shared, zbv, recompute",
     "scaled, tp 2, dropout",
 }
-
-
-@pytest.fixture(scope="module")
-def reference(ranks):
-    """One process's result of a job, computed once however many rows ask for it."""
-    results: dict[str, RankResult] = {}
-
-    def result(job: Job) -> RankResult:
-        if repr(job) not in results:
-            [results[repr(job)]] = ranks.run(train_on_rank, world_size=1, job=job)
-        return results[repr(job)]
-
-    return result
 
 
 def _alone(job: Job) -> Job:

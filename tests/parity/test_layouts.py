@@ -40,7 +40,7 @@ def _id(layout: Layout) -> str:
 
 
 @pytest.fixture(scope="module")
-def reference(ranks):
+def torch_reference(ranks):
     """The same job in one process, on the torch optimizer path, computed once for each job."""
 
     @cache
@@ -95,10 +95,10 @@ CORE = (
 @pytest.mark.parametrize(
     "shape", [pytest.param(TIED, id="tied"), pytest.param(UNTIED, id="untied", marks=pytest.mark.slow)]
 )
-def test_torch_path_equals_one_process_in_float64(ranks, reference, layout, shape):
+def test_torch_path_equals_one_process_in_float64(ranks, torch_reference, layout, shape):
     job = Job(shape, layout, steps=2)
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
-    _assert_equal_to_one_process(job, results, reference(replace(job, layout=Layout())), LAYOUT_RTOL)
+    _assert_equal_to_one_process(job, results, torch_reference(replace(job, layout=Layout())), LAYOUT_RTOL)
 
 
 # The table of pairs (test_matrix) has ZeRO in many layouts; here are those with ranks of every axis and of one only.
@@ -109,10 +109,10 @@ WITH_ZERO = (Layout(2, 2, 2), Layout(data=8), Layout(4, 2, 1), Layout(1, 2, 4))
     "layout",
     [pytest.param(each, marks=_marks(each, WITH_ZERO), id=_id(each)) for each in LAYOUTS],
 )
-def test_zero_1_equals_one_process(ranks, reference, layout):
+def test_zero_1_equals_one_process(ranks, torch_reference, layout):
     job = Job(TIED if layout.pipeline > 1 else UNTIED, layout, zero_stage=1, steps=5)
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
-    alone = reference(replace(job, layout=Layout(), zero_stage=0))
+    alone = torch_reference(replace(job, layout=Layout(), zero_stage=0))
     _assert_equal_to_one_process(job, results, alone, ZERO_RTOL)
 
 
@@ -135,10 +135,12 @@ def test_zero_1_equals_one_process(ranks, reference, layout):
         "no accumulation",
     ],
 )
-def test_any_split_of_the_batch_and_the_layers_gives_the_same_gradient(ranks, reference, layout, changes):
+def test_any_split_of_the_batch_and_the_layers_gives_the_same_gradient(
+    ranks, torch_reference, layout, changes
+):
     job = replace(Job(TIED, layout, steps=2), **changes)
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
-    alone = reference(Job(TIED, steps=2))
+    alone = torch_reference(Job(TIED, steps=2))
     _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)
 
 
@@ -160,7 +162,7 @@ def test_any_split_of_the_batch_and_the_layers_gives_the_same_gradient(ranks, re
 )
 @pytest.mark.parametrize("tied", cases([True, False], core=[True]), ids=["tied", "untied"])
 def test_every_schedule_equals_one_process(
-    ranks, reference, schedule, stages, chunks, micro_batch_size, tied
+    ranks, torch_reference, schedule, stages, chunks, micro_batch_size, tied
 ):
     shape = tiny_shape(tied=tied, layers=9)
     layout = Layout(pipeline=stages)
@@ -168,7 +170,7 @@ def test_every_schedule_equals_one_process(
         shape, layout, schedule=schedule, chunks_per_stage=chunks, micro_batch_size=micro_batch_size, steps=2
     )
     results = ranks.run(train_on_rank, world_size=stages, job=job)
-    _assert_equal_to_one_process(job, results, reference(Job(shape, steps=2)), LAYOUT_RTOL)
+    _assert_equal_to_one_process(job, results, torch_reference(Job(shape, steps=2)), LAYOUT_RTOL)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,7 @@ def test_every_schedule_equals_one_process(
     [pytest.param(each, marks=_marks(each, LONG_RUNS), id=_id(each)) for each in LAYOUTS],
 )
 @pytest.mark.parametrize("zero_stage", cases([0, 1], core=[1]))
-def test_twenty_adamw_steps_in_float32_follow_one_process(ranks, reference, layout, zero_stage):
+def test_twenty_adamw_steps_in_float32_follow_one_process(ranks, torch_reference, layout, zero_stage):
     job = Job(
         TIED,
         layout,
@@ -186,7 +188,7 @@ def test_twenty_adamw_steps_in_float32_follow_one_process(ranks, reference, layo
         steps=20,
         zero_stage=zero_stage,
     )
-    alone = reference(replace(job, layout=Layout(), zero_stage=0))
+    alone = torch_reference(replace(job, layout=Layout(), zero_stage=0))
     assert sum(norm > ADAMW.optimizer.gradient_clipping for norm in alone.norms) >= 10, (
         "clipping must be active"
     )

@@ -38,7 +38,7 @@ def _job(schedule: str, layout: Layout, how: Recompute) -> Job:
 
 
 @pytest.fixture(scope="module")
-def reference(ranks):
+def without_recompute(ranks):
     """The job in one process without recompute, computed once."""
 
     @cache
@@ -69,10 +69,10 @@ def assert_same_training(job: Job, results: list[RankResult], alone: RankResult)
     "schedule",
     [pytest.param(each, marks=() if each in ("1f1b", "zbv") else pytest.mark.slow) for each in SCHEDULES],
 )
-def test_every_schedule_recomputes_to_the_same_numbers(ranks, reference, schedule, how):
+def test_every_schedule_recomputes_to_the_same_numbers(ranks, without_recompute, schedule, how):
     job = _job(schedule, Layout(pipeline=2), how)
     results = ranks.run(train_on_rank, world_size=2, job=job)
-    assert_same_training(job, results, reference())
+    assert_same_training(job, results, without_recompute())
 
 
 @pytest.mark.parametrize(
@@ -87,10 +87,10 @@ def test_every_schedule_recomputes_to_the_same_numbers(ranks, reference, schedul
     ],
     ids=str,
 )
-def test_any_choice_of_layers_in_any_layout_gives_the_same_numbers(ranks, reference, layout, how):
+def test_any_choice_of_layers_in_any_layout_gives_the_same_numbers(ranks, without_recompute, layout, how):
     job = _job("1f1b", layout, how)
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
-    assert_same_training(job, results, reference())
+    assert_same_training(job, results, without_recompute())
 
 
 def calls_on_rank(job: Job) -> dict[str, int]:

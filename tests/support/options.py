@@ -45,7 +45,7 @@ class Recompute:
 NO_DROPOUT, NO_RECOMPUTE = Dropout(), Recompute()
 
 
-def model_options(
+def options_of(
     dtype: torch.dtype = torch.float32,
     *,
     dropout: Dropout = NO_DROPOUT,

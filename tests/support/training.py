@@ -34,7 +34,7 @@ from megalite.train.assemble import StepSchedule, TrainingPlan, assemble
 from megalite.train.optimizer.protocol import Optimizer, Update
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.step.reference import is_without_adapter
-from tests.support.options import NO_DROPOUT, NO_RECOMPUTE, Dropout, Recompute, model_options
+from tests.support.options import NO_DROPOUT, NO_RECOMPUTE, Dropout, Recompute, options_of
 from tests.support.parity import assert_copies
 from tests.support.tiny import in_documents, tiny_batch
 
@@ -188,7 +188,7 @@ def build(job: Job) -> Parts:
     mesh = ParallelMesh.over_world(job.layout, device, sequence_parallel=job.sequence_parallel)
     if job.compile:  # dynamo's recompilation limit counts earlier jobs of this process too
         torch._dynamo.reset()
-    options = model_options(
+    options = options_of(
         dtype=job.dtype,
         dropout=job.dropout,
         dropout_seed=13,

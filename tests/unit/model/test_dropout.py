@@ -12,11 +12,11 @@ from megalite.ops.counter import MASK_LEVELS
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.parallel.step_batch import EVALUATION, TRAINING, ForwardMode
 from megalite.topology.stages import pipeline_split
-from tests.support.options import Dropout, model_options
+from tests.support.options import Dropout, options_of
 from tests.support.tiny import tiny_batch, tiny_shape
 
 SHAPE = tiny_shape()
-OPTIONS = model_options(
+OPTIONS = options_of(
     dropout=Dropout(embedding=0.1, residual=0.2, mlp=0.3, attention=0.4, adapter=0.5), dropout_seed=3
 )
 PLACES = DropoutContext(torch.tensor([4, 9]), 12)

@@ -7,7 +7,7 @@ from torch import Tensor
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import pipeline_split
-from tests.support.options import Recompute, model_options
+from tests.support.options import Recompute, options_of
 from tests.support.tiny import tiny_batch, tiny_shape
 
 
@@ -27,7 +27,7 @@ from tests.support.tiny import tiny_batch, tiny_shape
 def test_which_layers_of_a_chunk_are_recomputed(how, expected):
     assert (
         "".join(
-            {"none": "-"}.get(mode := model_options(recompute=how).recompute_of(place, 6), mode[0])
+            {"none": "-"}.get(mode := options_of(recompute=how).recompute_of(place, 6), mode[0])
             for place in range(6)
         )
         == expected
@@ -38,7 +38,7 @@ def _activations(recompute: Recompute) -> int:
     """Bytes that the forward of one micro batch keeps, weights apart; inputs of regions are counted by hand."""
     shape = tiny_shape()
     stage = build_replica(
-        shape, ParallelMesh.single(), pipeline_split(4), model_options(recompute=recompute), seed=1
+        shape, ParallelMesh.single(), pipeline_split(4), options_of(recompute=recompute), seed=1
     ).stage
     own = {tensor.untyped_storage().data_ptr() for tensor in (*stage.parameters(), *stage.buffers())}
     kept: dict[int, tuple[int, Tensor]] = {}
