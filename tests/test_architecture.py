@@ -10,9 +10,9 @@ import re
 import subprocess
 import sys
 import tokenize
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -358,9 +358,13 @@ RULES: list[Rule] = [
 ]
 
 
-def modules(folder: Path = PACKAGE) -> list[Module]:
+@cache
+def modules(folder: Path = PACKAGE) -> tuple[Module, ...]:
+    """Return the modules of a folder; to parse them takes seconds, and every rule reads the same trees."""
     files = sorted(folder.rglob("*.py"))
-    return [Module(file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8")) for file in files]
+    return tuple(
+        Module(file.relative_to(folder).as_posix(), file.read_text(encoding="utf-8")) for file in files
+    )
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -460,7 +464,7 @@ def test_what_is_allowed_passes(rule: Rule, path: str, source: str) -> None:
     assert not list(rule(Module(path, source)))
 
 
-def imported_modules(package: list[Module]) -> dict[str, set[str]]:
+def imported_modules(package: Sequence[Module]) -> dict[str, set[str]]:
     """Each module's dotted name -> those of the modules that it imports, at its top or within a function."""
     names = {dotted_name(module): module for module in package}
     return {
@@ -477,7 +481,7 @@ def dotted_name(module: Module) -> str:
     return f"megalite/{module.path}".removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def import_circles(package: list[Module]) -> list[list[str]]:
+def import_circles(package: Sequence[Module]) -> list[list[str]]:
     """Groups of modules each of which imports all others of its group, through whatever modules."""
     graph = imported_modules(package)
     reached: dict[str, set[str]] = {}
@@ -596,7 +600,7 @@ def test_every_file_is_listed_with_its_first_sentence() -> None:
     assert any("Chat templates" in line for line in rooms("data/chat"))
 
 
-def class_names(package: list[Module]) -> dict[str, list[str]]:
+def class_names(package: Sequence[Module]) -> dict[str, list[str]]:
     """Return each public class -> the modules that define a class of this name."""
     places: dict[str, list[str]] = {}
     for module in package:
