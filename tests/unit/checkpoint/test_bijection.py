@@ -121,7 +121,7 @@ def test_every_element_of_the_folder_lands_exactly_once(tmp_path: Path, variant:
     assert torch.equal(counts, expected_counts(shape, tensor))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", cases(LAYOUTS, core=["tensor 4, uneven pipeline 2"]))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export_puts_every_element_back(tmp_path: Path, variant: str, layout: str) -> None:
     world = World(VARIANTS[variant], *LAYOUTS[layout])
