@@ -137,7 +137,7 @@ def _training_table(report: Mapping[str, Any]) -> list[str]:
         "peak_memory_gib": "peak GiB",
         "last_loss": "last loss",
     }
-    rows = report.get("training") or [{"kernels": each} for each in ("reference", "fused")]
+    rows = report.get("training") or [{"kernels": each} for each in ("reference", "auto")]
     return _table(
         [*keys.values()], [[row.get(key, row.get("failed", NOT_MEASURED)) for key in keys] for row in rows]
     )

@@ -4,6 +4,7 @@ import gc
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ MODEL = {
 TINY = MODEL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 SEQUENCE_LENGTH, SEQUENCES, MICRO_BATCHES, STEPS, WARM_UP = 2048, 8, 2, 10, 3
-KERNELS = ("reference", "fused")
+KERNELS = ("reference", "auto")
+PROFILED = 12
+"""Lines of the profile that a row keeps."""
 # Ranks -> layout: an axis more each time, then more of each.
 LAYOUTS = {
     1: Layout(),
@@ -59,10 +62,11 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
     from megalite.data.batches.loader import BatchShare, StepLoader
     from megalite.data.files.token_file import TokenFile
     from megalite.parallel.mesh import ParallelMesh
+    from megalite.selftest.decide import agreed_kernels
     from megalite.train.step.train_step import TrainStep
 
     model = TINY if tiny else MODEL
-    sequence, sequences, steps = (32, 2, 2) if tiny else (SEQUENCE_LENGTH, SEQUENCES, STEPS)
+    sequence, sequences, steps = (32, 2, 3) if tiny else (SEQUENCE_LENGTH, SEQUENCES, STEPS)
     values: dict[str, Any] = {f"model.{name}": value for name, value in model.items()} | {
         "model.kernels": kernels,
         "training.steps": steps,
@@ -84,15 +88,19 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
             SampleOrder(seed=0),
         )
         shape = config.model.shape(model["vocab_size"])
-        trainer = TrainStep(config, ParallelMesh.single(device), shape, loader)
+        mesh = ParallelMesh.single(device)
+        chosen, _ = agreed_kernels(config, shape, torch.bfloat16, mesh, leads_node=True)
+        trainer = TrainStep(config, mesh, shape, loader, kernels=chosen)
         with trainer.batches:
-            reports = [trainer.train_step() for _ in range(steps)]
+            reports = [trainer.train_step() for _ in range(steps - 1)]
+            profile = profiled(trainer.train_step, device)
         tokens, losses = trainer.tokens_per_step, [report.loss for report in reports]
         del trainer, loader
     gc.collect()
-    seconds = statistics.median(report.step_seconds for report in reports[min(WARM_UP, steps - 1) :])
+    seconds = statistics.median(report.step_seconds for report in reports[min(WARM_UP, len(reports) - 1) :])
     rate = flops_per_token(shape, sequence) * tokens / seconds
-    row: dict[str, Any] = {"kernels": kernels, "parameters": _parameters(shape), "tokens": tokens}
+    row: dict[str, Any] = {"kernels": kernels, "chosen": str(chosen), "parameters": _parameters(shape)}
+    row |= {"tokens": tokens, "profile": profile}
     row |= {"step_seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds)}
     row |= {"first_loss": losses[0], "last_loss": losses[-1]}
     if device != "cpu":
@@ -103,6 +111,33 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
         row["peak_memory_gib"] = round(memory.peak_bytes / 2**30, 1) if memory else None
         torch.accelerator.memory.empty_cache()
     return row
+
+
+def profiled(step: Callable[[], object], device: str) -> list[dict[str, Any]]:
+    """Run a step and return the device's kernels that took longest, the longest first, and the sum of all.
+
+    Milliseconds of the device, and launches, of one step.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    on_card = device == "cuda"
+    activity = ProfilerActivity.CUDA if on_card else ProfilerActivity.CPU
+    with profile(activities=[activity]) as recorded:
+        step()
+        if on_card:
+            torch.cuda.synchronize()
+    kernels = recorded.key_averages()
+    spent = {
+        each.key: (each.self_device_time_total if on_card else each.self_cpu_time_total) for each in kernels
+    }
+    launches = {each.key: each.count for each in kernels}
+    longest = sorted(spent, key=lambda name: -spent[name])[:PROFILED]
+    rows = [
+        {"kernel": name[:100], "ms": round(spent[name] / 1e3, 3), "launches": launches[name]}
+        for name in longest
+    ]
+    total = {"ms": round(sum(spent.values()) / 1e3, 3), "launches": sum(launches.values())}
+    return [{"kernel": "all"} | total, *rows]
 
 
 def _parameters(shape: Any) -> int:
