@@ -2,6 +2,7 @@
 
 import gc
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,14 +11,15 @@ from torch import Tensor
 
 from benchmarks.gpu.operators import Form, Operator
 from megalite.selftest.check import inputs_of
+from megalite.selftest.clock import hold
 
-WARM_UP, LEAST, SECONDS = 3, 10, 0.15
+WARM_UP, LEAST, SECONDS, LAUNCHED = 3, 10, 0.15, 20
 COPIED = 1 << 30  # bytes: many times the largest cache
 PRODUCT = 8192
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
-    """The median of a few launches, each between two events of the device."""
+    """The median of a few launches, each between two events of a device that waits until all of it is queued."""
     for _ in range(WARM_UP):
         work()
     torch.cuda.synchronize()
@@ -26,8 +28,20 @@ def milliseconds(work: Callable[[], Any]) -> float:
     return statistics.median(_timed(work) for _ in range(count))
 
 
+def host_microseconds(work: Callable[[], Any]) -> float:
+    """The median time in which the host launches `work`."""
+    spent = []
+    for _ in range(LAUNCHED):
+        started = time.perf_counter()
+        work()
+        spent.append(time.perf_counter() - started)
+        torch.cuda.synchronize()
+    return statistics.median(spent) * 1e6
+
+
 def _timed(work: Callable[[], Any]) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    hold(torch.device("cuda"))
     start.record()
     work()
     end.record()
@@ -51,7 +65,7 @@ def ceilings() -> list[dict[str, Any]]:
 
 def times(operator: Operator, dtype: torch.dtype, copied: float, product: float) -> Iterator[dict[str, Any]]:
     """A row for each direction: our time, the share of the ceiling, and the peers' times. A peer may fail."""
-    inputs = inputs_of(operator.entry, operator.timed, dtype, "cuda", seed=0)
+    inputs = inputs_of(operator.entry, operator.timed, dtype, "cuda", seed=0, alike=False)
     peers, gradients = dict(operator.peers), operator.entry.gradients
     if operator.compiled:
         peers["torch.compile"] = torch.compile(operator.entry.plain, dynamic=False)
@@ -59,11 +73,13 @@ def times(operator: Operator, dtype: torch.dtype, copied: float, product: float)
     work, ceiling = (operator.flops, product) if operator.flops else (operator.bytes, copied)
     amounts = work(operator.timed, size) if work else (0.0, 0.0)
     for index, direction in enumerate(operator.directions):
-        ours = _direction(operator.ours.form, inputs, gradients, direction)
+        ours, host = _direction(operator.ours.form, inputs, gradients, direction)
         said: dict[str, Any] = {}
+        hosts = {"megalite": host}
         for name, form in peers.items():
             try:
-                said[name] = round(_direction(form, inputs, gradients, direction), 4)
+                device_ms, hosts[name] = _direction(form, inputs, gradients, direction)
+                said[name] = round(device_ms, 4)
             except Exception as error:  # a backend that this chip, torch or shape does not have
                 said[name] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[
                     :120
@@ -80,23 +96,34 @@ def times(operator: Operator, dtype: torch.dtype, copied: float, product: float)
             "share": round(rate / ceiling, 3),
             "target": operator.targets[index],
             "peers_ms": said,
+            "host_us": {name: round(microseconds) for name, microseconds in hosts.items()},
         }
     gc.collect()
     torch.cuda.empty_cache()
 
 
-def _direction(form: Form, inputs: list[Tensor], gradients: int, direction: str) -> float:
-    if direction == "forward":
-        with torch.no_grad():
-            return milliseconds(lambda: form(*inputs))
+def _direction(form: Form, inputs: list[Tensor], gradients: int, direction: str) -> tuple[float, float]:
+    """The device's milliseconds and the host's microseconds of one call."""
     leaves = [each.detach().requires_grad_(index < gradients) for index, each in enumerate(inputs)]
-    outputs = _listed(form(*leaves))
-    grads = [torch.randn_like(each) for each in outputs]
+
+    def forward() -> None:
+        with torch.no_grad():
+            form(*inputs)
+
+    def both() -> None:
+        outputs = _listed(form(*leaves))
+        torch.autograd.grad(outputs, leaves[:gradients], [torch.ones_like(each) for each in outputs])
+
     if direction == "backward":
-        return milliseconds(
-            lambda: torch.autograd.grad(outputs, leaves[:gradients], grads, retain_graph=True)
-        )
-    return milliseconds(lambda: torch.autograd.grad(_listed(form(*leaves)), leaves[:gradients], grads))
+        outputs = _listed(form(*leaves))
+        grads = [torch.randn_like(each) for each in outputs]
+
+        def backward() -> None:
+            torch.autograd.grad(outputs, leaves[:gradients], grads, retain_graph=True)
+
+        return milliseconds(backward), host_microseconds(backward)
+    work = forward if direction == "forward" else both
+    return milliseconds(work), host_microseconds(work)
 
 
 def _listed(made: Any) -> list[Tensor]:

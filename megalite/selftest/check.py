@@ -32,14 +32,23 @@ class Comparison:
 
 
 def inputs_of(
-    entry: Entry, shape: Shape, dtype: torch.dtype, device: str | torch.device, seed: int
+    entry: Entry,
+    shape: Shape,
+    dtype: torch.dtype,
+    device: str | torch.device,
+    seed: int,
+    *,
+    alike: bool = True,
 ) -> list[Tensor]:
-    """Return random inputs on a device, drawn on the CPU so that every device gets the same."""
-    generator = torch.Generator().manual_seed(seed)
+    """Return random inputs on a device. alike: every device gets the same, drawn on the CPU, which takes seconds for
+    those that are timed."""
+    source = "cpu" if alike else device
+    generator = torch.Generator(source).manual_seed(seed)
 
     def random(*sizes: int) -> Tensor:
         # Drawn in float64: low-precision random numbers have fewer digits.
-        return torch.randn(*sizes, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        drawn = torch.float64 if alike else torch.float32
+        return torch.randn(*sizes, generator=generator, dtype=drawn, device=source).to(dtype).to(device)
 
     torch.manual_seed(seed)
     return [*entry.make(shape, dtype, random)]

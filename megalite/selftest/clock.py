@@ -12,6 +12,7 @@ from torch import Tensor
 from megalite.selftest.registry import Form
 
 WARM_UP, ROUNDS, LEAST_ROUNDS = 3, 20, 5
+HELD_CYCLES = 2_000_000
 SECONDS = 4.0
 """After this time no round beyond LEAST_ROUNDS is measured."""
 
@@ -50,15 +51,26 @@ def _work(form: Form, inputs: Sequence[Tensor], gradients: int) -> Callable[[], 
 
 
 def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of `work`: between two queued events on an accelerator, by the clock on a CPU."""
+    """Return the seconds of `work`: between two queued events on an accelerator, by the clock on a CPU.
+
+    The device is held until all launches of `work` are queued, as in a step that the device limits; else the time of
+    a small shape is that of the host's launches.
+    """
     if device.type == "cpu":
         started = time.perf_counter()
         work()
         return time.perf_counter() - started
     torch.accelerator.synchronize(device)
     start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
+    hold(device)
     start.record()
     work()
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
+
+
+def hold(device: torch.device) -> None:
+    """Queue HELD_CYCLES of waiting on a CUDA device, about a millisecond; torch cannot hold other devices."""
+    if device.type == "cuda":
+        torch.cuda._sleep(HELD_CYCLES)
