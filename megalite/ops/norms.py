@@ -1,6 +1,6 @@
 """RMSNorm (Zhang and Sennrich 2019) and LayerNorm (Ba et al. 2016), also fused with the residual add.
 
-Each has two forms: plain torch, and the compiled operators of csrc/norms.h.
+Each has two forms: plain torch, by torch's fused kernels where it has them, and the compiled operators of csrc/norms.h.
 
 Everywhere x is [..., H], weight and bias are [H]. A norm without a bias is RMSNorm. zero_centered_gamma: multiply by
 1 + weight (Gemma).
@@ -8,6 +8,7 @@ Everywhere x is [..., H], weight and bias are [H]. A norm without a bias is RMSN
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,8 +67,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = 
     """Return weight * x / sqrt(mean(x^2) + eps); 1 + weight is added and multiplied in at least float32."""
     if torch.compiler.is_compiling():
         return _traced_rms_norm(x, weight, eps, zero_centered_gamma)
+    # The fused kernel takes a weight of x's dtype, and 1 + weight would be rounded to 16 bits.
+    if has_fused_rms_norm(x.device.type) and not (zero_centered_gamma and weight.dtype.itemsize < 4):
+        return F.rms_norm(x, weight.shape, 1 + weight if zero_centered_gamma else weight, eps)
     normalised: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered_gamma)
     return normalised
+
+
+@cache
+def has_fused_rms_norm(device_type: str) -> bool:
+    """Return whether torch has an RMSNorm of one kernel for these devices; elsewhere `F.rms_norm` is a composite, of
+    more kernels and autograd nodes than `_RMSNorm`."""
+    key = torch._C._dispatch_key_for_device(device_type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", key)
 
 
 def _traced_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool) -> Tensor:
