@@ -35,12 +35,12 @@ def build_replica(
     tensors = replica.tensors
     for parameter in replica.parameters:
         tensors[parameter.name].requires_grad_(parameter.trained)
-    if seed is not None:
-        initialise(replica, seed)
     if int8:
         # Before the move to the device, which never holds the linears' weights in `options.dtype`.
         hold_int8(replica.stage)
     replica.stage.to(mesh.device)
+    if seed is not None:
+        initialise(replica, seed)  # on the device: a CPU draws 37 million values a second
     return replica
 
 
@@ -59,4 +59,4 @@ def fill(parameters: Iterable[Parameter], replica: Replica, seed: int) -> None:
             tensors[parameter.name].fill_(parameter.fill)
             continue
         for part, region, values in mesh.parts_of(parameter, tensors[parameter.name]):
-            values.copy_(normal_slice(seed, part.name, region, parameter.std))
+            values.copy_(normal_slice(seed, part.name, region, parameter.std, device=values.device))

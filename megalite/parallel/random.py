@@ -14,8 +14,9 @@ from megalite.ops.counter import MASK_LEVELS, philox
 from megalite.topology.sharding import TensorSlice
 
 _MASK = 0xFFFFFFFF
-# Counters per block: small enough for the CPU cache, large enough to hide torch's overhead per call.
-_BLOCK = 1 << 16
+# Counters per block: small enough for the CPU cache, large enough to hide torch's overhead per call or launch.
+_CPU = torch.device("cpu")
+_BLOCK, _DEVICE_BLOCK = 1 << 16, 1 << 20
 # One 128-bit counter value gives eight 16-bit mask values.
 _OCTET = 8
 
@@ -26,8 +27,18 @@ def key_of(seed: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def normal_slice(seed: int, name: str, region: TensorSlice, std: float, *, step: int = 0) -> Tensor:
+def normal_slice(
+    seed: int,
+    name: str,
+    region: TensorSlice,
+    std: float,
+    *,
+    step: int = 0,
+    device: torch.device = _CPU,
+) -> Tensor:
     """Return a slice of the normal tensor `name`: float64, shape `region.shape`, mean 0, standard deviation `std`.
+
+    Drawn on `device`: the logarithm and the cosine of another device may differ in float64's last bit.
 
     Four neighbouring columns share a counter (column // 4, row, row >> 32, step). Tensors have one or two dims: the
     counter has no room for a third.
@@ -35,14 +46,16 @@ def normal_slice(seed: int, name: str, region: TensorSlice, std: float, *, step:
     rows, columns = region.shape if len(region.shape) == 2 else (1, region.shape[0])
     first_row, first_column = region.offsets if len(region.shape) == 2 else (0, region.offsets[0])
     first_quad, last_quad = first_column // 4, (first_column + columns - 1) // 4
-    quads = torch.arange(first_quad, last_quad + 1)
+    quads = torch.arange(first_quad, last_quad + 1, device=device)
     key = key_of(seed, name)
-    values = torch.empty(rows, columns, dtype=torch.float64)
+    values = torch.empty(rows, columns, dtype=torch.float64, device=device)
     skip = first_column - first_quad * 4
-    rows_per_block = max(1, _BLOCK // len(quads))
+    rows_per_block = max(1, (_BLOCK if device.type == "cpu" else _DEVICE_BLOCK) // len(quads))
+    steps = torch.full((1,), step, device=device)
     for start in range(0, rows, rows_per_block):
-        row = torch.arange(first_row + start, first_row + min(start + rows_per_block, rows)).unsqueeze(1)
-        words = philox((quads, row & _MASK, row >> 32, torch.tensor(step)), key)
+        stop = min(start + rows_per_block, rows)
+        row = torch.arange(first_row + start, first_row + stop, device=device).unsqueeze(1)
+        words = philox((quads, row & _MASK, row >> 32, steps), key)
         drawn = torch.stack(_box_muller(*words), dim=-1).flatten(1)
         values[start : start + len(row)] = drawn[:, skip : skip + columns]
     return values.mul_(std).view(region.shape)

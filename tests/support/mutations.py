@@ -156,8 +156,9 @@ def _documents_of_the_first(micro_batches: Callable[..., Any]) -> Callable[..., 
 
 
 def _draw_the_first_shard(normal_slice: Callable[..., Any]) -> Callable[..., Any]:
-    def alike(seed: int, name: str, region: TensorSlice, std: float) -> Any:
-        return normal_slice(seed, name, TensorSlice(tuple(0 for _ in region.offsets), region.shape), std)
+    def alike(seed: int, name: str, region: TensorSlice, std: float, **others: Any) -> Any:
+        first = TensorSlice(tuple(0 for _ in region.offsets), region.shape)
+        return normal_slice(seed, name, first, std, **others)
 
     return alike
 
