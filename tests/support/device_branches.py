@@ -25,6 +25,7 @@ ON_THE_STANDIN = {
     "parallel/device.py:local_device",
     "parallel/gradient_sums.py:embedding",
     "parallel/mesh.py:ParallelMesh.over_world",
+    "parallel/random.py:normal_slice",
     "selftest/trust.py:card_capability",
     "selftest/trust.py:card_name",
     "selftest/trust.py:driver_version",
@@ -74,6 +75,10 @@ TESTED = {
         "selftest/clock.py:_seconds",
         "selftest/worker.py:main",
     ),
+    (
+        "tests/unit/selftest/test_clock.py",
+        "test_a_card_is_held_until_all_is_queued",
+    ): ("selftest/clock.py:hold",),
     (
         "tests/unit/checkpoint/test_staging.py",
         "test_it_is_locked_as_long_as_it_lives",
