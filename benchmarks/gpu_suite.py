@@ -232,6 +232,12 @@ def training(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator
             yield {"kernels": kernels, "failed": f"{type(error).__name__}: {error}"[:200]}
 
 
+def decoding(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.gpu.decoding import decoding
+
+    yield from decoding(options.device)
+
+
 def scaling(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.gpu.training import scaling
 
@@ -265,6 +271,7 @@ PARTS: dict[str, Part] = {
     "ceilings": Part(ceilings, 60),
     "times": Part(times, 200),
     "training": Part(training, 150, on_cpu=True),
+    "decoding": Part(decoding, 60),
     "scaling": Part(scaling, 90),
 }
 

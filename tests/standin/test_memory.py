@@ -37,5 +37,9 @@ def test_the_gpu_suites_training_runs_on_a_device(devices: RankPool) -> None:
     assert on_device["first_loss"] == on_cpu["first_loss"]  # the update has a compiled form on the CPU alone
     assert_close(on_device["last_loss"], on_cpu["last_loss"], rtol=BF16_RTOL, what="the last loss")
     [whole, longest, *_] = on_device["profile"]
-    assert whole["kernel"] == "all" and whole["ms"] >= longest["ms"] > 0 and whole["launches"] > longest["launches"]
+    assert (
+        whole["kernel"] == "all"
+        and whole["ms"] >= longest["ms"] > 0
+        and whole["launches"] > longest["launches"]
+    )
     assert on_device["mfu"] is None and on_device["peak_memory_gib"] is not None
