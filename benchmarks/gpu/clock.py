@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.operators import Form, Operator
+from megalite.ops.choice import COMPILED
 from megalite.selftest.check import inputs_of
 from megalite.selftest.clock import hold
 
@@ -73,7 +74,7 @@ def times(operator: Operator, dtype: torch.dtype, copied: float, product: float)
     work, ceiling = (operator.flops, product) if operator.flops else (operator.bytes, copied)
     amounts = work(operator.timed, size) if work else (0.0, 0.0)
     for index, direction in enumerate(operator.directions):
-        ours, host = _direction(operator.ours.form, inputs, gradients, direction)
+        ours, host = _direction(operator.entry.form(COMPILED), inputs, gradients, direction)
         said: dict[str, Any] = {}
         hosts = {"megalite": host}
         for name, form in peers.items():

@@ -12,9 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.ops.activations import swiglu
 from megalite.ops.adamw import accumulate_, compiled_accumulate_
+from megalite.ops.attention import compiled_attention
 from megalite.ops.choice import COMPILED
 from megalite.selftest import activations, attention, loss, norms, optimizer, rotary
-from megalite.selftest.registry import LOW_PRECISION, Candidate, Entry, Form, Shape, compiled
+from megalite.selftest.registry import LOW_PRECISION, Candidate, Entry, Form, Shape
 from megalite.selftest.rotary import packed_elements
 
 
@@ -124,7 +125,7 @@ def _without_hopper(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     before = os.environ.pop("MEGALITE_NO_HOPPER", "")
     os.environ["MEGALITE_NO_HOPPER"] = "1"
     try:
-        return attention.ours_alone(query, key, value)
+        return compiled_attention(query, key, value)
     finally:
         os.environ["MEGALITE_NO_HOPPER"] = before
 
@@ -161,7 +162,7 @@ ATTENTION = [
         replace(
             CAUSAL,
             name="attention, causal, by mma.sync",
-            candidates={COMPILED: replace(CAUSAL.candidates[COMPILED], form=_without_hopper)},
+            form_of=lambda operators: _without_hopper,
         ),
         lambda sequence: sequence / 2,
         # 350 and 220 TFLOP/s where products reach 790.
@@ -207,11 +208,9 @@ OPTIMIZER = [
             ENTRIES["gradients summed in float32"],
             make=lambda shape, dtype, random: [random(*shape).float(), random(*shape)],
             plain=lambda total, gradient: (accumulate_(total, gradient), total)[1],
-            candidates={
-                COMPILED: compiled(
-                    lambda total, gradient: (compiled_accumulate_(total, gradient), total)[1], "accumulate_"
-                )
-            },
+            form_of=lambda operators: (
+                lambda total, gradient: (compiled_accumulate_(total, gradient), total)[1]
+            ),
         ),
         peers={"cast, then add": lambda total, gradient: total.add_(gradient.float())},
         compiled=False,

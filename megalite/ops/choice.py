@@ -88,7 +88,8 @@ class OperatorSlots:
         "torch in a custom autograd function",
     )
     add_norm: AddNorm = _slot(
-        "residual add + norm", {TORCH: norms.add_norm, COMPILED: norms.compiled_add_norm}
+        "residual add + norm",
+        {TORCH: norms.add_norm, COMPILED: norms.compiled_add_norm, liger.LIGER: norms.add_then(liger.norm)},
     )
     rotary: Rotary = _slot(
         "rotary embedding",
@@ -170,8 +171,6 @@ class Operators(OperatorSlots):
     def __post_init__(self) -> None:
         for name, slot in SLOTS.items():
             object.__setattr__(self, name, slot.bound(self.of(name), traced=self.compile))
-        if not self.uses("add_norm"):
-            object.__setattr__(self, "add_norm", norms.add_then(self.norm))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the description; another process builds the functions from it."""

@@ -2,21 +2,17 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops import liger
-from megalite.ops.activations import (
-    Approximate,
-    compiled_bias_gelu,
-    compiled_geglu,
-    compiled_swiglu,
-    swiglu,
-)
-from megalite.ops.choice import COMPILED
+from megalite.ops.activations import Approximate
+from megalite.ops.choice import COMPILED, Operators
 from megalite.selftest.norms import ROWS, rows
-from megalite.selftest.registry import Candidate, Entry, Shape, Workload, compiled
+from megalite.selftest.registry import Candidate, Entry, Form, Shape, Workload, compiled
 
 _GATED_ROWS: tuple[Shape, ...] = ((1, 8), (5, 34), (3, 130), (64, 256))
 
@@ -44,6 +40,30 @@ def plain_bias_gelu(x: Tensor, bias: Tensor, approximate: Approximate) -> Tensor
     return F.gelu(x + bias, approximate=approximate)
 
 
+def _geglu(operators: Operators, approximate: Approximate) -> Form:
+    return partial(operators.glu.geglu, approximate=approximate)
+
+
+class _ProductWithBias(torch.autograd.Function):
+    """Stand for a linear that adds the bias in its product: x has it already, and backward sums its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.sum(dim=0)
+
+
+def _bias_gelu(operators: Operators, approximate: Approximate) -> Form:
+    """Return the form with the bias where the model's block adds it: in the activation, or in the linear before."""
+    activate = partial(operators.bias_gelu.activate, approximate=approximate)
+    if operators.bias_gelu.adds_bias:
+        return activate
+    return lambda x, bias: activate(_ProductWithBias.apply(x, bias), None)
+
+
 _GELUS: tuple[tuple[Approximate, str], ...] = (("none", "gelu"), ("tanh", "gelu_pytorch_tanh"))
 
 ENTRIES = [
@@ -52,10 +72,10 @@ ENTRIES = [
         operator="glu",
         make=rows(1, 0),
         plain=plain_swiglu,
-        torch={"one autograd node": swiglu},
+        form_of=lambda operators: operators.glu.swiglu,
         candidates={
-            COMPILED: compiled(compiled_swiglu, "glu", "glu_backward"),
-            liger.LIGER: Candidate(liger.swiglu, liger.why_not),
+            COMPILED: compiled("glu", "glu_backward"),
+            liger.LIGER: Candidate(liger.why_not),
         },
         gradients=1,
         shapes=_GATED_ROWS,
@@ -67,9 +87,8 @@ ENTRIES = [
             operator="glu",
             make=rows(1, 0),
             plain=partial(plain_geglu, approximate=approximate),
-            candidates={
-                COMPILED: compiled(partial(compiled_geglu, approximate=approximate), "glu", "glu_backward")
-            },
+            form_of=partial(_geglu, approximate=approximate),
+            candidates={COMPILED: compiled("glu", "glu_backward")},
             gradients=1,
             shapes=_GATED_ROWS,
             own=_used_by(activation, gated=True),
@@ -82,11 +101,8 @@ ENTRIES = [
             operator="bias_gelu",
             make=rows(1, 1),
             plain=partial(plain_bias_gelu, approximate=approximate),
-            candidates={
-                COMPILED: compiled(
-                    partial(compiled_bias_gelu, approximate=approximate), "bias_gelu", "bias_gelu_backward"
-                )
-            },
+            form_of=partial(_bias_gelu, approximate=approximate),
+            candidates={COMPILED: compiled("bias_gelu", "bias_gelu_backward")},
             gradients=2,
             shapes=ROWS,
             own=_used_by(activation, gated=False),

@@ -3,16 +3,16 @@
 A shape is (rows, sequence, key-value heads, head size[, query heads per key-value head, window]).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops.attention import causal_attention, compiled_attention
 from megalite.ops.attention_backends import CANDIDATES, Backend
 from megalite.ops.attention_form import CAUSAL, AttentionForm
-from megalite.ops.choice import COMPILED
+from megalite.ops.choice import COMPILED, PLAIN_TORCH, Operators
 from megalite.ops.counter import MASK_LEVELS
 from megalite.ops.documents import CuSeqlens
 from megalite.ops.dropout import CountedMask
@@ -39,10 +39,6 @@ def document_of(sequence: int) -> int:
     return sequence // 3 + 2
 
 
-def why_not_compiled(inputs: Sequence[Tensor]) -> str:
-    return why_not_packed(inputs[0])
-
-
 def make_heads(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
     """Return query, key and value of a shape."""
     batch, sequence, key_value_heads, head_dim, *group = shape
@@ -54,13 +50,6 @@ def plain_causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Compute attention by torch's preferred SDPA backend, which handles grouped heads itself."""
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
-
-
-def ours_alone(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm = CAUSAL) -> Tensor:
-    """Compute attention by the compiled operator. Raises LookupError where it would fall back to torch."""
-    if complaint := why_not_packed(query):
-        raise LookupError(complaint)
-    return compiled_attention(query, key, value, form)
 
 
 def _make_windowed(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
@@ -90,26 +79,14 @@ def _in_documents(query: Tensor, places: Tensor) -> AttentionForm:
     return AttentionForm(documents=CuSeqlens(places, longest))
 
 
-def _form(attend: Callable[..., Tensor], seen: Seen) -> Form:
-    """Return the form that calls `attend`. seen: query and the inputs after the heads -> the form of attention."""
-
-    def form(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
-        return attend(query, key, value, seen(query, *more))
-
-    return form
-
-
 def _other(backend: Backend, seen: Seen) -> Candidate:
     """Return the candidate that computes by another package's backend."""
-
-    def form(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
-        return causal_attention(query, key, value, seen(query, *more), backend=backend.name)
 
     def why_not(inputs: Sequence[Tensor]) -> str:
         query, key, _, *more = inputs
         return backend.why_not(query, key, seen(query, *more))
 
-    return Candidate(form, backend.why_not_on, why_not)
+    return Candidate(backend.why_not_on, why_not)
 
 
 def _make_dropped(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
@@ -118,14 +95,9 @@ def _make_dropped(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor
     return [*heads, torch.arange(7, 7 + shape[0], device=heads[0].device)]
 
 
-def _dropped(attend: Callable[..., Tensor]) -> Form:
-    def form(query: Tensor, key: Tensor, value: Tensor, sample_indices: Tensor) -> Tensor:
-        mask = CountedMask((11, 13), sample_indices, range(query.shape[2]), round(0.1 * MASK_LEVELS))
-        # Draw torch's mask in advance, so that its measured time covers attention alone.
-        drawn = mask if attend is ours_alone else mask.draw(query.shape[1], key.shape[1])
-        return attend(query, key, value, AttentionForm(mask=drawn))
-
-    return form
+def _drops(query: Tensor, sample_indices: Tensor) -> AttentionForm:
+    dropped = round(0.1 * MASK_LEVELS)
+    return AttentionForm(mask=CountedMask((11, 13), sample_indices, range(query.shape[2]), dropped))
 
 
 def _own(applies: Callable[[Workload], bool]) -> Callable[[Workload], Shape | None]:
@@ -142,27 +114,38 @@ def _own(applies: Callable[[Workload], bool]) -> Callable[[Workload], Shape | No
 
 def _entry(
     name: str,
-    operator: str,
     make: Callable[[Shape, torch.dtype, Form], list[Tensor]],
-    plain: Form,
-    candidates: dict[str, Candidate],
+    seen: Seen,
     applies: Callable[[Workload], bool],
+    candidates: Mapping[str, Candidate],
+    **fields: Any,
 ) -> Entry:
+    """Return the entry of attention. seen: query and the inputs after the heads -> the form of attention."""
+
+    def form_of(operators: Operators) -> Form:
+        def form(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
+            return operators.attend(query, key, value, seen(query, *more))
+
+        return form
+
     return Entry(
-        name=name,
-        operator=operator,
+        name=f"attention, {name}",
         make=make,
-        plain=plain,
+        form_of=form_of,
         candidates=candidates,
         gradients=3,
         units=16.0,  # an online softmax rounds more often than torch's: up to 5 units on a CPU, over 700 keys
         shapes=SHAPES,
         own=_own(applies),
+        **{"plain": form_of(PLAIN_TORCH)} | fields,
     )
 
 
-def _ours(form: Form) -> dict[str, Candidate]:
-    return {COMPILED: compiled(form, *NEEDS, why_not=why_not_compiled)}
+def _ours(*, dropout: bool = False) -> dict[str, Candidate]:
+    def why_not(inputs: Sequence[Tensor]) -> str:
+        return why_not_packed(inputs[0], dropout=dropout)
+
+    return {COMPILED: compiled(*NEEDS, why_not=why_not)}
 
 
 def _theirs(seen: Seen) -> dict[str, Candidate]:
@@ -173,45 +156,50 @@ def _plainly(run: Workload) -> bool:
     return not (run.documents or run.dropout or run.softcap)
 
 
+def _causal(query: Tensor) -> AttentionForm:
+    return CAUSAL
+
+
 ENTRIES = [
     _entry(
-        "attention, causal",
-        "attention",
+        "causal",
         lambda shape, dtype, random: make_heads(shape[:5], dtype, random),
-        plain_causal,
-        {**_ours(_form(ours_alone, lambda query: CAUSAL)), **_theirs(lambda query: CAUSAL)},
+        _causal,
         lambda run: run.full_attention and _plainly(run),
+        {**_ours(), **_theirs(_causal)},
+        operator="attention",
+        plain=plain_causal,
     ),
     _entry(
-        "attention, sliding window",
-        "attention_windows",
+        "sliding window",
         _make_windowed,
-        _form(causal_attention, _in_window),
-        {**_ours(_form(ours_alone, _in_window)), **_theirs(_in_window)},
+        _in_window,
         lambda run: run.window is not None and _plainly(run),
+        {**_ours(), **_theirs(_in_window)},
+        operator="attention_windows",
     ),
     _entry(
-        "attention, packed documents",
-        "attention_documents",
+        "packed documents",
         _make_documents,
-        _form(causal_attention, _in_documents),
-        {**_ours(_form(ours_alone, _in_documents)), **_theirs(_in_documents)},
+        _in_documents,
         lambda run: run.documents and not run.dropout and not run.softcap,
+        {**_ours(), **_theirs(_in_documents)},
+        operator="attention_documents",
     ),
     _entry(
-        "attention, soft-capped",
-        "attention_softcap",
+        "soft-capped",
         _make_windowed,
-        _form(causal_attention, _capped),
-        _theirs(_capped),
+        _capped,
         lambda run: run.softcap and not run.dropout,
+        _theirs(_capped),
+        operator="attention_softcap",
     ),
     _entry(
-        "attention, dropped",
-        "attention_dropout",
+        "dropped",
         _make_dropped,
-        _dropped(causal_attention),
-        _ours(_dropped(ours_alone)),
+        _drops,
         lambda run: run.dropout and not run.softcap,
+        _ours(dropout=True),
+        operator="attention_dropout",
     ),
 ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.selftest.registry import Candidate, Entry, Form, Shape
+from megalite.selftest.registry import Entry, Form, Shape
 
 MOST = 2.0
 """An implementation's largest allowed error: this many times the plain form's error in the same dtype, plus one unit in
@@ -115,7 +115,7 @@ def compare(
 
 def check(
     entry: Entry,
-    candidate: Candidate,
+    implementation: str,
     shape: Shape,
     dtype: torch.dtype,
     device: str | torch.device,
@@ -127,11 +127,12 @@ def check(
     exact = run(entry.plain, in_float64, entry.gradients, dtype)
     plain = run(entry.plain, inputs, entry.gradients, dtype)
     with poisoned():
-        results, repeated = (run(candidate.form, inputs, entry.gradients, dtype) for _ in range(2))
+        form = entry.form(implementation)
+        results, repeated = (run(form, inputs, entry.gradients, dtype) for _ in range(2))
     if len(results) != len(exact):
         return Comparison(math.inf, 1.0, True)
     largest = max((each.abs().max().item() for each in exact if each.numel()), default=0.0)
     compared = [compare(*each, largest, entry.units) for each in zip(results, plain, exact, strict=True)]
     error, allowed = max(compared, key=lambda pair: pair[0] / pair[1] if pair[0] else 0.0)
     equal = all(torch.equal(first, second) for first, second in zip(results, repeated, strict=True))
-    return Comparison(error, allowed, equal or not candidate.repeats)
+    return Comparison(error, allowed, equal or not entry.candidates[implementation].repeats)

@@ -4,8 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops.choice import COMPILED
-from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY, ShardCrossEntropy
+from megalite.ops.choice import COMPILED, Operators
 from megalite.parallel.cross_entropy import (
     IGNORE_INDEX,
     LossTerms,
@@ -26,13 +25,13 @@ def _make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
     return [logits, labels, weights]
 
 
-def _losses(operator: ShardCrossEntropy) -> Form:
+def _losses(operators: Operators) -> Form:
     """Return the form that computes losses through the model's own function."""
 
     def form(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
         mesh, columns = ParallelMesh.single(logits.device), logits.shape[-1]
         rows, ids, masks = (each.unsqueeze(0) for each in (logits, labels, weights))
-        shard = VocabularyShard(range(columns), mesh.tp, operator)
+        shard = VocabularyShard(range(columns), mesh.tp, operators.cross_entropy)
         losses = vocab_parallel_cross_entropy(rows, ids, masks, shard, LossTerms(columns))
         return losses.squeeze(0)
 
@@ -50,12 +49,8 @@ ENTRIES = [
         operator="cross_entropy",
         make=_make,
         plain=plain_losses,
-        torch={"over the logits": _losses(TORCH_CROSS_ENTROPY)},
-        candidates={
-            COMPILED: compiled(
-                _losses(COMPILED_CROSS_ENTROPY), "cross_entropy_statistics", "cross_entropy_gradient_"
-            )
-        },
+        form_of=_losses,
+        candidates={COMPILED: compiled("cross_entropy_statistics", "cross_entropy_gradient_")},
         gradients=1,
         shapes=((1, 2), (5, 33), (7, 1030), (3, 50257)),
         own=lambda run: (run.tokens, run.vocabulary),

@@ -1,23 +1,11 @@
 """The optimizer's operators on lists of tensors."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from megalite.ops import apex
-from megalite.ops.adamw import (
-    AdamW,
-    AdamWRule,
-    AdamWTensors,
-    adamw_,
-    add_weight_gradient_,
-    compiled_adamw_,
-    compiled_add_weight_gradient_,
-    compiled_sum_of_squares,
-    sum_of_squares,
-)
-from megalite.ops.choice import COMPILED
+from megalite.ops.adamw import AdamWRule, AdamWTensors
+from megalite.ops.choice import COMPILED, PLAIN_TORCH, Operators
 from megalite.selftest.norms import ROWS
 from megalite.selftest.registry import LOW_PRECISION, Candidate, Entry, Form, Shape, Workload, compiled
 
@@ -43,14 +31,14 @@ def _make_update(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]
     return [*(each.float() for each in weights), *copies, *gradients, *means, *squares]
 
 
-def _update(update: AdamW) -> Form:
+def _update(operators: Operators) -> Form:
     def form(*tensors: Tensor) -> list[Tensor]:
         count = len(tensors) // 5
         weights, copies, gradients, means, squares = (
             [*tensors[start : start + count]] for start in range(0, len(tensors), count)
         )
         low_precision = copies if copies[0].element_size() < 4 else []
-        update(AdamWTensors(weights, low_precision, gradients, means, squares), _RULE)
+        operators.adamw(AdamWTensors(weights, low_precision, gradients, means, squares), _RULE)
         return [*weights, *(low_precision or [each.clone() for each in weights]), *means, *squares]
 
     return form
@@ -66,9 +54,9 @@ def _make_product(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor
     return [random(outputs, inputs).float(), grad, signs]
 
 
-def _sum(accumulate: Callable[[Tensor, Tensor, Tensor], None]) -> Form:
+def _sum(operators: Operators) -> Form:
     def form(total: Tensor, grad: Tensor, inputs: Tensor) -> Tensor:
-        accumulate(total, grad, inputs)
+        operators.accumulate(total, grad, inputs)
         return total
 
     return form
@@ -79,10 +67,11 @@ ENTRIES = [
         name="AdamW, float32 masters and 16-bit copies",
         operator="adamw",
         make=_make_update,
-        plain=_update(adamw_),
+        plain=_update(PLAIN_TORCH),
+        form_of=_update,
         candidates={
-            COMPILED: compiled(_update(compiled_adamw_), "adamw_"),
-            apex.APEX: Candidate(_update(apex.adamw_), apex.why_not(apex.OPTIMIZERS)),
+            COMPILED: compiled("adamw_"),
+            apex.APEX: Candidate(apex.why_not(apex.OPTIMIZERS)),
         },
         dtypes=LOW_PRECISION,
         shapes=LISTS,
@@ -92,8 +81,9 @@ ENTRIES = [
         name="sum of squares",
         operator="sum_of_squares",
         make=lambda shape, dtype, random: [random(shape[1]) for _ in range(shape[0])],
-        plain=lambda *tensors: sum_of_squares(tensors),
-        candidates={COMPILED: compiled(lambda *tensors: compiled_sum_of_squares(tensors), "sum_of_squares")},
+        plain=lambda *tensors: PLAIN_TORCH.sum_of_squares(tensors),
+        form_of=lambda operators: lambda *tensors: operators.sum_of_squares(tensors),
+        candidates={COMPILED: compiled("sum_of_squares")},
         shapes=LISTS,
         own=_weights,
     ),
@@ -101,10 +91,11 @@ ENTRIES = [
         name="gradients summed in float32",
         operator="accumulate",
         make=_make_product,
-        plain=_sum(add_weight_gradient_),
+        plain=_sum(PLAIN_TORCH),
+        form_of=_sum,
         candidates={
-            COMPILED: compiled(_sum(compiled_add_weight_gradient_), "accumulate_"),
-            apex.APEX: Candidate(_sum(apex.add_weight_gradient_), apex.why_not(apex.WEIGHT_GRADIENTS)),
+            COMPILED: compiled("accumulate_"),
+            apex.APEX: Candidate(apex.why_not(apex.WEIGHT_GRADIENTS)),
         },
         dtypes=LOW_PRECISION,
         shapes=ROWS,

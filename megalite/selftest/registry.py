@@ -1,18 +1,19 @@
 """Entry: the inputs, forms and shapes on which an operator is tested.
 
-To add an implementation of an operator, add a `Candidate` to the operator's entry in this package; the model gets the
-chosen name from `ModelOptions.operators.of(<operator>)`.
+Every form that is compared or timed is taken from `ops.choice.Operators`, as the model's modules take it: the form that
+was timed is the form that runs. To add an implementation of an operator, add its function to the operator's slot in
+ops/choice.py, and a `Candidate` of that name to its entry in this package.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.ops import extension
-from megalite.ops.choice import COMPILED
+from megalite.ops.choice import TORCH, Operators
 
 Shape = tuple[int, ...]
 Form = Callable[..., Any]
@@ -32,13 +33,12 @@ def anywhere(device_type: str) -> str:
 
 @dataclass(frozen=True)
 class Candidate:
-    """An implementation of an operator: a function of the entry's inputs.
+    """An implementation of an operator, beside torch's.
 
     why_not_on(device_type): why the implementation is absent on such a device; empty if present. why_not(inputs): why
     the implementation cannot compute these inputs; empty if it can. repeats: a second call must give equal bits.
     """
 
-    form: Form
     why_not_on: Callable[[str], str] = anywhere
     why_not: Callable[[Sequence[Tensor]], str] = always
     repeats: bool = False
@@ -82,9 +82,9 @@ class Entry:
     """One form of an operator: its inputs, its implementations, and the shapes on which they are compared.
 
     operator: its name in ops.choice.SLOTS. make(shape, dtype, random): the inputs, where random(*sizes) draws a tensor
-    of that dtype; the first `gradients` of them are differentiated. plain: the torch form; in float64 it is the
-    reference. plain and candidates are functions of these inputs that return one or several tensors and may overwrite
-    their inputs. torch: other forms in torch that are timed too; the fastest is torch's best.
+    of that dtype; the first `gradients` of them are differentiated. plain: the formula in torch; in float64 it is the
+    reference. form_of(operators): what a model with these operators computes. Forms are functions of these inputs that
+    return one or several tensors and may overwrite their inputs. candidates: implementation -> what rules it out.
     units: allowed error in fp32, in units in the last place of the largest value, beside twice the plain form's error.
     shapes: tiny odd sizes. own: the shape for a run, or None if the run does not use the entry.
     """
@@ -93,22 +93,21 @@ class Entry:
     operator: str
     make: Make
     plain: Form
+    form_of: Callable[[Operators], Form]
     candidates: Mapping[str, Candidate]
     shapes: tuple[Shape, ...]
     gradients: int = 0
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    torch: Mapping[str, Form] = field(default_factory=dict)
     own: Callable[[Workload], Shape | None] = lambda workload: None
     units: float = 1.0
 
-    @property
-    def compiled(self) -> Form:
-        """The form by the compiled library. Raises KeyError if there is none."""
-        return self.candidates[COMPILED].form
+    def form(self, implementation: str = TORCH) -> Form:
+        """Return what a model computes that has this implementation of the operator."""
+        return self.form_of(Operators.all(implementation, (self.operator,)))
 
 
-def compiled(form: Form, *needs: str, why_not: Callable[[Sequence[Tensor]], str] = always) -> Candidate:
-    """Return a candidate that calls these registered operators of the compiled library."""
+def compiled(*needs: str, why_not: Callable[[Sequence[Tensor]], str] = always) -> Candidate:
+    """Return the candidate of the compiled library, which needs these registered operators."""
 
     def why_not_on(device_type: str) -> str:
         if complaint := extension.why_not(device_type):
@@ -116,7 +115,7 @@ def compiled(form: Form, *needs: str, why_not: Callable[[Sequence[Tensor]], str]
         missing = [name for name in needs if not hasattr(torch.ops.megalite, name)]
         return f"this library has no {', '.join(missing)}" if missing else ""
 
-    return Candidate(form, why_not_on, why_not, repeats=True)
+    return Candidate(why_not_on, why_not, repeats=True)
 
 
 @dataclass(frozen=True)
@@ -144,3 +143,19 @@ def cases_of(entries: Sequence[Entry], workload: Workload) -> list[Case]:
             cases.append(Case(entry, workload.dtype, entry.shapes, own=False))
             cases.append(Case(entry, workload.dtype, (own,), own=True))
     return cases
+
+
+class _OwnMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def overwritable(tensor: Tensor) -> Tensor:
+    """Return the same memory as another tensor for autograd: a leaf itself cannot be overwritten in place."""
+    result: Tensor = _OwnMemory.apply(tensor)
+    return result

@@ -1,18 +1,13 @@
 """Rotary embedding of the packed projection."""
 
+from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor
 
-from megalite.ops.choice import COMPILED
-from megalite.ops.rotary import (
-    Rotation,
-    compiled_split_and_rotate,
-    rotary_frequencies,
-    rotary_table,
-    split_and_rotate,
-)
+from megalite.ops.choice import COMPILED, PLAIN_TORCH, Operators
+from megalite.ops.rotary import Rotation, rotary_frequencies, rotary_table
 from megalite.selftest.registry import Entry, Form, Shape, Workload, compiled
 
 # Query heads per key-value head; a run's own ratio is the fifth number of its shape.
@@ -33,11 +28,13 @@ def _make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
     return [qkv, *tables, qkv.new_empty(group, 0)]
 
 
-def _form(run: Form, interleaved: bool) -> Form:
+def _form(operators: Operators, interleaved: bool) -> Form:
     def form(qkv: Tensor, cosines: Tensor, sines: Tensor, group: Tensor) -> tuple[Tensor, ...]:
         key_value_heads = qkv.shape[2] // (len(group) + 2)
         heads = (len(group) * key_value_heads, key_value_heads)
-        rotated: tuple[Tensor, ...] = run(qkv, *heads, Rotation(cosines, sines, interleaved=interleaved))
+        rotated: tuple[Tensor, ...] = operators.rotary.split_and_rotate(
+            qkv, *heads, Rotation(cosines, sines, interleaved=interleaved)
+        )
         return rotated
 
     return form
@@ -60,12 +57,9 @@ ENTRIES = [
         name=f"rotary embedding, {name}",
         operator="rotary",
         make=_make,
-        plain=_form(split_and_rotate, interleaved),
-        candidates={
-            COMPILED: compiled(
-                _form(compiled_split_and_rotate, interleaved), "rotary_split", "rotary_split_backward"
-            )
-        },
+        plain=_form(PLAIN_TORCH, interleaved),
+        form_of=partial(_form, interleaved=interleaved),
+        candidates={COMPILED: compiled("rotary_split", "rotary_split_backward")},
         gradients=1,
         shapes=((1, 1, 1, 2), (2, 5, 1, 6), (1, 33, 2, 64), (2, 17, 1, 128)),
         own=lambda run, interleaved=interleaved: None if interleaved else _own(run),  # type: ignore[misc]

@@ -32,7 +32,8 @@ def _planted(name: str, operator: str, form: object) -> Entry:
         operator=operator,
         make=lambda shape, dtype, random: [random(*shape)],
         plain=lambda x: x + x,
-        candidates={COMPILED: Candidate(form)},  # type: ignore[arg-type]
+        form_of=lambda operators: form if operators.uses(operator) else lambda x: 2 * x,  # type: ignore[arg-type, return-value]
+        candidates={COMPILED: Candidate()},
         gradients=1,
         shapes=((4, 6), (30, 7)),
         own=lambda run: (run.tokens, run.hidden_size),

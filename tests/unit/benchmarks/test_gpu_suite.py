@@ -32,8 +32,9 @@ def doubled(
         name=name,
         operator="norm",
         make=lambda shape, dtype, random: [random(*shape)],
-        candidates={COMPILED: compiled(form, *needs)},
+        candidates={COMPILED: compiled(*needs)},
         plain=lambda x: x + x,
+        form_of=lambda operators: form,
         gradients=gradients,
         shapes=((4, 5), (300, 7)),
     )
