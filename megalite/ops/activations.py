@@ -37,7 +37,7 @@ class _SwiGLU(torch.autograd.Function):
         gate_up_grad = torch.empty_like(gate_up)
         gate_grad, up_grad = gate_up_grad.chunk(2, dim=-1)
         torch.mul(F.silu(gate), grad, out=up_grad)
-        gate_grad.copy_(torch.ops.aten.silu_backward(grad * up, gate))
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=gate_grad)
         return gate_up_grad
 
 

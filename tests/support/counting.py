@@ -1,8 +1,12 @@
 """How much work a function does, counted rather than timed."""
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def python_calls(function: Callable[[], object]) -> int:
@@ -20,3 +24,24 @@ def python_calls(function: Callable[[], object]) -> int:
     finally:
         sys.setprofile(before)
     return entered
+
+
+class _Kernels(TorchDispatchMode):
+    """Counts the operators that run on tensors: those that neither allocate nor return a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if not func.is_view and not name.startswith(("empty", "new_empty", "_unsafe_view", "detach")):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def kernels(function: Callable[[], object]) -> Counter[str]:
+    """Call a function and return how often each of torch's operators ran meanwhile: on a card, a launch or more."""
+    with _Kernels() as mode:
+        function()
+    return mode.counts
