@@ -21,11 +21,15 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     """
     if not tensors:
         return torch.zeros((), dtype=torch.float64)
-    total = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    for tensor in tensors:
-        fp32 = tensor if tensor.element_size() >= 4 else tensor.float()
-        total += torch.linalg.vector_norm(fp32).double().square()
-    return total
+    norms = {
+        alike[0].dtype: iter(
+            torch._foreach_norm(alike, 2, torch.promote_types(alike[0].dtype, torch.float32))
+        )
+        for alike in _by_type(tensors)
+    }
+    in_order = torch.stack([next(norms[tensor.dtype]) for tensor in tensors])
+    # cumsum adds one by one, in the order of the tensors; sum would not.
+    return in_order.double().square().cumsum(0)[-1]
 
 
 def compiled_sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
@@ -75,11 +79,13 @@ AdamW = Callable[[AdamWTensors, AdamWRule], None]
 def adamw_(tensors: AdamWTensors, rule: AdamWRule) -> None:
     """Update weights, moments and copies in place."""
     weights = tensors.weights
-    scaled = [
-        gradient.to(weight.dtype) * rule.gradient_scale
-        for weight, gradient in zip(weights, tensors.gradients, strict=True)
+    if not weights:
+        return
+    gradients = [
+        gradient.to(weight.dtype) for weight, gradient in zip(weights, tensors.gradients, strict=True)
     ]
-    counts = [torch.full((), rule.step, dtype=torch.float32, device=weight.device) for weight in weights]
+    scaled = torch._foreach_mul(gradients, rule.gradient_scale)
+    counts = [torch.full((), rule.step, dtype=torch.float32, device=weights[0].device)] * len(weights)
     lists = [[*weights], scaled, [*tensors.exp_avgs], [*tensors.exp_avg_sqs], [], counts]
     numbers: dict[str, Any] = {"lr": rule.learning_rate, "beta1": rule.betas[0], "beta2": rule.betas[1]}
     numbers |= {"weight_decay": rule.weight_decay, "eps": rule.eps}
@@ -106,8 +112,8 @@ def compiled_adamw_(tensors: AdamWTensors, rule: AdamWRule) -> None:
 
 def copy_rounded(tensors: AdamWTensors) -> None:
     """Overwrite the copies with the weights."""
-    for copy, weight in zip(tensors.copies, tensors.weights, strict=bool(tensors.copies)):
-        copy.copy_(weight)
+    if tensors.copies:
+        torch._foreach_copy_([*tensors.copies], [*tensors.weights])
 
 
 @torch.no_grad()

@@ -162,9 +162,8 @@ def _master(tensor: nn.Parameter) -> nn.Parameter:
 @torch.no_grad()
 def _copy_masters(masters: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     """Round the masters into the low-precision weights."""
-    for name, master in masters.items():
-        if master is not tensors[name]:
-            tensors[name].copy_(master)
+    if copied := [name for name, master in masters.items() if master is not tensors[name]]:
+        torch._foreach_copy_([tensors[name] for name in copied], [masters[name] for name in copied])
 
 
 def _gradients(tensors: Mapping[str, Tensor]) -> list[Tensor]:
