@@ -84,7 +84,7 @@ def adamw_(tensors: AdamWTensors, rule: AdamWRule) -> None:
     gradients = [
         gradient.to(weight.dtype) for weight, gradient in zip(weights, tensors.gradients, strict=True)
     ]
-    scaled = torch._foreach_mul(gradients, rule.gradient_scale)
+    scaled = [*torch._foreach_mul(gradients, rule.gradient_scale)]
     counts = [torch.full((), rule.step, dtype=torch.float32, device=weights[0].device)] * len(weights)
     lists = [[*weights], scaled, [*tensors.exp_avgs], [*tensors.exp_avg_sqs], [], counts]
     numbers: dict[str, Any] = {"lr": rule.learning_rate, "beta1": rule.betas[0], "beta2": rule.betas[1]}
