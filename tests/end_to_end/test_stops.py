@@ -11,7 +11,7 @@ import pytest
 
 from megalite.checkpoint.folder import find_latest
 from tests.support.jobs import ROOT, Job, curve
-from tests.support.waiting import PATIENCE, SOON, wait_until
+from tests.support.waiting import PATIENCE, soon, wait_until
 
 GRACE_SECONDS = 2
 
@@ -81,7 +81,7 @@ def test_a_save_that_stands_still_is_ended(tmp_path):
     run = Told(tmp_path, "hangs", "--checkpoint.every", "unset")
     assert run.code == 143 and run.last is None, run.output
     assert re.search(r"ended without saving a checkpoint: .* 2 s \(launch.grace_seconds\)", run.output)
-    assert GRACE_SECONDS <= run.seconds < GRACE_SECONDS + SOON
+    assert GRACE_SECONDS <= run.seconds < GRACE_SECONDS + soon(5)
 
 
 @pytest.mark.extended
@@ -96,7 +96,7 @@ def test_an_export_that_does_not_end_leaves_a_run_that_the_next_start_completes(
     run = Told(tmp_path, "exports", "--checkpoint.export", "true", "--training.steps", "2")
     assert run.code == 75 and run.saved_all, run.output
     assert "SIGTERM: every step is saved; the run ends after the export" in run.output
-    assert GRACE_SECONDS <= run.seconds < GRACE_SECONDS + SOON
+    assert GRACE_SECONDS <= run.seconds < GRACE_SECONDS + soon(5)
     job = Job(tmp_path / "run.toml")
     assert "nothing left to train" in job.run(
         run.folder, "--checkpoint.export", "true", "--training.steps", "2"

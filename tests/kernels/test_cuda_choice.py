@@ -17,7 +17,7 @@ import setup_cuda
 from setup_cuda import NoCudaError, choose_archs, find_toolkit, parse_archs
 
 from tests.support.emulated_cuda import EMULATOR, SOURCES, _source
-from tests.support.waiting import SOON, wait_until
+from tests.support.waiting import soon, wait_until
 
 HAS_COMPILER, HAS_NVCC = (any(map(shutil.which, names)) for names in (("g++",), ("nvcc",)))
 WITHOUT_NVCC = "LOUD: nvcc is not in PATH, so it was not asked"
@@ -164,11 +164,11 @@ def test_an_nvcc_that_hangs_is_ended_with_what_it_started(bin: Path, monkeypatch
     with pytest.raises(NoCudaError, match=r"does not work with g\+\+: no answer within 120 s; install"):
         find_toolkit({}, shutil.which("g++") or "", "")
     started = Path("/proc", (bin / "started").read_text().strip())
-    assert time.monotonic() - began < SOON, "the build waited for it"
+    assert time.monotonic() - began < soon(), "the build waited for it"
     wait_until(
         lambda: not started.exists() or "State:\tZ" in (started / "status").read_text(),
         "the compiler that nvcc started still runs",
-        SOON,
+        soon(),
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 import megalite
 from tests.support.jobs import Job, descendants, running
-from tests.support.waiting import PATIENCE, SOON, wait_until
+from tests.support.waiting import PATIENCE, soon, wait_until
 
 ROOT = Path(megalite.__file__).parents[1]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
@@ -73,7 +73,7 @@ def test_ranks_die_with_a_killed_launcher(start, tmp_path):
     [launcher] = {parent for parent, _ in ready}
     assert len(running([int(rank) for _, rank in ready])) == 4
     os.kill(int(launcher), signal.SIGKILL)
-    wait_until(lambda: not running([int(rank) for _, rank in ready]), "ranks outlive their launcher", SOON)
+    wait_until(lambda: not running([int(rank) for _, rank in ready]), "ranks outlive their launcher", soon())
 
 
 @pytest.mark.extended
@@ -97,7 +97,7 @@ def test_a_killed_rank_ends_all_ranks_in_time_and_is_named_once(launcher, tmp_pa
         ranks = ranks_below(process.pid)
         assert sorted(ranks) == [0, 1]
         os.kill(ranks[1], signal.SIGKILL)
-        wait_until(lambda: not running([*ranks.values()]), "ranks outlive a killed rank", SOON)
+        wait_until(lambda: not running([*ranks.values()]), "ranks outlive a killed rank", soon(5))
         output = process.communicate(timeout=PATIENCE)[0]
     finally:
         process.kill()

@@ -54,6 +54,13 @@ def one_is_killed_and_the_others_notice(info: RankInfo, folder: Path) -> int:
     raise RuntimeError(PEER_GONE)
 
 
+def one_loses_a_peer(info: RankInfo, folder: Path) -> int:
+    _train()
+    if info.rank == FAILING:
+        raise RuntimeError(PEER_GONE)
+    return _wait(folder, info)
+
+
 def one_raises_late_and_the_others_notice_first(info: RankInfo, folder: Path) -> int:
     _train()
     if info.rank == FAILING:

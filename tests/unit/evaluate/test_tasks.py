@@ -16,7 +16,7 @@ from megalite.generation.loaded import LoadedModel, load
 from tests.support.evaluated import write_evaluated
 from tests.support.jobs import ROOT
 from tests.support.parity import assert_close
-from tests.support.waiting import SOON, wait_until
+from tests.support.waiting import soon, wait_until
 
 pytestmark = pytest.mark.extended
 EXAMPLES = ROOT / "examples" / "evaluate"
@@ -155,7 +155,7 @@ def test_what_a_program_starts_ends_with_it(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     child = f"import subprocess, sys\nsubprocess.Popen(['sleep', '600', {str(mark)!r}])\nwhile True: pass"
     assert not programs().passes(child, seconds=1)
-    wait_until(lambda: not processes_with(str(mark)), "what it started runs on", SOON)
+    wait_until(lambda: not processes_with(str(mark)), "what it started runs on", soon())
 
 
 def programs() -> Any:

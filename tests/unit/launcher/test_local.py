@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import megalite
+from megalite.launcher import local
 from tests.support import local_job
-from tests.support.waiting import PATIENCE, SOON, processes_with, wait_until
+from tests.support.waiting import PATIENCE, processes_with, soon, wait_until
 
 ROOT = Path(megalite.__file__).parents[1]
 MARK = "MEGALITE_TEST_JOB"
@@ -99,7 +100,7 @@ def test_every_rank_runs_and_knows_its_place(start, tmp_path):
 def test_an_exception_ends_the_job_and_is_shown_once_with_coordinates(start):
     job = start("one_raises")
     code, errors, seconds = job.finish()
-    assert code == 1 and seconds < SOON
+    assert code == 1 and seconds < soon()
     assert errors.startswith(f"error: {FIRST}")
     assert errors.count("ValueError: the moon is in the wrong place") == 1
     assert "local_job.py:" in errors and "in one_raises" in errors
@@ -112,14 +113,14 @@ def test_an_exception_ends_the_job_and_is_shown_once_with_coordinates(start):
 
 def test_ranks_that_ignore_sigterm_are_killed_in_time(start):
     code, errors, seconds = start("one_raises_and_the_others_are_deaf").finish()
-    assert code == 1 and seconds < SOON
+    assert code == 1 and seconds < soon()
     assert errors.startswith(f"error: {FIRST}") and "the moon" in errors
 
 
 def test_a_rank_that_just_exits_is_named(start):
     job = start("one_exits")
     code, errors, seconds = job.finish()
-    assert code == 1 and seconds < SOON
+    assert code == 1 and seconds < soon()
     assert errors.startswith(f"error: {FIRST}")
     assert "ended with exit code 7 and left no report" in errors
     assert list(job.reports()) == [3]
@@ -128,7 +129,7 @@ def test_a_rank_that_just_exits_is_named(start):
 def test_a_killed_rank_is_the_cause_and_not_those_that_noticed(start):
     job = start("one_is_killed_and_the_others_notice")
     code, errors, seconds = job.finish()
-    assert code == 1 and seconds < SOON
+    assert code == 1 and seconds < soon()
     assert errors.startswith(f"error: {FIRST}")
     assert "was killed by signal 9 (SIGKILL): the kernel's out-of-memory killer" in errors
     assert "Connection closed" not in errors
@@ -143,9 +144,20 @@ def test_a_cause_reported_after_its_consequences_is_still_the_cause(start):
     assert errors.startswith(f"error: {FIRST}") and "the moon" in errors and "closed by peer" not in errors
 
 
+@pytest.mark.extended
+def test_ranks_that_hang_after_one_that_lost_a_peer_are_killed_in_time(start):
+    code, errors, seconds = start("one_loses_a_peer").finish()
+    assert code == 1 and seconds < soon()
+    assert errors.startswith(f"error: {FIRST}") and "closed by peer" in errors
+
+
+def test_the_waits_after_a_failure_are_within_the_two_seconds_that_the_pages_promise():
+    assert 0 < local._AFTER_CAUSE_SECONDS < local._AFTER_CONSEQUENCE_SECONDS < 2
+
+
 def test_processes_that_a_killed_rank_had_started_end_too(start):
     code, errors, seconds = start("one_is_killed_with_helpers").finish()
-    assert code == 1 and seconds < SOON
+    assert code == 1 and seconds < soon()
     assert "SIGKILL" in errors
 
 
@@ -166,7 +178,7 @@ def test_ctrl_c_ends_all_ranks_quietly(start):
     job.started = time.monotonic()
     os.killpg(job.process.pid, signal.SIGINT)  # as a terminal does: to every process in the foreground
     code, errors, seconds = job.finish()
-    assert (code, errors) == (130, "") and seconds < SOON
+    assert (code, errors) == (130, "") and seconds < soon()
 
 
 def test_after_ctrl_c_the_ranks_may_take_their_time_to_save(start, tmp_path):
@@ -189,7 +201,7 @@ def test_a_second_ctrl_c_ends_the_ranks_at_once(start):
         os.killpg(job.process.pid, signal.SIGINT)
         time.sleep(0.6)
     code, errors, seconds = job.finish()
-    assert (code, errors) == (130, "") and seconds < SOON
+    assert (code, errors) == (130, "") and seconds < soon()
 
 
 def test_a_job_in_the_background_ignores_ctrl_c(start):
@@ -246,7 +258,7 @@ def test_ranks_die_with_a_killed_parent(start):
     assert len(job.left_running()) == 9
     job.process.kill()
     job.process.communicate(timeout=PATIENCE)
-    wait_until(lambda: not job.left_running(), "ranks outlive their parent", SOON)
+    wait_until(lambda: not job.left_running(), "ranks outlive their parent", soon())
 
 
 def test_reports_of_an_earlier_run_are_forgotten(start):
@@ -302,7 +314,7 @@ def test_launched_ranks_that_fail_alike_show_the_whole_block_once(start):
 
 def test_a_launched_rank_that_cannot_exit_is_ended_at_once_with_its_code(start):
     code, errors, seconds = start("one_raises_and_cannot_exit", environ=launched(3)).finish()
-    assert code == 1 and seconds < SOON
+    assert code == 1 and seconds < soon()
     assert "the moon" in errors
 
 

@@ -26,7 +26,7 @@ from megalite.train.interruption import (
     tell_interruption,
     termination_raised,
 )
-from tests.support.waiting import PATIENCE, SOON, wait_until
+from tests.support.waiting import PATIENCE, soon, wait_until
 from tests.unit.config.runs import changed, write_run
 
 
@@ -284,7 +284,7 @@ def test_the_grace_time_stands_still_while_a_save_makes_progress() -> None:
         goes_on.clear()
         stood_still = time.monotonic()
         wait_until(lambda: bool(job.ended), "the signal was not noticed")
-        assert time.monotonic() - stood_still < SOON
+        assert time.monotonic() - stood_still < soon()
     assert job.told[1:] == [
         "ended without saving a checkpoint: the checkpoint stood still for 0.6 s (launch.grace_seconds)"
     ]

@@ -12,7 +12,7 @@ import pytest
 
 import megalite
 from megalite.launcher.control import launcher_watch as watch
-from tests.support.waiting import SOON, wait_until
+from tests.support.waiting import soon, wait_until
 
 ROOT = Path(megalite.__file__).parents[1]
 
@@ -59,7 +59,7 @@ class Rank:
             return False
 
     def noticed_at_its_end(self) -> str:
-        wait_until(lambda: not self.runs, "the rank runs on", SOON)
+        wait_until(lambda: not self.runs, "the rank runs on", soon())
         return self.noticed.read_text() if self.noticed.exists() else ""
 
     def runs_on(self) -> bool:

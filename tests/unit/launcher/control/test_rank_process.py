@@ -20,7 +20,7 @@ from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.control.rank_process import RankEnd, run_rank
 from megalite.launcher.rank.detect import RankInfo
 from megalite.topology.axes import Layout
-from tests.support.waiting import PATIENCE, SOON
+from tests.support.waiting import PATIENCE, soon
 
 LAYOUT = Layout(pipeline=2, tensor=2)
 VERDICT = Verdict("rank 3 (pp 1, dp 0, tp 1) on n1: ValueError: boom:\n  at step.py:1", 1, rank=3, host="n1")
@@ -196,7 +196,7 @@ def test_a_rank_without_a_launcher_says_nothing_to_the_user_and_something_to_the
     began = time.monotonic()
     with pytest.raises(Ended) as ended:
         rank.end.launcher_gone("process 17 has ended")
-    assert ended.value.code == 1 and time.monotonic() - began < SOON
+    assert ended.value.code == 1 and time.monotonic() - began < soon()
     assert rank.shown == [] and len(rank.judge.reports) == 1
     assert rank.report()["message"] == "ended itself, because its launcher is gone: process 17 has ended"
 
@@ -207,7 +207,7 @@ def test_a_folder_or_a_terminal_that_cannot_be_written_does_not_keep_a_rank(tmp_
     monkeypatch.setattr(launched, "_SAY_SECONDS", 0.1)
     began = time.monotonic()
     assert rank.fails(ValueError("boom")) == 1
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < soon()
 
 
 def test_a_single_rank_raises(tmp_path):
@@ -253,4 +253,4 @@ def test_a_rank_that_is_blocked_outside_of_python_ends_too(tmp_path):
         cwd=root,
     )
     assert (ended.returncode, ended.stdout) == (1, "error: rank 1 on n0: gone\n"), ended.stderr
-    assert time.monotonic() - began < SOON
+    assert time.monotonic() - began < soon()

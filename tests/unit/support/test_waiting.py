@@ -1,0 +1,24 @@
+"""The bound of what must end soon, which grows with the load of the machine."""
+
+import subprocess
+import time
+
+import pytest
+
+from tests.support.waiting import QUIET_START, soon
+
+
+@pytest.mark.parametrize(("start", "factor"), [(0.0, 1.0), (4 * QUIET_START, 4.0)])
+def test_the_bound_is_that_of_a_quiet_machine_times_the_slowness_of_a_new_interpreter(
+    monkeypatch: pytest.MonkeyPatch, start: float, factor: float
+) -> None:
+    clock = iter([100.0, 100.0 + start])
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: None)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    assert round(soon(3), 6) == 3 * factor
+
+
+def test_the_bound_is_taken_of_an_interpreter_that_starts() -> None:
+    began = time.monotonic()
+    bound = soon(QUIET_START)
+    assert QUIET_START <= bound <= max(QUIET_START, time.monotonic() - began)
