@@ -41,7 +41,7 @@ def _recorded_steps(folder: Path) -> int:
 def test_one_rank_killed_ends_the_job_in_time_and_names_the_rank(job, undisturbed, tmp_path):
     folder = tmp_path / "run"
     process = job.start(folder)
-    wait_until(lambda: _recorded_steps(folder) >= 4, "the job did not come to it")
+    wait_until(lambda: _recorded_steps(folder) >= 4, "the job made no four steps", process=process)
     ranks = forked_ranks(process.pid)
     assert len(ranks) == 4
     os.kill(ranks[2], signal.SIGKILL)
@@ -77,7 +77,7 @@ def test_everything_killed_at_random_moments_and_during_saves(job, undisturbed, 
     for ready in (a_save_is_under_way, some_steps_more):
         steps = _recorded_steps(folder) + chance.randint(1, 4)
         process = job.start(folder)
-        wait_until(partial(ready, process), "the job did not come to it")
+        wait_until(partial(ready, process), f"not so far: {ready.__name__}")
         time.sleep(chance.uniform(0, 0.05))
         ranks = descendants(process.pid)
         process.kill()
@@ -115,7 +115,8 @@ def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, num
     process = job.start(folder, "--training.steps", "100000")
     wait_until(
         lambda: (folder / "checkpoints" / "step-000006" / "manifest.json").exists(),
-        "the job did not come to it",
+        "no checkpoint of step 6",
+        process=process,
     )
     os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=PATIENCE)
@@ -147,7 +148,7 @@ def test_a_run_that_cannot_save_ends_when_its_grace_time_is_over(tmp_path):
     job = Job.write(tmp_path, tensor=2, pipeline=1)
     folder = tmp_path / "run"
     process = job.start(folder, "--training.steps", "100000", "--launch.grace_seconds", "4")
-    wait_until(lambda: _recorded_steps(folder) >= 4, "the job did not come to it")
+    wait_until(lambda: _recorded_steps(folder) >= 4, "the job made no four steps", process=process)
     ranks = forked_ranks(process.pid)
     os.kill(ranks[1], signal.SIGSTOP)
     process.terminate()

@@ -62,14 +62,14 @@ def test_a_rank_that_fails_alone_is_shown_and_ends_the_others(start):
 
 
 def test_ranks_die_with_a_killed_launcher(start, tmp_path):
-    start("wait")
+    process = start("wait")
     ready: list[list[str]] = []
 
     def all_ready() -> bool:
         ready[:] = [path.read_text().split() for path in tmp_path.glob("ready-*")]
         return len(ready) == 4 and all(ready)
 
-    wait_until(all_ready, "the ranks did not start")
+    wait_until(all_ready, "not all of 4 ranks are ready", process=process)
     [launcher] = {parent for parent, _ in ready}
     assert len(running([int(rank) for _, rank in ready])) == 4
     os.kill(int(launcher), signal.SIGKILL)
@@ -93,7 +93,11 @@ def test_a_killed_rank_ends_all_ranks_in_time_and_is_named_once(launcher, tmp_pa
     )
     try:
         metrics = folder / "metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") >= 4, "no step was made")
+
+        def four_steps() -> bool:
+            return metrics.exists() and metrics.read_text().count("\n") >= 4
+
+        wait_until(four_steps, "the job made no four steps", process=process)
         ranks = ranks_below(process.pid)
         assert sorted(ranks) == [0, 1]
         os.kill(ranks[1], signal.SIGKILL)

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # No event that a test waits for comes later, however busy the machine is.
 PATIENCE = 120.0
@@ -24,11 +25,20 @@ def soon(quiet: float = 4.0) -> float:
 
 
 def wait_until(
-    condition: Callable[[], object], otherwise: str, seconds: float = PATIENCE, every: float = 0.01
+    condition: Callable[[], object],
+    otherwise: str,
+    seconds: float = PATIENCE,
+    every: float = 0.01,
+    process: "subprocess.Popen[Any] | None" = None,
 ) -> None:
-    """Wait until `condition()` is true; AssertionError with the text `otherwise` after `seconds`."""
+    """Wait until `condition()` is true; AssertionError with the text `otherwise` after `seconds`.
+
+    process: the one that is to make it true: its end is an AssertionError too.
+    """
     end = time.monotonic() + seconds
     while not condition():
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"{otherwise}: its process ended with code {process.returncode}")
         if time.monotonic() > end:
             raise AssertionError(f"{otherwise} (waited {seconds:g} s)")
         time.sleep(every)

@@ -49,10 +49,9 @@ class Job:
 
     def wait_until_ready(self, ranks: int = 8) -> None:
         def ready() -> bool:
-            assert self.process.poll() is None, "the job ended before its ranks were ready"
             return len(list(self.folder.glob("ready-*"))) >= ranks
 
-        wait_until(ready, "the ranks did not start")
+        wait_until(ready, f"not all of {ranks} ranks are ready", process=self.process)
 
     def finish(self) -> tuple[int, str, float]:
         """Exit code, what is on stderr, and the seconds it took since `started`."""

@@ -1,11 +1,12 @@
-"""The bound of what must end soon, which grows with the load of the machine."""
+"""Waits that end with their process, and the bound of what must end soon, which grows with the load of the machine."""
 
 import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.support.waiting import QUIET_START, soon
+from tests.support.waiting import QUIET_START, soon, wait_until
 
 
 @pytest.mark.parametrize(("start", "factor"), [(0.0, 1.0), (4 * QUIET_START, 4.0)])
@@ -22,3 +23,10 @@ def test_the_bound_is_taken_of_an_interpreter_that_starts() -> None:
     began = time.monotonic()
     bound = soon(QUIET_START)
     assert QUIET_START <= bound <= max(QUIET_START, time.monotonic() - began)
+
+
+def test_the_end_of_the_process_that_is_waited_for_ends_the_wait() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
+    with pytest.raises(AssertionError, match=r"^nothing: its process ended with code 7$"):
+        wait_until(lambda: False, "nothing", process=process)
+    wait_until(lambda: True, "nothing", process=process)

@@ -258,7 +258,7 @@ def test_killed_it_publishes_nothing_and_the_next_run_succeeds(
     """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT)
     try:
-        wait_until(lambda: published(out), "the other process prepares nothing")
+        wait_until(lambda: published(out), "the other process prepares nothing", process=process)
         time.sleep(0.2)
         with pytest.raises(DataError, match="another process is preparing"):
             prepare(corpus, tokenizer, out / "x")
