@@ -94,7 +94,7 @@ def wait(info: RankInfo, folder: Path) -> int:
 
 
 def wait_deaf_to_interrupts(info: RankInfo, folder: Path) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: (folder / f"interrupted-{info.rank}").touch())
     return _wait(folder, info)
 
 
