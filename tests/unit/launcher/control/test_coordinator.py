@@ -59,7 +59,8 @@ class Job:
             job=settings.pop("job", ""),
         )
         nonce = settings.pop("nonce", "")
-        limits, calls = RendezvousLimits(seconds), RankCalls(**settings)
+        heartbeat_seconds = settings.pop("heartbeat_seconds", RendezvousLimits.heartbeat_seconds)
+        limits, calls = RendezvousLimits(seconds, heartbeat_seconds), RankCalls(**settings)
         self.members.append(Member.join(lambda: (*self.address, nonce), hello, limits, calls))
         return self.members[-1]
 
@@ -402,6 +403,15 @@ def test_the_kernel_tells_whether_the_other_host_answers(monkeypatch):
 
 
 @pytest.mark.parametrize(
+def test_the_kernel_of_each_side_waits_the_heartbeat_seconds_of_that_side_for_an_answer(start):
+    job = start(1, heartbeat_seconds=8)
+    member_ = job.join(0, heartbeat_seconds=7)
+    [connection] = job.coordinator._connections
+    sockets = (member_._socket, connection.socket)
+    limits = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for each in sockets]
+    assert limits == [7000, 8000]
+
+
     ("error", "said"),
     [
         (None, "killed, out of memory, or its host is gone"),
