@@ -41,32 +41,26 @@ class Started:
         """All that was printed so far, on both hosts."""
         return "".join(path.read_text(errors="replace") for path in self._outputs)
 
-    def wait(self, timeout: float) -> list[int]:
+    def wait(self, within: float = PATIENCE) -> list[int]:
         """Wait until all launchers have ended and return their exit codes, negative for a signal."""
-        self._until(
-            lambda: all(each.poll() is not None for each in self.launchers), timeout, "the launchers run"
-        )
+        self._until(self._ended, within, "the launchers run")
         return [each.wait() for each in self.launchers]
 
-    def until(self, text: str, timeout: float) -> None:
+    def until(self, text: str) -> None:
         """Wait until a text was printed."""
-        self._until(lambda: text in self.output or self._ended(), timeout, f"no {text!r}")
+        self._until(lambda: text in self.output or self._ended(), PATIENCE, f"no {text!r}")
         assert text in self.output, f"ended without {text!r}:\n{self.output}"
 
-    def gone(self, timeout: float, containing: str = "") -> None:
-        """Wait until no process with this text in its command is left on the hosts, of those that are not their own."""
-        self._until(
-            lambda: not self.hosts.processes(containing),
-            timeout,
-            f"left: {self.hosts.processes(containing)}",
-        )
+    def gone(self, within: float) -> None:
+        """Wait until no process is left on the hosts, of those that are not their own."""
+        self._until(lambda: not self.hosts.processes(), within, "processes are left")
 
     def _ended(self) -> bool:
         return all(each.poll() is not None for each in self.launchers)
 
-    def _until(self, condition: Callable[[], bool], timeout: float, otherwise: str) -> None:
+    def _until(self, condition: Callable[[], bool], within: float, otherwise: str) -> None:
         try:
-            wait_until(condition, otherwise, max(timeout, PATIENCE), every=0.05)
+            wait_until(condition, otherwise, within, every=0.05)
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.hosts.processes()}\n{self.output}") from None
 

@@ -94,7 +94,7 @@ class SlurmCluster:
         cluster = cls(hosts, cpus, grace)
         for host in hosts:
             cluster.start_node(host)
-        cluster._wait_idle(30)
+        cluster._wait_idle()
         return cluster
 
     def start_node(self, host: Host) -> None:
@@ -115,11 +115,10 @@ class SlurmCluster:
         *,
         env: Mapping[str, str] | None = None,
         cwd: Path = ROOT,
-        timeout: float = 120,
         check: bool = True,
     ) -> str:
         """Run one of SLURM's commands on n0 and return its output, stderr included."""
-        return self.head.run(arguments, env=env, cwd=cwd, timeout=timeout, check=check, merged=True).stdout
+        return self.head.run(arguments, env=env, cwd=cwd, timeout=PATIENCE, check=check, merged=True).stdout
 
     def submit(self, *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path = ROOT) -> int:
         """sbatch with these arguments; return the job's id."""
@@ -136,13 +135,13 @@ class SlurmCluster:
     def state(self, job: int | str) -> str:
         return self.job(job)["JobState"]
 
-    def wait(self, job: int | str, *states: str, timeout: float = 120) -> dict[str, str]:
+    def wait(self, job: int | str, *states: str, within: float = PATIENCE) -> dict[str, str]:
         """Wait until a job is in one of `states` (default: it has ended); return what `job` says.
 
         Fails at once, with what it says, if the job has ended in another state.
         """
         wanted = set(states) or ENDED
-        end = time.monotonic() + max(timeout, PATIENCE)
+        end = time.monotonic() + within
         while True:
             seen = self.job(job)
             if seen["JobState"] in wanted:
@@ -165,8 +164,8 @@ class SlurmCluster:
                 )
         return "\n".join(parts)
 
-    def _wait_idle(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
+    def _wait_idle(self) -> None:
+        end = time.monotonic() + PATIENCE
         while True:
             output = self.run(
                 ["sinfo", "--noheader", "--Node", "--partition=low", "--format=%T"], check=False
@@ -174,5 +173,5 @@ class SlurmCluster:
             if output.split() == ["idle"] * len(self.hosts):
                 return
             if time.monotonic() > end:
-                raise HostsError(f"SLURM's nodes are not idle after {seconds:g} s: {output}\n{self.logs()}")
+                raise HostsError(f"SLURM's nodes are not idle after {PATIENCE:g} s: {output}\n{self.logs()}")
             time.sleep(0.05)

@@ -96,7 +96,7 @@ def test_slurm_runs_a_job_on_both_nodes_and_requeues_it(slurm, tmp_path):
         '[ -n "${SLURM_RESTART_COUNT-}" ] || scontrol requeue "$SLURM_JOB_ID"\n'
     )
     options = ["--nodes=2", "--ntasks-per-node=2", "--open-mode=append", f"--output={log}"]
-    ended = slurm.wait(slurm.submit(*options, script), "COMPLETED", timeout=60)
+    ended = slurm.wait(slurm.submit(*options, script), "COMPLETED")
     assert ended["Restarts"] == "1"
     ranks = sorted(line for line in log.read_text().splitlines() if " on n" in line)
     assert ranks == sorted(2 * ["0 on n0", "1 on n0", "2 on n1", "3 on n1"])

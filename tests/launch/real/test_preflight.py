@@ -99,7 +99,7 @@ def test_an_allocation_is_asked_over_srun(slurm, tmp_path):
         f"#!/bin/sh\n{PYTHON} -m megalite doctor {run_file(tmp_path, '1e-3')} > {tmp_path}/said 2>&1\n"
     )
     job = slurm.submit("--nodes=2", "--ntasks-per-node=2", tmp_path / "job.sh", env=ENVIRONMENT, cwd=ROOT)
-    ended = slurm.wait(job, timeout=60)
+    ended = slurm.wait(job)
     said = (tmp_path / "said").read_text()
     assert ended["JobState"] == "COMPLETED" and said.endswith("all hosts can run the job\n"), said
     assert said.startswith(f"asking 2 hosts of the SLURM job {job}\n")

@@ -33,7 +33,7 @@ def test_same_losses_in_slurm(slurm, job, by_itself, tmp_path, launcher):
 def check(hosts, job, by_itself, folder, launcher, **how):
     """Return the output of the job, which has the losses of one machine; how: as for `run`."""
     started = run(launcher, hosts, ["megalite", *job.arguments(folder, *SIX_STEPS)], **how)
-    codes = started.wait(240)
+    codes = started.wait(within=240)
     assert set(codes) == {0}, started.output
     assert curve(folder) == by_itself
     assert len(by_itself) == 6

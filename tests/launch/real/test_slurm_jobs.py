@@ -64,7 +64,7 @@ def expect(job: int, *numbers: int, nodes: tuple[str, str] = ("n0", "n1")) -> li
 
 
 def running(slurm: SlurmCluster, folder: Path, job: int, count: int = 4) -> None:
-    slurm.wait(job, "RUNNING", timeout=30)
+    slurm.wait(job, "RUNNING")
     wait_until(lambda: len(starts(folder)) >= count, f"not {count} ranks: {starts(folder)}")
 
 
@@ -72,13 +72,13 @@ def test_a_job_that_stopped_to_be_resumed_is_requeued_and_one_that_failed_is_not
     stopped = submit(slurm, folder, "60 0 0")
     running(slurm, folder, stopped)
     slurm.run(["scancel", "--signal=TERM", str(stopped)])
-    assert slurm.wait(stopped, "COMPLETED", timeout=60)["Restarts"] == "1"
+    assert slurm.wait(stopped, "COMPLETED")["Restarts"] == "1"
     assert starts(folder) == expect(stopped, 0, 1)
 
     (folder / "starts").unlink()
     began = time.monotonic()
     failed = submit(slurm, folder, "600 1")
-    ended = slurm.wait(failed, "FAILED", timeout=50)
+    ended = slurm.wait(failed, "FAILED")
     # One rank failed; the others, which would have worked for ten minutes, were ended with it.
     assert ended["Restarts"] == "0" and ended["ExitCode"] == "1:0" and time.monotonic() - began < PATIENCE
     assert starts(folder) == expect(failed, 0)
@@ -91,7 +91,7 @@ def test_a_signal_to_the_batch_script_alone_reaches_the_ranks(slurm, folder, nam
     job = submit(slurm, folder, "60 0 0")
     running(slurm, folder, job)
     slurm.run(["scancel", "--batch", f"--signal={name}", str(job)])
-    assert slurm.wait(job, "COMPLETED", timeout=50)["Restarts"] == "1"
+    assert slurm.wait(job, "COMPLETED")["Restarts"] == "1"
     assert starts(folder) == expect(job, 0, 1)
 
 
@@ -106,22 +106,22 @@ def test_a_job_that_a_higher_partition_pre_empts_goes_on_after_it(slurm, folder)
         "--wrap=srun sleep 1",
         cwd=folder,
     )
-    slurm.wait(other, "COMPLETED", timeout=60)
-    assert slurm.wait(job, "COMPLETED", timeout=90)["Restarts"] == "1"
+    slurm.wait(other, "COMPLETED")
+    assert slurm.wait(job, "COMPLETED")["Restarts"] == "1"
     assert starts(folder) == expect(job, 0, 1)
 
 
 @pytest.mark.slow  # a signal that requeues: the pre-emption of a stub
 def test_the_signal_before_the_time_limit_stops_and_requeues(slurm, folder):
     job = submit(slurm, folder, "100 0 0", "--time=1", "--signal=TERM@45")
-    assert slurm.wait(job, "COMPLETED", timeout=100)["Restarts"] == "1"
+    assert slurm.wait(job, "COMPLETED")["Restarts"] == "1"
     assert starts(folder) == expect(job, 0, 1)
 
 
 def test_an_array_and_a_chain_run_one_after_the_other(slurm, folder):
     array = submit(slurm, folder, "0.5 75", "--array=1-2%1", "--output=log-%a", REQUEUE="no")
     after = submit(slurm, folder, "0.5 0", f"--dependency=afterany:{array}")
-    assert slurm.wait(after, "COMPLETED", timeout=60)["ExitCode"] == "0:0"
+    assert slurm.wait(after, "COMPLETED")["ExitCode"] == "0:0"
     jobs = [int(line.split()[1]) for line in (folder / "starts").read_text().splitlines()]
     one_after_the_other = [(job, len(list(ranks))) for job, ranks in groupby(jobs)]
     assert [count for _, count in one_after_the_other] == [4, 4, 4] and jobs[-1] == after
@@ -136,7 +136,7 @@ def test_a_job_that_loses_a_node_goes_on_elsewhere(folder):
         job = submit(slurm, folder, "100 0 0")
         running(slurm, folder, job)
         hosts[1].die()
-        assert slurm.wait(job, "COMPLETED", timeout=120)["Restarts"] == "1"
+        assert slurm.wait(job, "COMPLETED")["Restarts"] == "1"
         assert starts(folder)[4:] == expect(job, 1, nodes=("n0", "n2"))
 
 
@@ -161,7 +161,7 @@ def test_a_pre_empted_training_ends_with_the_same_numbers(slurm, tmp_path):
         cwd=tmp_path,
     )
     log = tmp_path / "log"
-    assert slurm.wait(number, "COMPLETED", timeout=180)["Restarts"] == "1", log.read_text()
+    assert slurm.wait(number, "COMPLETED", within=180)["Restarts"] == "1", log.read_text()
     saved = [path.name for path in (interrupted / "checkpoints").glob("step-*")]
     assert len(saved) == 2, log.read_text()
     assert curve(interrupted) == curve(reference)

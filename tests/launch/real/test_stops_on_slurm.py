@@ -14,7 +14,6 @@ from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.extended
 
-SECONDS = 90
 # More than ranks make in the second that a signal takes.
 STEPS = 60
 
@@ -54,21 +53,21 @@ def test_sigusr1_to_a_step_saves_and_the_next_job_goes_on_bit_for_bit(slurm, job
     # Before that, a rank that still starts would die of the signal.
     wait_for(tmp_path, "all ranks are here: ")
     slurm.run(["scancel", "--signal=TERM", str(early)])
-    assert slurm.wait(early, "FAILED", timeout=SECONDS)["ExitCode"] == "76:0"
+    assert slurm.wait(early, "FAILED")["ExitCode"] == "76:0"
     assert logged(tmp_path, "SIGTERM before the end of the first step")
 
     first = submit(slurm, tmp_path, job, "--time=10", steps=STEPS)
     wait_for(tmp_path, "saved step-000003")
     slurm.run(["scancel", "--signal=USR1", str(first)])
     signalled = time.time()
-    assert slurm.wait(first, "FAILED", timeout=SECONDS)["ExitCode"] == "75:0", (tmp_path / "log").read_text()
+    assert slurm.wait(first, "FAILED")["ExitCode"] == "75:0", (tmp_path / "log").read_text()
     assert logged(tmp_path, "SIGUSR1: the run saves and ends after this step")
     last = find_latest(tmp_path / "run" / "checkpoints")
     assert last is not None and last.name != f"step-{STEPS:06}"
     print(f"signal to published checkpoint: {last.stat().st_mtime - signalled:.2f} s")
 
     second = submit(slurm, tmp_path, job, "--time=10", steps=STEPS)
-    slurm.wait(second, "COMPLETED", timeout=SECONDS)
+    slurm.wait(second, "COMPLETED")
     job.run(tmp_path / "undisturbed", "--training.steps", str(STEPS))
     assert curve(tmp_path / "run") == curve(tmp_path / "undisturbed")
 
@@ -77,7 +76,7 @@ def test_sigusr1_to_a_step_saves_and_the_next_job_goes_on_bit_for_bit(slurm, job
 def test_a_run_ends_in_good_order_before_its_allocation(slurm, job, tmp_path):
     """The shortest time limit that SLURM has is a minute; nobody sends a signal."""
     number = submit(slurm, tmp_path, job, "--time=1", steps=100000)
-    ended = slurm.wait(number, "FAILED", timeout=SECONDS)
+    ended = slurm.wait(number, "FAILED")
     assert ended["ExitCode"] == "75:0", (tmp_path / "log").read_text()
     assert logged(tmp_path, " s before the end of the allocation at ")
     assert logged(tmp_path, "interrupted: the last checkpoint is ")
