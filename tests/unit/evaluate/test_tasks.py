@@ -155,7 +155,7 @@ def test_what_a_program_starts_ends_with_it(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     child = f"import subprocess, sys\nsubprocess.Popen(['sleep', '600', {str(mark)!r}])\nwhile True: pass"
     assert not programs().passes(child, seconds=1)
-    wait_until(lambda: not processes_with(str(mark)), "what it started runs on", soon())
+    wait_until(lambda: not commands_with(str(mark)), "what it started runs on", soon())
 
 
 def programs() -> Any:
@@ -166,7 +166,7 @@ def programs() -> Any:
     return module
 
 
-def processes_with(text: str) -> list[Path]:
+def commands_with(text: str) -> list[Path]:
     return [path for path in Path("/proc").glob("[0-9]*/cmdline") if text.encode() in content(path)]
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from megalite.data.files.workers import ordered_map
 from megalite.errors import DataError
+from tests.support.jobs import running
 from tests.support.waiting import PATIENCE, wait_until
 
 
@@ -105,14 +106,7 @@ def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
     assert parent.returncode == -signal.SIGKILL, parent.stderr
     pids = [int(pid) for pid in parent.stdout.split()]
     assert pids
-    wait_until(lambda: not any(map(_running, pids)), "workers outlive their parent")
-
-
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    wait_until(lambda: not running(pids), "workers outlive their parent")
 
 
 def test_a_script_is_not_run_again_in_the_workers(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 import megalite
 from megalite.launcher.control import launcher_watch as watch
+from tests.support.jobs import running
 from tests.support.waiting import soon, wait_until
 
 ROOT = Path(megalite.__file__).parents[1]
@@ -52,11 +53,7 @@ class Rank:
 
     @property
     def runs(self) -> bool:
-        try:
-            # A zombie has no command line.
-            return bool(Path(f"/proc/{self.pid}/cmdline").read_bytes())
-        except OSError:
-            return False
+        return bool(running([self.pid]))
 
     def noticed_at_its_end(self) -> str:
         wait_until(lambda: not self.runs, "the rank runs on", soon())
