@@ -28,7 +28,7 @@ from megalite.topology.adapter import Lora
 from tests.support.adapters import peft_folder
 from tests.support.jobs import ROOT
 from tests.support.parity import FLOAT32_RTOL, assert_close
-from tests.support.waiting import PATIENCE, soon
+from tests.support.waiting import PATIENCE, soon, wait_until
 
 PROMPT = "Once upon a time"
 
@@ -239,14 +239,23 @@ def test_a_killed_rank_ends_the_server_with_the_cause(shared_data: Path, busy: b
             running = None
             if busy:
                 running = pool.submit(client.post, "/v1/completions", json=body)
-                while "active_sequences 1.0" not in client.get("/metrics").text:
-                    time.sleep(0.01)
+
+                def computes() -> bool:
+                    return "active_sequences 1.0" in client.get("/metrics").text
+
+                wait_until(computes, "the request is not computed", process=server.process)
             assert client.get("/health").status_code == 200
             begin = time.monotonic()
             os.kill(server.ranks()[1], signal.SIGKILL)
-            with pytest.raises(httpx2.TransportError):
-                while True:
+
+            def unreachable() -> bool:
+                try:
                     seen.add(client.get("/health").status_code)
+                except httpx2.TransportError:
+                    return True
+                return False
+
+            wait_until(unreachable, "the server goes on", every=0)
             if running is not None:
                 running.exception(timeout=PATIENCE)
         assert server.ended() == 1 and time.monotonic() - begin < soon(5)

@@ -116,16 +116,18 @@ class Launched:
         )
 
     def wait_until_ready(self, ranks: int = 4) -> None:
-        self.wait_until(lambda: len(list(self.folder.glob("ready-*"))) >= ranks)
+        self.wait_until(
+            lambda: len(list(self.folder.glob("ready-*"))) >= ranks, f"not all of {ranks} ranks are ready"
+        )
 
-    def wait_until(self, condition: Callable[[], bool]) -> None:
+    def wait_until(self, condition: Callable[[], bool], otherwise: str) -> None:
         """Wait for a thing that happens before the job ends."""
 
         def happened() -> bool:
             assert self.process.poll() is None, self.process.communicate()
             return condition()
 
-        wait_until(happened, "the ranks did not start")
+        wait_until(happened, otherwise)
 
     def send(self, number: int, ranks: int = 4) -> None:
         """Send a signal to the launching process alone, and begin to count the time."""
@@ -243,7 +245,7 @@ def test_a_second_interrupt_ends_a_job_that_does_not_heed_the_first(start):
 
 def test_sigterm_before_all_ranks_are_here_loses_nothing(start, tmp_path):
     job = start("ssh", "is late")
-    job.wait_until((tmp_path / "late").exists)
+    job.wait_until((tmp_path / "late").exists, "no rank came late")
     job.process.terminate()
     code, output, _ = job.finish()
     assert code == 76 and output[-1] == "error: SIGTERM came before all ranks were here", output

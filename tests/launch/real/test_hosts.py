@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.hosts import ROOT, Hosts
-from tests.support.waiting import wait_until
+from tests.support.jobs import running
+from tests.support.waiting import PATIENCE, wait_until
 
 pytestmark = pytest.mark.extended
 
@@ -29,7 +30,7 @@ def test_a_host_has_a_name_an_address_and_processes_of_its_own(hosts):
     wait_until(lambda: hosts[1].processes("sleep 1234"), "no sleeper")
     assert not hosts[0].processes()
     hosts[0].run(["pkill", "sleep"])
-    assert hosts[1].kill("sleep 1234") and sleeper.wait(timeout=10)
+    assert hosts[1].kill("sleep 1234") and sleeper.wait(timeout=PATIENCE)
 
 
 def test_nothing_leads_out_of_the_hosts(hosts):
@@ -58,7 +59,7 @@ def test_a_cable_a_hosts_file_and_a_folder_are_a_hosts_own(hosts, tmp_path):
 def test_a_host_that_dies_takes_its_processes_and_leaves_the_other(hosts):
     sleeper = hosts[1].popen(["sleep", "1234"])
     hosts[1].die()
-    assert sleeper.wait(timeout=10) != 0
+    assert sleeper.wait(timeout=PATIENCE) != 0
     assert hosts[0].run(["hostname"]).stdout == "n0\n" and not hosts.processes()
 
 
@@ -73,20 +74,13 @@ def test_two_sets_of_hosts_do_not_see_each_other_and_leave_nothing(hosts):
 
 def test_nothing_is_left_when_the_tests_are_killed(hosts):
     done = subprocess.run(
-        [sys.executable, "-c", LEFT_BY_A_KILL], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-c", LEFT_BY_A_KILL], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=PATIENCE
     )
     assert done.returncode == -signal.SIGKILL
     folder, *pids = done.stdout.split()
     wait_until(lambda: not Path(folder).exists(), f"{folder} is left")
-    wait_until(lambda: not any(map(runs, pids)), "a process is left")
+    wait_until(lambda: not running(list(map(int, pids))), "a process is left")
     assert not Path(folder).exists()
-
-
-def runs(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_slurm_runs_a_job_on_both_nodes_and_requeues_it(slurm, tmp_path):

@@ -20,6 +20,7 @@ from megalite.checkpoint.publish import remove_stale, write_latest
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
 from tests.support.tiny import tiny_shape
+from tests.support.waiting import PATIENCE
 from tests.unit.checkpoint.worlds import World
 
 SHAPE = tiny_shape(layers=2)
@@ -322,7 +323,7 @@ def test_a_save_killed_at_any_moment_never_breaks_latest(tmp_path: Path) -> None
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=PATIENCE,
     )
     assert result.returncode == 0, result.stderr
     assert "broken" not in result.stderr

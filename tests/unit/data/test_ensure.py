@@ -23,6 +23,7 @@ from megalite.data.text.corpus import Corpus
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import DataError
 from tests.support.tiny import tiny_corpus
+from tests.support.waiting import PATIENCE
 from tests.unit.data.tokenizers.test_sentencepiece_model import VARIANTS, model
 
 ROOT = Path(__file__).parents[3]
@@ -246,7 +247,7 @@ def test_the_process_can_be_forked_afterwards(text: Path, run_folder: Path) -> N
             os._exit(0)
     """
     run = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
     )
     # tokenizers would complain on stderr of a fork after a parallel region.
     assert (run.returncode, run.stderr) == (0, "")

@@ -259,11 +259,12 @@ def test_a_rank_that_vanishes_ends_the_others_with_its_last_step(start):
         for rank in range(4)
     ]
     wait_until(
-        lambda: all(state.step == 12 for state in job.coordinator.ranks.values()), "nothing came of it"
+        lambda: all(state.step == 12 for state in job.coordinator.ranks.values()),
+        "not every rank told its step",
     )
     began = time.monotonic()
     break_off(members[3])
-    wait_until(lambda: len(ended) == 3, "nothing came of it")
+    wait_until(lambda: len(ended) == 3, "not every rank was told the verdict")
     assert time.monotonic() - began < soon()
     [verdict] = set(ended)
     assert (verdict.rank, verdict.host) == (3, "n1")
@@ -287,7 +288,7 @@ def test_the_first_cause_is_told_although_its_consequence_is_reported_before(sta
     )
     assert [verdict.rank for verdict in verdicts] == [2, 2]
     assert "ValueError: the moon" in verdicts[0].text
-    wait_until(lambda: len(ended) == 1, "nothing came of it")
+    wait_until(lambda: len(ended) == 1, "the rank that did not fail was not told")
     assert job.coordinator.verdict == verdicts[0]
 
 
@@ -309,7 +310,7 @@ def test_an_orderly_stop_reaches_all_ranks(start):
     assert members[1].stop("stopped before the first step", 75) == Verdict(
         "stopped before the first step", 75, 1, "n0"
     )
-    wait_until(lambda: ended, "nothing came of it")
+    wait_until(lambda: ended, "the other rank was not stopped")
     assert ended[0].exit_code == 75
 
 
@@ -318,9 +319,9 @@ def test_a_signal_is_passed_on_to_all_ranks(start, monkeypatch):
     monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
     job.join_all()
     job.coordinator.signal(signal.SIGUSR1)
-    wait_until(lambda: len(sent) == 2, "nothing came of it")
+    wait_until(lambda: len(sent) == 2, "the signal did not reach both ranks")
     job.coordinator.signal(signal.SIGKILL)
-    wait_until(lambda: job.members[0].verdict, "nothing came of it")
+    wait_until(lambda: job.members[0].verdict, "the second signal did not end the job")
     assert sent == [(os.getpid(), signal.SIGUSR1)] * 2
     assert "number" in job.members[0].verdict.text
 
@@ -329,7 +330,7 @@ def test_another_thread_ends_the_job_before_a_rank_came_and_after(start):
     job, ended = start(2), list[Verdict]()
     job.join(0, ended=ended.append)
     job.coordinator.end(Verdict("srun ended with exit code 1", 1))
-    wait_until(lambda: ended, "nothing came of it")
+    wait_until(lambda: ended, "the rank was not told the end")
     assert ended[0].text == "srun ended with exit code 1"
     with pytest.raises(JobEnded, match="srun ended with exit code 1"):
         job.join(1, seconds=0).wait("store")
@@ -347,7 +348,7 @@ def test_ranks_notice_the_loss_of_the_coordinator(start):
     job, ended = start(2), list[Verdict]()
     job.join_all(ended=ended.append)
     job.coordinator.stop()
-    wait_until(lambda: len(ended) == 2, "nothing came of it")
+    wait_until(lambda: len(ended) == 2, "not both ranks noticed it")
     assert "the coordinator of the job at 127.0.0.1 vanished" in ended[0].text
 
 
@@ -355,7 +356,7 @@ def test_a_silent_rank_is_named_and_no_failure(start):
     job = start(1, heartbeat_seconds=0.05)
     job.coordinator._pause = lambda: 0.02
     job.join(0)
-    wait_until(lambda: job.said, "nothing came of it")
+    wait_until(lambda: job.said, "the silence was not told")
     assert "rank 0 (pp 0, dp 0, tp 0) on n0 has been silent" in job.said[0]
     assert job.coordinator.verdict is None
 
@@ -402,7 +403,6 @@ def test_the_kernel_tells_whether_the_other_host_answers(monkeypatch):
     assert host_answers(connection, 30) is None
 
 
-@pytest.mark.parametrize(
 def test_the_kernel_of_each_side_waits_the_heartbeat_seconds_of_that_side_for_an_answer(start):
     job = start(1, heartbeat_seconds=8)
     member_ = job.join(0, heartbeat_seconds=7)
@@ -412,6 +412,7 @@ def test_the_kernel_of_each_side_waits_the_heartbeat_seconds_of_that_side_for_an
     assert limits == [7000, 8000]
 
 
+@pytest.mark.parametrize(
     ("error", "said"),
     [
         (None, "killed, out of memory, or its host is gone"),
@@ -427,7 +428,7 @@ def test_only_a_host_that_does_not_answer_is_said_to_be_gone(error, said):
 def test_a_rank_that_sends_nonsense_is_not_taken_for_a_lost_host(start):
     job = start(2)
     job.join_all()[1]._socket.sendall(b"nonsense\n")
-    wait_until(lambda: job.coordinator.verdict, "nothing came of it")
+    wait_until(lambda: job.coordinator.verdict, "the nonsense ended nothing")
     text = job.coordinator.verdict.text
     assert "it sent something that no rank sends" in text and "network" not in text
 
@@ -512,7 +513,7 @@ def test_a_killed_process_is_a_lost_rank(start):
             time.sleep(60)
         finally:
             os._exit(0)
-    wait_until(lambda: job.coordinator.complete, "nothing came of it")
+    wait_until(lambda: job.coordinator.complete, "the ranks did not both come")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     with pytest.raises(JobEnded, match=r"rank 1 .* vanished"):
