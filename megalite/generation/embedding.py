@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, pad
 
 from megalite.generation.slots import Running
+from megalite.parallel.host_copies import on_device
 
 
 def width_with_embeddings(width: int, rows: Sequence[Running], hidden_size: int) -> int:
@@ -20,7 +21,7 @@ def with_embeddings(values: Tensor, hidden_states: Tensor, rows: Sequence[Runnin
     hidden_states: [R, H] after the final norm.
     """
     padded = pad(values, (0, max(0, hidden_states.shape[1] - values.shape[1])))
-    places = torch.tensor([row.request.embeds for row in rows], device=values.device)
+    [places] = on_device([torch.tensor([row.request.embeds for row in rows])], values.device)
     # Not in bfloat16, whose sum of squares is off by a hundredth.
     vectors = normalize(hidden_states.float(), dim=-1).to(padded.dtype)
     # No masked copy: it would wait for the device.

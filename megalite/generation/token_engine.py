@@ -22,6 +22,7 @@ from megalite.model.kv_cache import CachedStep, CacheSize, KeyValueCache, Prompt
 from megalite.model.replica import Replica
 from megalite.parallel.collectives import Pending
 from megalite.parallel.decode import Sends, start_from_last_chunk
+from megalite.parallel.host_copies import on_device
 
 Finish = Literal["stop", "length"]
 PREFILL_CHUNK = 512
@@ -145,10 +146,12 @@ class TokenEngine:
             for item in plan.pieces
         )
         adapters = self._adapters.chosen(plan.adapters, mesh.device)
-        step = CachedStep(cache, tuple(item.cached - 1 for item in plan.decoding), segments, adapters)
-        input_ids = torch.tensor([plan.ids], device=mesh.device)
-        position_ids = torch.tensor([step.position_ids], device=mesh.device)
-        hidden = last_hidden_states(model, input_ids, position_ids, cache=step, sends=self._sends)
+        lengths = tuple(item.cached - 1 for item in plan.decoding)
+        step = CachedStep(cache, lengths, segments, adapters, tuple(plan.ids))
+        inputs = step.on_device
+        hidden = last_hidden_states(
+            model, inputs.input_ids, inputs.position_ids, cache=step, sends=self._sends
+        )
         scored = [token for piece in plan.pieces for token in piece.scored]
         if not rows and not scored:
             return lambda: torch.empty(0, 2)
@@ -158,7 +161,9 @@ class TokenEngine:
             values = torch.empty(len(rows) + len(scored), width, dtype=torch.float64, device=mesh.device)
         else:
             places = [at for at, ends in zip(step.last_tokens, plan.completes, strict=True) if ends]
-            last = hidden[:, places] if len(places) < hidden.shape[1] else hidden
+            last = hidden
+            if len(places) < hidden.shape[1]:
+                last = hidden[:, on_device([torch.tensor(places)], mesh.device)[0]]
             head = model.stage.chunks[-1]
             values = sampled_rows(head.logits(last)[0], rows) if rows else torch.empty(0, 2)
             if any(row.request.embeds for row in rows):
@@ -176,10 +181,9 @@ class TokenEngine:
             begin += piece.count
         width = max(values.shape[1], sampled_width([piece.running for piece in plan.pieces if piece.scored]))
         parts = [pad(values.to(hidden.device, torch.float64), (0, width - values.shape[1]))]
-        for start in range(0, len(tokens), _SCORED_AT_ONCE):
-            rows = slice(start, start + _SCORED_AT_ONCE)
-            targets = torch.tensor(tokens[rows], device=hidden.device)
-            logits = self._model.stage.chunks[-1].logits(hidden[:, places[rows]])[0]
+        every = on_device([torch.tensor(places), torch.tensor(tokens)], hidden.device)
+        for rows, targets in zip(*(each.split(_SCORED_AT_ONCE) for each in every), strict=True):
+            logits = self._model.stage.chunks[-1].logits(hidden[:, rows])[0]
             parts.append(scored_rows(logits, targets, width))
         return torch.cat(parts)
 

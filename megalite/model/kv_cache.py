@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.ops.attention_form import AttentionForm
 from megalite.ops.decode_attention import compiled_decode_attention, compiled_serves, decode_attention
+from megalite.parallel.host_copies import on_device
 from megalite.parallel.lora_bank import Selection
 from megalite.topology.shape import ModelShape
 
@@ -80,16 +81,30 @@ class PromptSegment:
 
 
 @dataclass(frozen=True)
+class StepTensors:
+    """The positions and the ids of the T tokens of a forward, int64 [1, T] each.
+
+    sequence_lengths: the tokens of the sequence that each of them belongs to, without virtual tokens.
+    """
+
+    position_ids: Tensor
+    sequence_lengths: Tensor
+    input_ids: Tensor
+
+
+@dataclass(frozen=True)
 class CachedStep:
     """The tokens [1, T] of one forward: one for each of the slots 0 to n - 1, then the segments of prompts.
 
-    lengths: the tokens that slots 0 to n - 1 hold before this forward. adapters: those of the T tokens.
+    lengths: the tokens that slots 0 to n - 1 hold before this forward. adapters: those of the T tokens. ids: the T
+    tokens, for `on_device`.
     """
 
     cache: KeyValueCache
     lengths: tuple[int, ...] = ()
     segments: tuple[PromptSegment, ...] = ()
     adapters: Selection | None = None
+    ids: tuple[int, ...] = ()
 
     @classmethod
     def of_one(cls, cache: KeyValueCache, start: int, count: int) -> "CachedStep":
@@ -101,13 +116,14 @@ class CachedStep:
         """True if a segment is the beginning of its prompt, in front of which the virtual tokens stand."""
         return any(each.start == 0 for each in self.segments)
 
-    @property
-    def sequence_lengths(self) -> Tensor:
-        """The tokens of the sequence that each of the T tokens belongs to, without virtual tokens: int64 [1, T]."""
+    @cached_property
+    def on_device(self) -> "StepTensors":
+        """The step's own tensors on the cache's device, for which the host does not wait."""
         lengths = [length + 1 for length in self.lengths]
         for segment in self.segments:
             lengths.extend([max(segment.whole, segment.start + segment.count)] * segment.count)
-        return torch.tensor([lengths], device=self.cache.device)
+        rows = torch.tensor([self.position_ids, lengths, self.ids or [0] * len(lengths)])
+        return StepTensors(*on_device([rows], self.cache.device)[0].split(1))
 
     @property
     def position_ids(self) -> list[int]:
@@ -125,8 +141,8 @@ class CachedStep:
 
     @cached_property
     def held(self) -> Tensor:
-        """`lengths` as an int64 tensor [n]."""
-        return torch.tensor(self.lengths, device=self.cache.device)
+        """`lengths` as an int64 tensor [n]: the positions of the decoded tokens."""
+        return self.on_device.position_ids[0, : len(self.lengths)]
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:

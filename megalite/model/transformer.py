@@ -129,7 +129,7 @@ class Chunk(nn.Module):
         rotation = None
         if self.rotary is not None:
             if lengths is None and cache is not None and self.rotary.full.follows_length:
-                lengths = cache.sequence_lengths
+                lengths = cache.on_device.sequence_lengths
             lengths = position_ids.shape[1] if lengths is None else lengths
             rotation = self.rotary(position_ids, prefix_tokens + lengths)
         prefix = self.trunk() if self.trunk is not None and prefix_tokens and context.begins else None

@@ -9,7 +9,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from megalite.parallel.device import CPU
 from megalite.parallel.gradient_sums import linear
+from megalite.parallel.host_copies import on_device
 
 
 class Selection:
@@ -24,20 +26,18 @@ class Selection:
         chosen = set(of_tokens) - {-1}
         self.numbers = range(min(chosen), max(chosen) + 1) if chosen else range(0)
         mixed = chosen and len(set(of_tokens)) > 1
-        self._of_tokens = torch.tensor(of_tokens, device=device) if mixed else None
+        self._of_tokens = on_device([torch.tensor(of_tokens)], device or CPU)[0] if mixed else None
         self._masks: dict[tuple[int, ...], Tensor] = {}
 
-    def mask(self, widths: tuple[int, ...], dtype: torch.dtype) -> Tensor | None:
+    def mask(self, widths: tuple[int, ...], owners: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Return [T, columns of `numbers`]: 1 in the columns of a token's own adapter, else 0; None: all are 1.
 
-        widths: the number of columns of each adapter.
+        widths: the number of columns of each adapter. owners: the adapter of each of the columns of `numbers`.
         """
         if self._of_tokens is None:
             return None
         if widths not in self._masks:
-            owners = [number for number in self.numbers for _ in range(widths[number])]
-            columns = torch.tensor(owners, device=self._of_tokens.device)
-            self._masks[widths] = (self._of_tokens.unsqueeze(1) == columns).to(dtype)
+            self._masks[widths] = (self._of_tokens.unsqueeze(1) == owners).to(dtype)
         return self._masks[widths]
 
 
@@ -62,6 +62,8 @@ class LoraBank:
     ):
         self._widths = tuple(widths)
         self._ends = (0, *accumulate(widths))
+        # Here, because a copy within a forward would have the host wait for the device.
+        self._owners = torch.arange(len(widths)).repeat_interleave(torch.tensor(widths)).to(device)
         self._a = torch.zeros(self._ends[-1], inputs, dtype=dtype, device=device)
         self._b = torch.zeros(self._ends[-1], outputs, dtype=dtype, device=device)
 
@@ -80,7 +82,7 @@ class LoraBank:
         if columns.start == columns.stop:
             return output
         low = linear(inputs, self._a[columns]).flatten(0, -2)
-        mask = selection.mask(self._widths, low.dtype)
+        mask = selection.mask(self._widths, self._owners[columns], low.dtype)
         if mask is not None:
             low *= mask
         return output.flatten(0, -2).addmm_(low, self._b[columns]).view(output.shape)
