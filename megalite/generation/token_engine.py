@@ -163,7 +163,7 @@ class TokenEngine:
             places = [at for at, ends in zip(step.last_tokens, plan.completes, strict=True) if ends]
             last = hidden
             if len(places) < hidden.shape[1]:
-                last = hidden[:, on_device([torch.tensor(places)], mesh.device)[0]]
+                last = hidden[:, on_device([torch.tensor(places, dtype=torch.int64)], mesh.device)[0]]
             head = model.stage.chunks[-1]
             values = sampled_rows(head.logits(last)[0], rows) if rows else torch.empty(0, 2)
             if any(row.request.embeds for row in rows):
