@@ -1,9 +1,12 @@
-"""Choose the next token from logits: pure functions of the logits, the request and a counter-based random number.
+"""Choose the next tokens from logits: functions of the logits, the requests and counter-based random numbers.
 
-Each row is computed by itself, so that a token depends neither on the batch nor on the layout.
+All rows are computed at once, each as if it were alone: a token depends neither on the batch nor on the layout.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,12 +14,15 @@ from torch import Tensor
 from megalite.generation.request import Sampling
 from megalite.generation.slots import Running
 from megalite.ops.counter import philox_words
+from megalite.parallel.host_copies import on_device
 from megalite.parallel.random import key_of
 
 # How many of the most likely tokens are tried for top-p, before the whole vocabulary.
 _FIRST = (1024, 16384)
 # Sums of the same float64 probabilities in another order differ by less.
 _SUM_ERROR = 1e-9
+# Logits that a CPU computes at once: larger temporaries leave its cache, and cost twice the time.
+_CACHED = 1 << 17
 
 
 def sampled_width(rows: Sequence[Running]) -> int:
@@ -30,21 +36,29 @@ def sampled_rows(logits: Tensor, rows: Sequence[Running]) -> Tensor:
     Columns: the token, its log probability, then n alternatives and their log probabilities, n the most that a row
     asks for. Log probabilities are those of the model, before penalties and temperature; zeros where not asked for.
     """
-    columns = torch.zeros(len(rows), sampled_width(rows), dtype=torch.float64, device=logits.device)
-    plain = [not row.request.sampling.penalises for row in rows]
-    if any(row.request.sampling.temperature == 0 for row in rows):
-        columns[:, 0] = logits.argmax(dim=-1)
+    changing = any(row.request.sampling.penalises or row.constraint is not None for row in rows)
+    changes = changes_of(rows, logits) if changing else ()
+    drawn = [place for place, row in enumerate(rows) if row.request.sampling.temperature != 0]
+    settings = [rows[place].request.sampling for place in drawn]
+    numbers = numbers_of(settings, [len(rows[place].ids) for place in drawn], logits.shape[1])
+    asked = defaultdict[int, list[int]](list)
     for place, row in enumerate(rows):
-        sampling = row.request.sampling
-        if sampling.temperature != 0 or not plain[place] or row.constraint is not None:
-            own = (
-                logits[place] if plain[place] else penalised(logits[place], sampling, row.prompt, row.counts)
-            )
-            if row.constraint is not None:
-                own = _constrained(own, row.constraint.allowed())
-            columns[place, 0] = next_token(own, sampling, len(row.ids))
         if row.request.logprobs is not None:
-            _add_log_probabilities(columns[place], logits[place], row.request.logprobs)
+            asked[row.request.logprobs].append(place)
+    # All that the host knows goes to the device in one copy.
+    draws = [numbers, torch.tensor(drawn)] if drawn else []
+    given = iter(on_device([*changes, *draws, *map(torch.tensor, asked.values())], logits.device))
+    changed = LogitChanges(*islice(given, len(changes))).applied_to(logits) if changing else logits
+    columns = torch.zeros(len(rows), sampled_width(rows), dtype=torch.float64, device=logits.device)
+    if len(drawn) < len(rows):
+        columns[:, 0] = changed.argmax(dim=-1)
+    if drawn:
+        numbers, places = islice(given, 2)
+        chosen = changed[places] if len(drawn) < len(rows) else changed
+        columns[places, 0] = next_tokens(chosen, settings, numbers).double()
+    for alternatives, own in zip(asked, given, strict=True):
+        width = 2 + 2 * alternatives
+        columns[own, :width] = scored_rows(logits[own], columns[own, 0].long(), width)
     return columns
 
 
@@ -59,90 +73,134 @@ def scored_rows(logits: Tensor, tokens: Tensor, width: int) -> Tensor:
     return rows
 
 
-def penalised(logits: Tensor, sampling: Sampling, prompt: frozenset[int], new: Mapping[int, int]) -> Tensor:
-    """Return logits [V] after the repetition, presence and frequency penalties.
+class LogitChanges(NamedTuple):
+    """What requests change of the logits [R, V] before a token is chosen; flat: places in the R V logits.
 
-    prompt: the different tokens of the prompt. new: new token -> occurrences.
+    seen [n], factors [n]: flat, logits that the repetition penalty divides if positive, else multiplies. new [m],
+    added [m]: flat, and what the presence and frequency penalties add. constrained [c], excluded [c, V]: rows, and
+    True for tokens that they must not have.
     """
-    logits = logits.clone()
-    if sampling.repetition_penalty != 1:
-        tokens = sorted(prompt | new.keys())
-        seen = torch.tensor(tokens, dtype=torch.int64).to(logits.device)
-        own = logits[seen]
-        factor = sampling.repetition_penalty
-        logits[seen] = torch.where(own < 0, own * factor, own / factor)
-    if new and (sampling.presence_penalty or sampling.frequency_penalty):
-        logits.index_add_(0, *_subtracted(new, sampling, logits))
-    return logits
+
+    seen: Tensor
+    factors: Tensor
+    new: Tensor
+    added: Tensor
+    constrained: Tensor
+    excluded: Tensor
+
+    def applied_to(self, logits: Tensor) -> Tensor:
+        """Return the changed logits; `logits` stay as they are."""
+        changed = logits.clone(memory_format=torch.contiguous_format)
+        flat = changed.view(-1)
+        if self.seen.numel():
+            own = flat[self.seen]
+            flat[self.seen] = torch.where(own < 0, own * self.factors, own / self.factors)
+        if self.new.numel():
+            flat.index_add_(0, self.new, self.added)
+        if self.constrained.numel():
+            changed[self.constrained] = changed[self.constrained].masked_fill(self.excluded, -torch.inf)
+        return changed
 
 
-def _subtracted(new: Mapping[int, int], sampling: Sampling, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the new tokens [n] and what the presence and frequency penalties add to their logits [n]."""
-    tokens = torch.tensor(list(new), dtype=torch.int64)
-    times = torch.tensor(list(new.values()), dtype=logits.dtype)
-    added = -(sampling.presence_penalty + sampling.frequency_penalty * times)
-    return tokens.to(logits.device), added.to(logits.device)
+def changes_of(rows: Sequence[Running], logits: Tensor) -> LogitChanges:
+    """Return what requests change of their logits [R, V], on the host."""
+    seen, factors, new, penalties = list[int](), list[float](), list[int](), list[tuple[float, float, int]]()
+    vocabulary = logits.shape[1]
+    for place, row in enumerate(rows):
+        sampling, start = row.request.sampling, place * vocabulary
+        if (factor := sampling.repetition_penalty) != 1:
+            tokens = row.prompt | row.counts.keys()
+            seen += (start + token for token in tokens)
+            factors += [factor] * len(tokens)
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            new += (start + token for token in row.counts)
+            both = sampling.presence_penalty, sampling.frequency_penalty
+            penalties += ((*both, times) for times in row.counts.values())
+    presence, frequency, times = torch.tensor(penalties, dtype=logits.dtype).view(-1, 3).unbind(1)
+    constraints = {place: row.constraint for place, row in enumerate(rows) if row.constraint is not None}
+    excluded = torch.ones(len(constraints), vocabulary, dtype=torch.bool)
+    for own, constraint in zip(excluded, constraints.values(), strict=True):
+        # A byte for each token, 0 if it is excluded; those behind its end are too.
+        allowed = torch.frombuffer(constraint.allowed(), dtype=torch.uint8)[:vocabulary]
+        own[: len(allowed)] = allowed == 0
+    return LogitChanges(
+        torch.tensor(seen, dtype=torch.int64),
+        torch.tensor(factors, dtype=logits.dtype),
+        torch.tensor(new, dtype=torch.int64),
+        -(presence + frequency * times),
+        torch.tensor(list(constraints), dtype=torch.int64),
+        excluded,
+    )
 
 
-def _constrained(logits: Tensor, allowed: bytearray) -> Tensor:
-    """Return logits [V], -inf where `allowed`, a byte for each token, is 0 or ends."""
-    excluded = torch.ones(len(logits), dtype=torch.bool)
-    forbidden = torch.frombuffer(allowed, dtype=torch.uint8)[: len(logits)] == 0
-    excluded[: len(forbidden)] = forbidden
-    return logits.masked_fill(excluded.to(logits.device), -torch.inf)
+def numbers_of(settings: Sequence[Sampling], positions: Sequence[int], vocabulary: int) -> Tensor:
+    """Return what `next_tokens` needs of the R rows of a step, on the host: float64 [5, R, 1].
+
+    Temperature, top_k (0: all tokens), top_p, min_p, and the random number in [0, 1) of the row's seed and position.
+    """
+    rows = [
+        (
+            each.temperature,
+            each.top_k if each.top_k < vocabulary else 0,
+            each.top_p,
+            each.min_p,
+            uniform(each.seed, at),
+        )
+        for each, at in zip(settings, positions, strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.float64).view(-1, 5).t().unsqueeze(2)
 
 
-def next_token(logits: Tensor, sampling: Sampling, position: int) -> Tensor:
-    """Return the token [] at `position`, sampled from the logits [V], on their device."""
-    if sampling.temperature == 0:
-        return logits.argmax()
-    cumulated = probabilities(logits, sampling).cumsum(0)
-    drawn = uniform(sampling.seed, position) * cumulated[-1]
-    return torch.searchsorted(cumulated, drawn, right=True).clamp(max=len(cumulated) - 1)
+def next_tokens(logits: Tensor, settings: Sequence[Sampling], numbers: Tensor) -> Tensor:
+    """Return tokens [R] sampled from the logits [R, V], on their device. numbers: `numbers_of` the settings."""
+    cached = max(1, _CACHED // logits.shape[1]) if logits.device.type == "cpu" else len(settings)
+    tokens = []
+    for start in range(0, len(settings), cached):
+        rows = slice(start, start + cached)
+        cumulated = probabilities(logits[rows], settings[rows], numbers[:, rows]).cumsum(1)
+        drawn = numbers[4, rows] * cumulated[:, -1:]
+        tokens.append(torch.searchsorted(cumulated, drawn, right=True).clamp(max=cumulated.shape[1] - 1))
+    return torch.cat(tokens).squeeze(1)
 
 
-def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return float64 probabilities [V] for logits [V], after temperature, top-k, top-p and min-p; excluded tokens
-    have 0."""
-    scaled = logits.double() / sampling.temperature
-    if 0 < sampling.top_k < len(scaled):
-        least = scaled.topk(sampling.top_k).values[-1]
-        scaled = scaled.masked_fill(scaled < least, -torch.inf)
-    chances = scaled.softmax(0)
-    if sampling.top_p < 1:
-        ordered, order = _most_likely(chances, sampling.top_p)
+def probabilities(logits: Tensor, settings: Sequence[Sampling], numbers: Tensor) -> Tensor:
+    """Return float64 probabilities [R, V] for logits [R, V], after temperature, top-k, top-p and min-p; excluded
+    tokens have 0. numbers: `numbers_of` the settings."""
+    temperature, top_k, top_p, min_p, _ = numbers
+    scaled = logits.double() / temperature
+    if most := max((each.top_k for each in settings if each.top_k < logits.shape[1]), default=0):
+        likely = scaled.topk(most).values
+        least = likely.gather(1, (top_k.long() - 1).clamp(min=0))
+        scaled = scaled.masked_fill((scaled < least) & (top_k > 0), -torch.inf)
+    chances = scaled.softmax(1)
+    if any(each.top_p < 1 for each in settings):
+        ordered, order = _most_likely(chances, top_p)
         # Exclude a token if the more likely ones already reach top_p; the most likely token always stays.
-        beyond = ordered.cumsum(0) - ordered >= sampling.top_p
-        beyond[0] = False
-        chances = torch.zeros_like(chances).scatter(0, order, ordered.masked_fill(beyond, 0))
-    if sampling.min_p > 0:
-        chances = chances.masked_fill(chances < sampling.min_p * chances.max(), 0)
-    return chances / chances.sum()
+        beyond = ordered.cumsum(1) - ordered >= top_p
+        beyond[:, 0] = False
+        cut = torch.zeros_like(chances).scatter(1, order, ordered.masked_fill(beyond, 0))
+        chances = torch.where(top_p < 1, cut, chances)
+    if any(each.min_p > 0 for each in settings):
+        chances = chances.masked_fill(chances < min_p * chances.amax(1, keepdim=True), 0)
+    return chances / chances.sum(1, keepdim=True)
 
 
-def _most_likely(chances: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
-    """Return the most likely tokens of chances [V], in order, as many as reach top_p at least: chances and tokens."""
+def _most_likely(chances: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the most likely tokens of chances [R, V], in order, as many as reach top_p [R, 1] below 1 at least:
+    chances and tokens, [R, n] each."""
     # A sort of the whole vocabulary takes ten times as long; on a GPU it costs less than to ask for the sum.
     for most in _FIRST if chances.device.type == "cpu" else ():
-        if most >= len(chances):
+        if most >= chances.shape[1]:
             break
-        least = chances.topk(most).values[-1]
-        tokens = (chances >= least).nonzero().squeeze(1)
-        ordered, order = chances[tokens].sort(descending=True, stable=True)
-        if ordered.sum() >= top_p + _SUM_ERROR:
+        least = chances.topk(most).values[:, -1:]
+        # Of equally likely tokens all or none, in order, as in a sort of the whole vocabulary.
+        tokens = (chances >= least).any(0).nonzero().squeeze(1)
+        ordered, order = chances[:, tokens].sort(dim=1, descending=True, stable=True)
+        if ((ordered * (ordered >= least)).sum(1, keepdim=True) >= top_p + _SUM_ERROR)[top_p < 1].all():
             return ordered, tokens[order]
-    return chances.sort(descending=True, stable=True)
+    return chances.sort(dim=1, descending=True, stable=True)
 
 
 def uniform(seed: int, position: int) -> float:
     """Return a random number in [0, 1) that depends only on seed and position."""
     return philox_words((position, 0, 0, 0), key_of(seed, "generate"))[0] * 2.0**-32
-
-
-def _add_log_probabilities(row: Tensor, logits: Tensor, alternatives: int) -> None:
-    """Write the log probabilities of the token row[0] and its alternatives into a row of `sampled_rows`."""
-    logs = logits.double().log_softmax(0)
-    row[1] = logs.gather(0, row[:1].long())[0]
-    if alternatives:
-        values, tokens = logs.topk(min(alternatives, len(logs)))
-        row[2 : 2 + 2 * len(tokens) : 2], row[3 : 3 + 2 * len(tokens) : 2] = tokens.double(), values

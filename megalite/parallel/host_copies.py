@@ -11,7 +11,7 @@ _ALIGNED = 16  # bytes: the largest element that a kernel reads at once
 
 def on_device(values: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return tensors of the host on `device`, by one copy from pinned memory; on a CPU the tensors themselves."""
-    if device.type == "cpu":
+    if device.type == "cpu" or not values:
         return list(values)
     starts = list(accumulate((-(-each.nbytes // _ALIGNED) * _ALIGNED for each in values), initial=0))
     packed = torch.empty(starts.pop(), dtype=torch.uint8, pin_memory=True)

@@ -28,6 +28,7 @@ from tests.support.tiny import tiny_shape
 SHAPE = tiny_shape(layers=2)
 DYNAMIC = replace(SHAPE, rope_scaling=RopeScaling("dynamic", 4.0), max_position_embeddings=32)
 LORAS = {"a": Lora(3, 6.0, ("q_proj", "down_proj")), "b": Lora(2, 4.0, ("q_proj", "o_proj"))}
+PENALISED = Sampling(0.8, repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2)
 DRAWN = Sampling(1.3, top_k=40, top_p=0.9, min_p=0.01, seed=3)
 # Name -> the shape, what each request asks for, and the most copies to the device of a step.
 STEPS: dict[str, tuple[Any, list[dict[str, Any]], int]] = {
@@ -35,7 +36,18 @@ STEPS: dict[str, tuple[Any, list[dict[str, Any]], int]] = {
     "greedy": (SHAPE, [{}] * 5, 1),
     "a rotary embedding that follows the length": (DYNAMIC, [{}] * 3, 1),
     "sampled": (SHAPE, [{"sampling": replace(DRAWN, seed=seed)} for seed in range(5)], 2),
+    "penalties, log probabilities": (SHAPE, [{"sampling": PENALISED, "logprobs": 3}, {"logprobs": 0}], 2),
     "adapters": (SHAPE, [{"adapter": name} for name in ("a", "b", None, "a")], 2),
+    "every kind": (
+        SHAPE,
+        [
+            {"adapter": "a"},
+            {"sampling": DRAWN, "adapter": "b", "logprobs": 2},
+            {"sampling": PENALISED},
+            {"sampling": Sampling(0.0, repetition_penalty=1.5)},
+        ],
+        3,
+    ),
 }
 
 
