@@ -133,14 +133,19 @@ def add_setting(parser: argparse.ArgumentParser, key: str, **changes: Any) -> No
     )
 
 
-def add_model(parser: argparse.ArgumentParser, dtypes: Sequence[str] = ("float32", "bfloat16")) -> None:
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
     """Add MODEL and the options of how it is opened: its type, its layout, its tokenizer and its base."""
     about = (
         "run folder (its latest checkpoint), checkpoint, Hugging Face or PEFT folder, or org/name on the Hub"
     )
     parser.add_argument("model", metavar="MODEL", help=about)
-    about = "type of weights and computation (float32)"
-    parser.add_argument("--dtype", choices=dtypes, default="float32", help=about)
+    about = (
+        "type of weights and computation (CPU: float32; accelerator: the weights' 16-bit type, or bfloat16)"
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help=about)
     add_value(parser, "--tensor", whole_number(1), "N", "tensor-parallel size", 1)
     add_value(parser, "--pipeline", whole_number(1), "N", "pipeline-parallel size", 1)
     add_value(parser, "--tokenizer", Path, "FOLDER", "tokenizer folder (default: the model's own)")

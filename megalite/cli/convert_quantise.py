@@ -66,10 +66,12 @@ def export_quantised(options: argparse.Namespace, export: "Callable[[Path], Expo
 
 def _perplexity(folder: Path, data: list[str]) -> float:
     """Return a folder's perplexity on text, in float32 and in windows of the model's longest sequence."""
+    import torch
+
     from megalite.evaluate.documents import TextSource
     from megalite.evaluate.perplexity import TextEvaluation, evaluate_text
     from megalite.generation.loaded import load
 
-    loaded = load(folder)
+    loaded = load(folder, dtype=torch.float32)
     window = loaded.config.longest_sequence
     return evaluate_text(loaded, TextEvaluation(TextSource(tuple(data)), window, window)).perplexity

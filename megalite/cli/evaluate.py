@@ -95,7 +95,8 @@ def _evaluate(request: tuple[ModelSource, argparse.Namespace], mesh: "ParallelMe
     print(f"{source.folder} on {', '.join(options.data or options.tasks)}\n{shown}", flush=True)
     print(f"evaluated in {seconds:.1f} s", file=sys.stderr, flush=True)
     if options.output is not None:
-        about = {"megalite": __version__, "model": str(source.folder), "settings": _settings(options)}
+        settings = _settings(options) | {"dtype": str(loaded.model.dtype).removeprefix("torch.")}
+        about = {"megalite": __version__, "model": str(source.folder), "settings": settings}
         write_json(options.output, {**about, **results, "seconds": round(seconds, 3)})
     return 0
 

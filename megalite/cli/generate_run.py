@@ -34,7 +34,7 @@ class GenerationJob:
     task: Literal["prompt", "batch", "chat"]
     source: ModelSource
     layout: Layout
-    dtype: str
+    dtype: str | None
     request: Request
     prompt: str = ""
     file: "tuple[FileRequest, ...]" = ()

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -130,7 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--cors-origin", type=_origin, action="append", default=[], metavar="URL", help=about)
     add_value(parser, "--model-name", str, "NAME", "the model's name in requests (default: of its folder)")
     add_chat_template(parser)
-    add_model(parser, DTYPES)
+    add_model(parser)
     add_adapters(parser)
     for name, (parse, metavar, about) in _LIMITS.items():
         add_value(parser, flag(name), parse, metavar, about, getattr(ServeSettings, name))

@@ -12,6 +12,8 @@ from megalite.topology.parameters import parameter_count
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import tensor_sizes
 
+CPU_DTYPE = "float32"
+"""The number type of weights and computation on a CPU, unless the user names another."""
 DEFAULT_TOKENS = 4096
 """The longest context of a request, prompt included, where none is asked for."""
 
@@ -35,15 +37,17 @@ def layout_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
 
 
 def cache_problems(
-    source: ModelSource, dtype: str, slots: tuple[str, int], tokens: tuple[str, int]
+    source: ModelSource, dtype: str | None, slots: tuple[str, int], tokens: tuple[str, int]
 ) -> Iterator[Problem]:
-    """Yield the problem of a model, or of its cache, that all ranks of this machine together cannot hold.
+    """Yield the problem of a model, or of its cache, that all ranks of this machine's CPU together cannot hold.
 
-    slots, tokens: the flag and its value: requests at a time, and tokens of each.
+    dtype: torch's name of it; None: the default. slots, tokens: the flag and its value: requests at a time, and tokens
+    of each.
     """
     total = total_memory_bytes()
     if total is None or has_accelerator():
         return
+    dtype = dtype or CPU_DTYPE
     shape = source.shape
     weights = parameter_count(shape) * (1 if source.int8 else FLOATS[dtype].size_bytes)
     of_token = cache_bytes(shape, dtype)

@@ -11,6 +11,7 @@ from torch import Tensor
 from megalite.checkpoint.weights import fill
 from megalite.convert.weights import load_adapters, open_weights
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
+from megalite.generation.inference_dtype import inference_dtype, inference_notes
 from megalite.generation.source import ModelSource, SourceOptions, find_source
 from megalite.generation.stops import Stops, stops_of
 from megalite.model.adapters import Adapters
@@ -18,6 +19,7 @@ from megalite.model.options import ModelOptions
 from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
 from megalite.model.transformer import Stage
+from megalite.monitor.console import complain
 from megalite.monitor.work import working
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
@@ -66,14 +68,15 @@ def load(
     path: Path | str,
     *,
     device: torch.device | str | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
     **source: Unpack[SourceOptions],
 ) -> LoadedModel:
     """Load a model to generate from, whole, into this process.
 
     path: a run folder, a checkpoint, a Hugging Face folder, an adapter in PEFT's format, or org/name of the Hugging
         Face Hub. An adapter is merged into its base.
-    device: None: the accelerator if there is one, else the CPU. dtype: of the weights and the computation.
+    device: None: the accelerator if there is one, else the CPU. dtype: of the weights and the computation; None: as
+        `inference_dtype` chooses, float32 on a CPU and the weights' own type or bfloat16 on an accelerator.
     step: the checkpoint of this step instead of the latest one of a run folder.
     tokenizer: a Hugging Face folder or a tokenizer.json, instead of the model's own.
     base: the folder of the weights beside an adapter, where they have moved.
@@ -100,14 +103,22 @@ def build_model(
     return build_replica(shape, mesh, split, options, seed=None, int8=int8)
 
 
-def load_shown(source: ModelSource, mesh: ParallelMesh, dtype: str) -> LoadedModel:
+def load_shown(source: ModelSource, mesh: ParallelMesh, dtype: str | None) -> LoadedModel:
     """Load this rank's part of a model, as rank 0 shows. dtype: torch's name of it. As `load_source` otherwise."""
+    number_type = inference_dtype(source, mesh.device, None if dtype is None else getattr(torch, dtype))
+    if mesh.rank == 0:
+        for note in inference_notes(source, mesh.device, number_type, chosen=dtype is None):
+            complain(note)
     with working(f"loading {source.folder}", shown=mesh.rank == 0):
-        return load_source(source, mesh, getattr(torch, dtype))
+        return load_source(source, mesh, number_type)
 
 
-def load_source(source: ModelSource, mesh: ParallelMesh, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    """Load this rank's part of a model. Collective over the mesh. Raises CheckpointError, DataError."""
+def load_source(source: ModelSource, mesh: ParallelMesh, dtype: torch.dtype | None = None) -> LoadedModel:
+    """Load this rank's part of a model. Collective over the mesh. Raises CheckpointError, DataError.
+
+    dtype: None: as `inference_dtype` chooses.
+    """
+    dtype = inference_dtype(source, mesh.device, dtype)
     tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
     replica = build_model(source.read_shape, mesh, dtype, int8=source.int8)
     fill(replica, open_weights(source), source.folder)

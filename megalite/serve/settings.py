@@ -43,13 +43,14 @@ class ServeSettings:
 class ServePlan:
     """A model and how it is served.
 
-    name: of the model in requests. template: of conversations; None: no chat. dtype: torch's name of it.
-    context_length: the most tokens of prompt and answer; None: the model's positions, at most BatchEngine's default.
+    name: of the model in requests. template: of conversations; None: no chat. dtype: torch's name of it; None: as
+    `inference_dtype` chooses. context_length: the most tokens of prompt and answer; None: the model's positions, at
+    most BatchEngine's default.
     """
 
     source: ModelSource
     settings: ServeSettings
     name: str
     template: ChatTemplate | None
-    dtype: str
+    dtype: str | None
     context_length: int | None = None

@@ -35,6 +35,7 @@ SETTINGS = (
 PROMPT = (
     *("--prompt", "the tensor waits for", "--tokens", "8"),
     *("--temperature", "0.7", "--top-p", "0.9"),
+    *("--dtype", "float32"),
 )
 
 
@@ -84,7 +85,16 @@ def test_a_run_on_an_accelerator_is_the_run_on_the_cpu(job: Job, tmp_path: Path)
     ]
     assert told[0] == told[1]
     (tmp_path / "text.txt").write_text("".join(tiny_corpus(6)))
-    text = ("--data", str(tmp_path / "text.txt"), "--tensor", "2", "--data-parallel", "2")
+    text = (
+        "--data",
+        str(tmp_path / "text.txt"),
+        "--tensor",
+        "2",
+        "--data-parallel",
+        "2",
+        "--dtype",
+        "float32",
+    )
     measured = [
         command(module, "evaluate", str(on_device), *text, record=record)
         for module in ("megalite", "tests.support.standin")

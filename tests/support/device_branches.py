@@ -59,6 +59,14 @@ TESTED = {
         "test_what_cuda_has_no_kernel_for_is_said",
     ): ("ops/packed_attention.py:why_not_packed",),
     (
+        "tests/standin/test_inference_dtype.py",
+        "test_a_model_runs_in_its_own_16_bits_or_in_bfloat16_on_an_accelerator",
+    ): ("generation/inference_dtype.py:inference_dtype",),
+    (
+        "tests/standin/test_inference_dtype.py",
+        "test_a_command_says_what_it_chose",
+    ): ("generation/inference_dtype.py:inference_notes",),
+    (
         "tests/standin/test_parity.py",
         "test_a_job_is_equal_to_the_cpu_to_the_bit",
     ): ("train/optimizer/muon.py:make",),

@@ -1,0 +1,69 @@
+"""The number type in which a model is loaded to generate, serve or evaluate. This file alone chooses it."""
+
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+
+import torch
+
+from megalite.checkpoint.folder import read_manifest
+from megalite.convert.huggingface.files import headers
+from megalite.convert.weight_source import WeightSource
+from megalite.generation.layout_and_memory import CPU_DTYPE
+from megalite.topology.dtypes import NUMBER_TYPES
+from megalite.topology.state import WEIGHT
+
+_LOW_PRECISION = ("bfloat16", "float16")
+_NAMES = {kind.code: kind.name for kind in NUMBER_TYPES if kind.precision}
+
+
+def inference_dtype(
+    source: WeightSource, device: torch.device, asked: torch.dtype | None = None
+) -> torch.dtype:
+    """Return the number type of weights and computation: `asked`, unless the user named none.
+
+    On a CPU the default is float32: a product in low precision is slower there, and numbers do not depend on the
+    checkpoint. On an accelerator it is the weights' own type if that is bfloat16 or float16, else bfloat16: float32
+    takes twice the memory and time of a decode step, and has no tensor cores in prefill. A card without instructions
+    for bfloat16 computes in float32 instead, or in float16 where the weights are float16.
+    """
+    if asked is not None:
+        return asked
+    if device.type == "cpu":
+        return getattr(torch, CPU_DTYPE)  # type: ignore[no-any-return]
+    stored = stored_dtype(source)
+    chosen = stored if stored in _LOW_PRECISION else "bfloat16"
+    if chosen == "bfloat16" and not torch.get_device_module(device).is_bf16_supported(
+        including_emulation=False
+    ):
+        chosen = "float32"
+    return getattr(torch, chosen)  # type: ignore[no-any-return]
+
+
+def stored_dtype(source: WeightSource) -> str:
+    """Return torch's name of the type that most weights on disk have; beside an adapter, that of its base.
+
+    int8 linears count by what is stored beside them. Raises CheckpointError if a file cannot be read.
+    """
+    elements: Counter[str] = Counter()
+    if source.base is None and source.format == "checkpoint":
+        for tensor in read_manifest(source.folder).tensors[WEIGHT].values():
+            elements[tensor.dtype] += prod(tensor.shape)
+    else:
+        for header in headers(source.base or source.folder).values():
+            for entry in header.values():
+                elements[_NAMES.get(entry.dtype, "")] += prod(entry.shape)
+        del elements[""]  # int8 weights, and tables of integers
+    return max(elements, key=lambda name: elements[name], default=CPU_DTYPE)
+
+
+def inference_notes(
+    source: WeightSource, device: torch.device, dtype: torch.dtype, *, chosen: bool
+) -> Iterator[str]:
+    """Yield what a user of an accelerator should know before a model is loaded. chosen: they named no type."""
+    if device.type == "cpu":
+        return
+    name = str(dtype).removeprefix("torch.")
+    if chosen:
+        stored = stored_dtype(source)
+        yield f"note: {source.folder} runs in {name} on {device} (weights: {stored}); --dtype names another type"
