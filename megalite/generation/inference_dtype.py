@@ -30,14 +30,14 @@ def inference_dtype(
     if asked is not None:
         return asked
     if device.type == "cpu":
-        return getattr(torch, CPU_DTYPE)  # type: ignore[no-any-return]
+        return getattr(torch, CPU_DTYPE)
     stored = stored_dtype(source)
     chosen = stored if stored in _LOW_PRECISION else "bfloat16"
     if chosen == "bfloat16" and not torch.get_device_module(device).is_bf16_supported(
         including_emulation=False
     ):
         chosen = "float32"
-    return getattr(torch, chosen)  # type: ignore[no-any-return]
+    return getattr(torch, chosen)
 
 
 def stored_dtype(source: WeightSource) -> str:
@@ -67,3 +67,8 @@ def inference_notes(
     if chosen:
         stored = stored_dtype(source)
         yield f"note: {source.folder} runs in {name} on {device} (weights: {stored}); --dtype names another type"
+    if source.int8:
+        yield (
+            f"warning: {source.folder} has int8 weights, which are dequantised for each product: on an accelerator "
+            "they save memory and cost time; weights in 16 bits are faster where they fit"
+        )

@@ -1,5 +1,6 @@
 """The default number type of a loaded model, by the device and by the type of the weights on disk."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,14 @@ def test_a_card_runs_the_weights_own_16_bits_or_bfloat16(
     assert f"in {str(chosen).removeprefix('torch.')} on cuda:0 (weights: {stored})" in note
     card.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
     assert inference_dtype(source, CARD) == (torch.float16 if stored == "float16" else torch.float32)
+
+
+def test_int8_on_a_card_is_said_to_cost_time(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = replace(weights_of(tmp_path, torch.bfloat16), int8=True)
+    [_, warning] = inference_notes(source, CARD, torch.bfloat16, chosen=True)
+    assert warning.startswith(f"warning: {tmp_path} has int8 weights") and "cost time" in warning
+    assert list(inference_notes(source, CARD, torch.bfloat16, chosen=False)) == [warning]
+    assert not list(inference_notes(source, CPU, torch.float32, chosen=True))
 
 
 def test_what_is_asked_is_used_and_a_cpu_computes_in_float32(
