@@ -240,6 +240,8 @@ def calls(module: Module) -> Iterator[str]:
             yield f"{node.lineno}: torch.load without weights_only=True"
         if keywords.get("trust_remote_code", "False") != "False":
             yield f"{node.lineno}: trust_remote_code"
+        if name.endswith(("new_group", "init_process_group")) and "timeout" not in keywords:
+            yield f"{node.lineno}: {name} without timeout has the limits of torch, not launch.collective_seconds"
 
 
 def torch_free(module: Module) -> Iterator[str]:
@@ -423,6 +425,7 @@ BROKEN = [
     (calls, "checkpoint/load.py", "torch.load(path)"),
     (calls, "checkpoint/load.py", "torch.load(path, weights_only=False)"),
     (calls, "convert/huggingface/export.py", "AutoModel.from_pretrained(path, trust_remote_code=True)"),
+    (calls, "parallel/mesh.py", "dist.new_group([0, 1])"),
     (torch_free, "config/rules/check.py", "def late():\n    import torch"),
     (torch_free, "cli/__init__.py", "from transformers import AutoConfig"),
     (annotated, "data/batches/loader.py", "def load(path) -> None: ..."),
@@ -448,6 +451,7 @@ KEPT = [
     (import_rows, "cli/__init__.py", "from megalite.version import __version__"),
     (sole_owners, "checkpoint/save.py", "import torch.distributed.checkpoint as dcp"),
     (calls, "model/stages.py", "stage.eval()"),
+    (calls, "parallel/mesh.py", "dist.new_group([0, 1], timeout=limit)"),
     (plain_sentences, "data/batches/loader.py", '"""Return the rows of a batch."""'),
     (operators_without_flags, "ops/choice.py", "class Operators:\n    fused: bool = False"),
     (sizes, "config/tables.py", "KEYS = [\n" + '    "key",\n' * (FILE_LINES + 1) + "]"),

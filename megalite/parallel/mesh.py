@@ -70,17 +70,25 @@ class ParallelMesh(RankPlace):
 
     @classmethod
     def over_world(
-        cls, layout: Layout, device: torch.device | str = "cpu", *, sequence_parallel: bool = False
+        cls,
+        layout: Layout,
+        device: torch.device | str = "cpu",
+        *,
+        sequence_parallel: bool = False,
+        collective_seconds: float = COLLECTIVE_SECONDS,
     ) -> "ParallelMesh":
         """Create the process groups of the axes over the default process group; collective over the world.
 
+        collective_seconds: the time limit of a collective in every group, without which torch sets its own.
         Raises ValueError if the layout has another size than the world, LaunchError if two ranks share an accelerator.
         """
         device = torch.device(device)
         rank, world_size = dist.get_rank(), dist.get_world_size()
         if world_size != layout.world_size:
             raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {world_size}")
-        host = None if device.type == "cpu" or world_size == 1 else dist.new_group(backend="gloo")
+        limit = timedelta(seconds=collective_seconds)
+        alone = device.type == "cpu" or world_size == 1
+        host = None if alone else dist.new_group(backend="gloo", timeout=limit)
         if host is not None:
             # Before the first NCCL collective, which on a shared GPU only reports "invalid usage".
             ids: list[Any] = [None] * world_size
@@ -88,13 +96,13 @@ class ParallelMesh(RankPlace):
             require_distinct_accelerators(ids)
         peers = RankPlace(layout, rank).peers
         # Before groups that only some of these ranks have: torch names a group by how many the rank has made.
-        upwards = _join(peers["pp"], rank, "pp") if layout.pipeline > 1 else None
+        upwards = _join(peers["pp"], rank, "pp", limit) if layout.pipeline > 1 else None
         # Roles with the same ranks, and all axes of size 1, share a group: each costs connections and threads, and
         # memory on a GPU.
         joined: dict[tuple[int, ...], RankGroup] = {}
         for name, ranks in peers.items():
             if ranks not in joined:
-                joined[ranks] = _join(ranks, rank, name)
+                joined[ranks] = _join(ranks, rank, name, limit)
         groups = {name: joined[ranks] for name, ranks in peers.items()}
         groups["pp_upwards"] = upwards or groups["pp"]
         return cls(layout, rank, device, groups, sequence_parallel, host)
@@ -313,9 +321,9 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _join(ranks: tuple[int, ...], rank: int, role: str) -> RankGroup:
+def _join(ranks: tuple[int, ...], rank: int, role: str, limit: timedelta) -> RankGroup:
     # Only the members create the group, so the cost does not grow with the world.
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
     return RankGroup(ranks, ranks.index(rank), group, role)
 
 

@@ -136,7 +136,12 @@ class _Rank:
     def _train(self, device: torch.device, inputs: RunInputs | None) -> _Trained:
         """Prepare the inputs, build the TrainStep, resume, write run.toml, and train up to the last checkpoint."""
         info, config, folder, stops = self.info, self.job.config, self.folder, self.stops
-        mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
+        mesh = ParallelMesh.over_world(
+            config.layout,
+            device,
+            sequence_parallel=config.parallel.sequence,
+            collective_seconds=config.launch.collective_seconds,
+        )
         if inputs is None:
             inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
             assert inputs is not None

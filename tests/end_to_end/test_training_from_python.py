@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megalite import Callback, Trainer, load_config
 from megalite.checkpoint.folder import find_latest, read_manifest
@@ -329,3 +330,37 @@ def test_ids_alone_train_and_export_without_a_tokenizer(
     output = capsys.readouterr().out
     assert "has no tokenizer, because the training data has none" in output
     assert output.count("next: megalite generate") == 1  # of the run with a tokenizer
+
+
+class Limits(Callback):
+    """Records the shortest and the longest time limit of this rank's process groups."""
+
+    def on_step_end(self, run: Any, step: Any) -> Mapping[str, float]:
+        groups = torch.distributed.distributed_c10d._world.pg_map
+        backends = [group._get_backend(torch.device("cpu")) for group in groups]
+        seconds = [backend.options._timeout.total_seconds() for backend in backends]
+        return {"groups": len(seconds), "shortest": min(seconds), "longest": max(seconds)}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_every_group_of_a_run_waits_as_long_as_the_setting_says(
+    run_file: Path, tmp_path: Path, stage: int
+) -> None:
+    """Those that DeepSpeed makes too."""
+    engine = {"deepspeed": {"zero_optimization": {"stage": stage}}} if stage else {}
+    result = train(
+        run_file,
+        tmp_path / "run",
+        Limits(),
+        launch={"collective_seconds": 77},
+        parallel={"data": 2},
+        training={"steps": 1},
+        **engine,
+    )
+    seen = [
+        (record["groups"], record["shortest"], record["longest"])
+        for record in result.metrics
+        if "groups" in record
+    ]
+    assert len(seen) == 1 and seen[0][0] >= 2 and seen[0][1:] == (77, 77)

@@ -18,7 +18,13 @@ from megalite.topology.axes import Layout
 # The errors of a rank whose peer died, by name and text, because torch raises most of them as RuntimeError.
 _PEER_EXCEPTIONS = {"DistNetworkError", "DistStoreError", "DistBackendError"}
 _PEER_ERRORS = (ConnectionResetError, ConnectionAbortedError, ConnectionRefusedError, BrokenPipeError)
+_LATE_PEER_MESSAGES = (
+    "timed out waiting",
+    "wait timeout",
+    "collective operation timeout",
+)
 _PEER_MESSAGES = (
+    *_LATE_PEER_MESSAGES,
     "connection closed by peer",
     "connection reset by peer",
     "connection refused",
@@ -28,11 +34,8 @@ _PEER_MESSAGES = (
     "pair closure",
     "socket closed",
     "broken pipe",
-    "timed out waiting",
     "timeout waiting for key",
-    "wait timeout",
     "socket timeout",
-    "collective operation timeout",
     "nccl communicator was aborted",
     "remote process exited or there was a network error",
 )
@@ -45,7 +48,8 @@ _USUAL_SENDERS = {
     signal.SIGBUS: "a full /dev/shm or disk behind mapped memory is the usual cause",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGILL: "a library was built for another processor",
-    signal.SIGABRT: "a library aborted; its message is above",
+    signal.SIGABRT: "a library aborted; its message is above (NCCL's watchdog does so to a collective that took longer "
+    "than launch.collective_seconds)",
 }
 
 
@@ -185,7 +189,7 @@ class FailureFolder:
             os.getpid(),
             progress,
             exception=type(cause).__name__,
-            message=_unconnected(cause) if expected and unconnected else str(cause)[:_LONGEST_TEXT],
+            message=_unconnected(cause) if expected and unconnected else _with_limit(cause)[:_LONGEST_TEXT],
             exit_code=cause.exit_code if isinstance(cause, MegaliteError) else 1,
             secondary=secondary and not unconnected,
             expected=expected,
@@ -277,6 +281,17 @@ def _is_loss_of_peer(error: BaseException) -> bool:
         or bool(names & _PEER_EXCEPTIONS)
         or (isinstance(error, RuntimeError) and any(message in text for message in _PEER_MESSAGES))
     )
+
+
+def _with_limit(error: BaseException) -> str:
+    """Return the message; that of a collective that another rank did not join in time names the setting first."""
+    text = str(error)
+    # Generation and evaluation have no such setting.
+    if progress.phase == Activity.INFERENCE.value or not _is_loss_of_peer(error):
+        return text
+    if not any(message in text.lower() for message in _LATE_PEER_MESSAGES):
+        return text
+    return f"another rank did not join a collective within launch.collective_seconds: {text}"
 
 
 def _describe_exit(exit_code: int) -> str:

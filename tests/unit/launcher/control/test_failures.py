@@ -1,6 +1,7 @@
 """Which of several failures is the cause, for the exceptions that torch and the pipeline are known to raise."""
 
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -83,6 +84,20 @@ def test_the_loss_of_a_peer_is_secondary(folder, info, error):
 )
 def test_everything_else_is_a_cause(folder, info, error):
     assert not report_of(folder, info, error).secondary
+
+
+def test_a_peer_that_comes_too_late_is_told_with_the_setting(folder, info):
+    said = "RuntimeError: another rank did not join a collective within launch.collective_seconds: "
+    assert report_of(folder, info, RuntimeError(TIMEOUT)).headline == said + TIMEOUT
+    assert "launch." not in report_of(folder, info, RuntimeError(CLOSED)).headline
+    assert "launch." not in report_of(folder, info, ValueError("timed out waiting for the corpus")).headline
+    progress.begin(Activity.INFERENCE)  # generation has no such setting
+    assert "launch." not in report_of(folder, info, RuntimeError(TIMEOUT)).headline
+
+
+def test_an_abort_is_told_with_the_setting_by_which_nccl_aborts(folder, info):
+    report = folder.of_exit(info, 1, -signal.SIGABRT, 0.0, progress)
+    assert "SIGABRT" in report.headline and "launch.collective_seconds" in report.headline
 
 
 def test_the_wrapping_of_a_lost_peer_is_secondary(folder, info):
