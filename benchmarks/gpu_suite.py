@@ -1,31 +1,36 @@
 """Everything a GPU has to show, in one command of less than ten minutes.
 
     python -m benchmarks.gpu_suite                    # on a machine with a GPU
+    python -m benchmarks.gpu_suite --seconds 300      # in less time: the first parts
     python -m benchmarks.gpu_suite --sanitize         # compute-sanitizer over tiny shapes, nothing else
     python -m benchmarks.gpu_suite --device cpu       # the parts that need no GPU, in small
+    python -m benchmarks.gpu_suite --read A.json B.json  # bring reports of other machines into the repository
     python -m benchmarks.gpu_suite --skeleton         # benchmarks/results/gpu.md with nothing measured
 
 Builds the compiled operators where none fit, which takes minutes of its own, then runs these parts, each in a
-process of its own with a time limit:
+process of its own with a time limit, those that tell most first:
 smoke: `megalite train` with validation and checkpoints, resume, inspect, export and generate, on one card, in plain
-torch.
-ranks: layouts of several cards over NCCL, whose losses must be those of one rank; left out where there is one card.
-selftest: `megalite selftest`. fused: training with the operators that it chose, beside plain torch.
-checks: each operator against float64, over poisoned memory and repeated.
-ceilings: what copies and matrix products reach. times: each operator beside its peers, as a share of that.
-training: some steps of a Llama of 1.1 billion parameters. scaling: the 3D job over 1 to 16 CPU ranks.
+torch. ceilings: what copies and matrix products reach. training: some steps of a Llama of 1.1 billion parameters, in
+plain torch and with the operators that prove themselves, and the kernels of a step. decoding: its generation, beside
+transformers. ranks: layouts of several cards over NCCL, whose losses must be those of one rank; left out where there is
+one card. selftest: `megalite selftest`. checks: each operator against float64, over poisoned memory and repeated.
+times: each operator beside its peers, as a share of a ceiling. fused: training with the operators that the self-test
+chose, beside plain torch. scaling: the 3D job over 1 to 16 CPU ranks.
 
-Needs no network. Writes the tables into benchmarks/results after each part, unless a part was left out on the command
-line. A part that fails, crashes or runs past its limit is told with its reason, keeps the rows that it had, and the
-others go on; the exit code is 1 then, and 2 where there is no GPU.
+Needs no network, and no package that a part does not use: a part whose packages are missing is left out, and the report
+says which to carry. Writes the report into --results after each part, unless a part was left out on the command line. A
+part that fails, crashes or runs past its limit is told with its reason, keeps the rows that it had, and the others go
+on; the exit code is 1 then, and 2 where there is no GPU.
 
 Attention's forward is that for Hopper where the chip is one; a row of its own has the one for every chip, which
 MEGALITE_NO_HOPPER=1 chooses in any run.
 """
 
 import argparse
+import importlib.util
 import json
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -34,16 +39,18 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.jobs import count_cards, hidden_from_ranks
-from benchmarks.gpu.tables import NOT_MEASURED, markdown
+from benchmarks.gpu.tables import NOT_MEASURED, markdown, with_summary
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"
 BUDGET_SECONDS, LEAST_SECONDS = 560, 5
+PERFORMANCE = ROOT / "docs" / "performance.md"
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 Row = dict[str, Any]
 
@@ -58,6 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, help="only these")
     parser.add_argument("--operators", metavar="REGEX", default="", help="only those with such a name")
     parser.add_argument("--sanitize", action="store_true", help="compute-sanitizer over the checks")
+    parser.add_argument(
+        "--seconds", type=float, default=BUDGET_SECONDS, help=f"for all parts together ({BUDGET_SECONDS})"
+    )
+    parser.add_argument("--read", nargs="+", type=Path, metavar="FILE", help="reports, the later ones count")
     parser.add_argument("--skeleton", action="store_true", help="write the tables with nothing measured")
     parser.add_argument(
         "--results", type=Path, metavar="FOLDER", help=f"default: {RESULTS.relative_to(ROOT)}"
@@ -69,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return perform(options.part[0], Path(options.part[1]), options)
     if options.skeleton:
         (options.results or RESULTS).joinpath("gpu.md").write_text(markdown({}))
+        return 0
+    if options.read:
+        write(joined([json.loads(path.read_text()) for path in options.read]), RESULTS)
         return 0
     import torch
 
@@ -130,15 +144,19 @@ def facts(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Ro
         subprocess.run(command, cwd=ROOT, check=False)
         extension.built.cache_clear()
         extension.load.cache_clear()
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:  # no git
+        commit = ""
     found: Row = {
         "chip": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
         "cards": count_cards(options.device),
         "torch": torch.__version__,
         "built": extension.why_not(options.device) or extension.built().said,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit or "unknown",
+        "python": platform.python_version(),
+        "missing": missing(),
     }
     if options.device == "cuda":
         found |= {"cuda": torch.version.cuda, "hip": torch.version.hip, "apex": apex.modules()}
@@ -248,31 +266,48 @@ def _limits(report: Mapping[str, Any]) -> dict[str, float]:
     return {row["ceiling"]: row["per_second"] for row in report.get("ceilings", [])}
 
 
-class Part:
-    """Rows from what the parts before gave; seconds: its limit. on_cpu: whether it has something to show there."""
+# Modules that a rented machine with torch may lack -> the package that has each. DeepSpeed is not among them: one card
+# needs it for ZeRO alone.
+PACKAGES = {
+    "pydantic": "pydantic",
+    "transformers": "transformers",
+    "safetensors": "safetensors",
+    "rich": "rich",
+}
 
-    def __init__(
-        self,
-        rows: Callable[[Mapping[str, Any], argparse.Namespace], Iterator[Row]],
-        seconds: float,
-        on_cpu: bool = False,
-    ):
-        self.rows, self.seconds, self.on_cpu = rows, seconds, on_cpu
+
+def missing() -> list[str]:
+    """Return the packages of PACKAGES that are not installed here."""
+    return [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows from what the parts before gave; seconds: its limit. on_cpu: whether it has something to show there.
+
+    needs: the modules of PACKAGES without which it is left out.
+    """
+
+    rows: Callable[[Mapping[str, Any], argparse.Namespace], Iterator[Row]]
+    seconds: float
+    on_cpu: bool = False
+    needs: tuple[str, ...] = ()
 
 
 # Before the clock starts: the library may have to be built.
 FACTS = Part(facts, 900)
+_COMMANDS = ("pydantic", "rich", "safetensors")
 PARTS: dict[str, Part] = {
-    "smoke": Part(smoke, 120, on_cpu=True),
-    "ranks": Part(ranks, 150, on_cpu=True),
-    "selftest": Part(selftest, 150, on_cpu=True),
-    "fused": Part(fused, 120, on_cpu=True),
-    "checks": Part(checks, 120, on_cpu=True),
-    "ceilings": Part(ceilings, 60),
-    "times": Part(times, 200),
-    "training": Part(training, 150, on_cpu=True),
-    "decoding": Part(decoding, 60),
-    "scaling": Part(scaling, 90),
+    "smoke": Part(smoke, 75, on_cpu=True, needs=(*_COMMANDS, "transformers")),
+    "ceilings": Part(ceilings, 30),
+    "training": Part(training, 110, on_cpu=True, needs=("pydantic", "safetensors")),
+    "decoding": Part(decoding, 60, needs=("pydantic", "safetensors", "transformers")),
+    "ranks": Part(ranks, 150, on_cpu=True, needs=_COMMANDS),
+    "selftest": Part(selftest, 75, on_cpu=True, needs=_COMMANDS),
+    "checks": Part(checks, 75, on_cpu=True),
+    "times": Part(times, 150),
+    "fused": Part(fused, 120, on_cpu=True, needs=_COMMANDS),
+    "scaling": Part(scaling, 90, needs=("pydantic", "safetensors")),
 }
 
 
@@ -296,17 +331,51 @@ def run(parts: Sequence[str], options: argparse.Namespace, results: Path | None)
         started = time.monotonic()
         for name in parts:
             (here / "report.json").write_text(json.dumps(report))
-            left = started + BUDGET_SECONDS - time.monotonic()
-            seconds, rows, failed = _run_part(name, here, min(PARTS[name].seconds, left), options)
+            left = started + options.seconds - time.monotonic()
+            left_out = _left_out(PARTS[name], report.get("missing", []), left)
+            seconds, rows, failed = 0, [], ""
+            if not left_out:
+                seconds, rows, failed = _run_part(name, here, min(PARTS[name].seconds, left), options)
             report[name] = rows
-            report["parts"].append({"part": name, "seconds": seconds, "failed": failed})
+            part = {"part": name, "seconds": seconds, "failed": failed, "left_out": left_out}
+            report["parts"].append(part | {"commit": report.get("commit", "unknown")})
             report["seconds"] = round(time.monotonic() - started)
             if failed:
                 report["failed"][name] = failed
-            print(f"{name}: {seconds} s{', FAILED: ' if failed else ''}{failed}", file=sys.stderr, flush=True)
+            ending = f", FAILED: {failed}" if failed else f", left out: {left_out}" if left_out else ""
+            print(f"{name}: {seconds} s{ending}", file=sys.stderr, flush=True)
             if results is not None:
                 write(report, results)
     return report
+
+
+def _left_out(part: Part, lacking: Sequence[str], seconds: float) -> str:
+    """Why a part does not run, or nothing."""
+    if needed := [PACKAGES[module] for module in part.needs if PACKAGES[module] in lacking]:
+        wheels = "pip download --only-binary=:all: --python-version, on a machine with a network"
+        return f"needs {', '.join(needed)}, which is not installed here (carry wheels: {wheels})"
+    return "the suite's time was over" if seconds < LEAST_SECONDS else ""
+
+
+def joined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One report of several on the same chip: of each part the last report that has rows of it.
+
+    Raises ValueError where the chips are different.
+    """
+    if len(chips := {report["chip"] for report in reports}) > 1:
+        raise ValueError(f"the reports are of different chips: {', '.join(sorted(chips))}")
+    whole: dict[str, Any] = dict(reports[-1]) | {"parts": [], "failed": {}}
+    whole["seconds"] = sum(report["seconds"] for report in reports)
+    for name in PARTS:
+        for report in reversed(reports):
+            if rows := report.get(name):
+                [part] = [each for each in report["parts"] if each["part"] == name]
+                whole[name] = rows
+                whole["parts"].append({"commit": report["commit"], **part})
+                if part["failed"]:
+                    whole["failed"][name] = part["failed"]
+                break
+    return whole
 
 
 def _run_part(
@@ -329,8 +398,6 @@ def command_of(name: str, file: Path, options: argparse.Namespace) -> list[str]:
 
 def _wait_for(command: Sequence[str], seconds: float, device: str) -> str:
     """Run a part in a process group of its own; why it did not end by itself, or nothing."""
-    if seconds < LEAST_SECONDS:
-        return f"left out: the suite's {BUDGET_SECONDS} s were over"
     environment = hidden_from_ranks(device) | {"PYTHONUNBUFFERED": "1"}
     # Its output goes beside ours as it comes: what a part that hangs said last is read by a person.
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=2, start_new_session=True) as process:
@@ -393,6 +460,8 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
     path = folder / f"{report['date']}-gpu-suite-{chip}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     (folder / "gpu.md").write_text(markdown(report))
+    if folder == RESULTS:
+        PERFORMANCE.write_text(with_summary(PERFORMANCE.read_text(), report))
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         ("Ceilings", _ceilings_table(report)),
         ("Times, as shares of the ceiling", _times_table(report)),
         ("Training a Llama of 1.1 billion parameters, bf16, 2048 tokens a sequence", _training_table(report)),
+        ("The kernels of a training step that take longest", _profile_table(report)),
+        ("Generation of that model, bf16", _decoding_table(report)),
         ("The 3D job over CPU ranks", _scaling_table(report)),
     ):
         lines += ["", f"## {title}", "", *table]
@@ -58,11 +60,13 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def _parts_table(report: Mapping[str, Any]) -> list[str]:
-    rows = [
-        [row["part"], "FAILED" if row["failed"] else "done", row["seconds"], row["failed"]]
-        for row in report.get("parts", [])
-    ]
-    return _table(["part", "result", "seconds", "reason"], rows or [[NOT_MEASURED] * 4])
+    rows = []
+    for row in report.get("parts", []):
+        left_out = row.get("left_out", "")
+        result = "FAILED" if row["failed"] else "left out" if left_out else "done"
+        commit = row.get("commit", report.get("commit", "unknown"))[:12]
+        rows.append([row["part"], result, row["seconds"], commit, row["failed"] or left_out])
+    return _table(["part", "result", "seconds", "commit", "reason"], rows or [[NOT_MEASURED] * 5])
 
 
 def _steps_table(report: Mapping[str, Any], part: str) -> list[str]:
@@ -129,7 +133,7 @@ def _times_table(report: Mapping[str, Any]) -> list[str]:
 
 def _training_table(report: Mapping[str, Any]) -> list[str]:
     keys = {
-        "kernels": "model.kernels",
+        "kernels": "kernels",
         "step_seconds": "step, s",
         "tokens_per_second": "tokens/s",
         "mfu": "MFU (data sheet)",
@@ -137,10 +141,40 @@ def _training_table(report: Mapping[str, Any]) -> list[str]:
         "peak_memory_gib": "peak GiB",
         "last_loss": "last loss",
     }
-    rows = report.get("training") or [{"kernels": each} for each in ("reference", "auto")]
+    rows = report.get("training") or [{"kernels": each} for each in ("reference", "auto", "torch.compile")]
     return _table(
         [*keys.values()], [[row.get(key, row.get("failed", NOT_MEASURED)) for key in keys] for row in rows]
     )
+
+
+def _profile_table(report: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [row["kernels"], each["kernel"], each["ms"], each["launches"]]
+        for row in report.get("training", [])
+        for each in row.get("profile", [])
+    ]
+    return _table(["kernels", "kernel", "ms a step", "launches"], rows or [[NOT_MEASURED] * 4])
+
+
+def _decoding_table(report: Mapping[str, Any]) -> list[str]:
+    rows = []
+    for row in report.get("decoding", []):
+        whole = row.get("profile", [{}])[0]
+        figures = [row["ms"], row["tokens_per_second"], whole.get("ms", ""), whole.get("launches", "")]
+        rows.append([row["way"], row["requests"], row["sampling"], *figures])
+    headings = ["way", "requests", "sampling", "ms a step", "tokens/s", "device ms", "launches"]
+    return _table(headings, rows or [[NOT_MEASURED] * len(headings)])
+
+
+BEGINNING, END = "<!-- gpu_suite: begin -->", "<!-- gpu_suite: end -->"
+
+
+def with_summary(page: str, report: Mapping[str, Any]) -> str:
+    """Return the page with the report's training and generation between BEGINNING and END."""
+    before, _, rest = page.partition(BEGINNING)
+    facts = f"{report['date']}, {report['chip']}, torch {report['torch']}, one card, bf16:"
+    lines = [BEGINNING, facts, "", *_training_table(report), "", *_decoding_table(report), END]
+    return before + "\n".join(lines) + rest.partition(END)[2]
 
 
 def _scaling_table(report: Mapping[str, Any]) -> list[str]:

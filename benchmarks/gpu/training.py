@@ -32,7 +32,12 @@ MODEL = {
 TINY = MODEL | {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 SEQUENCE_LENGTH, SEQUENCES, MICRO_BATCHES, STEPS, WARM_UP = 2048, 8, 2, 10, 3
-KERNELS = ("reference", "auto")
+# Name of a row -> its settings.
+KERNELS: dict[str, dict[str, str]] = {
+    "reference": {"model.kernels": "reference"},
+    "auto": {"model.kernels": "auto"},
+    "torch.compile": {"model.kernels": "reference", "training.compile": "true"},
+}
 PROFILED = 12
 """Lines of the profile that a row keeps."""
 # Ranks -> layout: an axis more each time, then more of each.
@@ -56,7 +61,7 @@ def _write_tokens(prefix: Path, count: int, vocab_size: int) -> None:
 
 
 def train(kernels: str, *, device: str, product: float | None, tiny: bool = False) -> dict[str, Any]:
-    """A few steps of the Trainer with `model.kernels` so set; one row. product: measured FLOP/s of bf16 products."""
+    """A few steps of the Trainer with these settings of KERNELS; one row. product: measured FLOP/s of bf16 products."""
     from megalite.config.load import load_run
     from megalite.data.batches.blend import SampleOrder
     from megalite.data.batches.loader import BatchShare, StepLoader
@@ -67,15 +72,18 @@ def train(kernels: str, *, device: str, product: float | None, tiny: bool = Fals
 
     model = TINY if tiny else MODEL
     sequence, sequences, steps = (32, 2, 3) if tiny else (SEQUENCE_LENGTH, SEQUENCES, STEPS)
-    values: dict[str, Any] = {f"model.{name}": value for name, value in model.items()} | {
-        "model.kernels": kernels,
-        "training.steps": steps,
-        "training.precision": "bf16",
-        "training.sequence_length": sequence,
-        "training.micro_batch_size": sequences,
-        "training.micro_batches": MICRO_BATCHES,
-        "tokenizer.path": "none is needed",
-    }
+    values: dict[str, Any] = (
+        {f"model.{name}": value for name, value in model.items()}
+        | KERNELS[kernels]
+        | {
+            "training.steps": steps,
+            "training.precision": "bf16",
+            "training.sequence_length": sequence,
+            "training.micro_batch_size": sequences,
+            "training.micro_batches": MICRO_BATCHES,
+            "tokenizer.path": "none is needed",
+        }
+    )
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "tokens"
         _write_tokens(prefix, steps * sequences * MICRO_BATCHES * (sequence + 1) + 1, model["vocab_size"])
