@@ -23,7 +23,7 @@ from megalite.monitor.console import complain
 from megalite.monitor.work import working
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
-from megalite.selftest.decide import choose_kernels
+from megalite.selftest.decide import kernels_without_training
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 
@@ -92,13 +92,12 @@ def load(
 def build_model(
     shape: ModelShape, mesh: ParallelMesh, dtype: torch.dtype = torch.float32, *, int8: bool = False
 ) -> Replica:
-    """Return this rank's part of a model without weights, ready to be loaded and to generate.
+    """Return this rank's part of a model without weights, ready to be loaded and to generate. Collective.
 
     int8: with linears of int8 weights.
     """
     split = pipeline_split(shape.num_hidden_layers, mesh.pp.size)
-    # Without the self-test of a card: there torch computes.
-    operators = choose_kernels("auto", mesh.device.type).operators
+    operators = kernels_without_training(shape, dtype, mesh).operators
     options = ModelOptions(dtype=dtype, operators=operators)
     return build_replica(shape, mesh, split, options, seed=None, int8=int8)
 

@@ -1,7 +1,7 @@
 """The operators that a run uses on its device, with the reason: by `model.kernels` and the self-tests of its card."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,12 +23,21 @@ FIRST_RUN_SECONDS = 300.0
 
 def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Workload:
     """Return the workload of a run's rank with the largest shards."""
-    model, tensor = config.model, config.layout.tensor
+    return replace(
+        _workload_of_model(shape, dtype, config.layout.tensor),
+        rows=config.batch.micro_batch_size,
+        sequence=config.training.sequence_length,
+        documents=config.data.masks_documents,
+        dropout=config.model.attention_dropout > 0,
+    )
+
+
+def _workload_of_model(shape: ModelShape, dtype: torch.dtype, tensor: int) -> Workload:
+    """Return the workload of one token. tensor: the size of the tensor parallel axis."""
     windows = {shape.window_of(layer) for layer in range(shape.num_hidden_layers)}
     return Workload(
         dtype=dtype,
-        rows=config.batch.micro_batch_size,
-        sequence=config.training.sequence_length,
+        sequence=1,
         hidden_size=shape.hidden_size,
         intermediate_size=-(-shape.intermediate_size // tensor),
         heads=max(1, shape.num_attention_heads // tensor),
@@ -41,8 +50,6 @@ def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Wor
         rotary=shape.position_embedding == "rope",
         full_attention=None in windows,
         window=shape.sliding_window if windows != {None} else None,
-        documents=config.data.masks_documents,
-        dropout=model.attention_dropout > 0,
         softcap=shape.attn_logit_softcapping is not None,
     )
 
@@ -152,14 +159,43 @@ def agreed_kernels(
     The ranks that lead a node test what was not tested on its cards, while the others wait. An operator that one
     machine does not trust is used on none. Raises ConfigError, on every rank, as `choose_kernels` does.
     """
-    together, note = None, ""
+    choices, note = None, ""
     if needs_choices(config, mesh.device):
-        choices = None
         if leads_node:
             choices, note = proved_choices(workload_of(config, shape, dtype), mesh.device)
-        gathered = mesh.gather_objects((trust.machine(mesh.device), choices))
-        together = mesh.broadcast_object(combined(gathered) if gathered is not None else None)
-    return choose_kernels(config.model.kernels, mesh.device.type, together), note
+        choices = _agreed(choices, mesh)
+    return choose_kernels(config.model.kernels, mesh.device.type, choices), note
+
+
+def _agreed(
+    choices: dict[str, OperatorChoice] | None, mesh: ParallelMesh
+) -> dict[str, OperatorChoice] | None:
+    """Return the choices of all ranks, combined; collective."""
+    gathered = mesh.gather_objects((trust.machine(mesh.device), choices))
+    together: dict[str, OperatorChoice] | None = mesh.broadcast_object(
+        combined(gathered) if gathered is not None else None
+    )
+    return together
+
+
+# Attention is left to torch: the self-test compares it without a key-value cache.
+_GENERATES = ("norm", "add_norm", "rotary", "glu", "bias_gelu")
+
+
+def kernels_without_training(shape: ModelShape, dtype: torch.dtype, mesh: ParallelMesh) -> KernelChoice:
+    """Return the operators for generation and evaluation, the same on all ranks; collective.
+
+    On an accelerator they follow from the results that `megalite selftest` or a training run has stored for this card
+    and a model of these sizes, whatever the number of tokens; nothing is tested now.
+    """
+    if not trust.needs_proof(mesh.device.type):
+        return choose_kernels("auto", mesh.device.type)
+    findings = trust.read(trust.machine(mesh.device))
+    cases = _run_cases(_workload_of_model(shape, dtype, mesh.tp.size))
+    choices = choices_of(
+        [case for case in cases if case.entry.operator in _GENERATES], findings, any_tokens=True
+    )
+    return choose_kernels("auto", mesh.device.type, _agreed(choices, mesh))
 
 
 def needs_choices(config: RunConfig, device: torch.device) -> bool:
@@ -176,13 +212,22 @@ def untested(cases: Sequence[Case], findings: Findings) -> list[Case]:
     ]
 
 
-def choices_of(cases: Sequence[Case], findings: Findings) -> dict[str, OperatorChoice]:
-    """Return the chosen implementation of each operator that has cases."""
+def choices_of(
+    cases: Sequence[Case], findings: Findings, *, any_tokens: bool = False
+) -> dict[str, OperatorChoice]:
+    """Return the chosen implementation of each operator that has cases.
+
+    any_tokens: a case stands for all that were tested with another number of tokens.
+    """
     choices = {}
     for operator in SLOTS:
         if own := [case for case in cases if case.entry.operator == operator]:
             names = [*dict.fromkeys(name for case in own for name in case.entry.candidates)]
-            choices[operator] = trust.choose([case.key for case in own], names, findings.get(operator, {}))
+            tested = findings.get(operator, {})
+            keys = [
+                key for case in own for key in (any_tokens and [*filter(case.covers, tested)]) or [case.key]
+            ]
+            choices[operator] = trust.choose(keys, names, tested)
     return choices
 
 

@@ -133,6 +133,14 @@ class Case:
         sizes = "x".join(map(str, self.shapes[0])) if self.own else "odd sizes"
         return f"{self.entry.name}, {str(self.dtype).removeprefix('torch.')}, {sizes}"
 
+    def covers(self, key: str) -> bool:
+        """Return whether a key is of this case, with any tokens: the first size, or the first two."""
+        if not self.own:
+            return key == self.key
+        (name, _, own), (other_name, _, other) = self.key.rpartition(", "), key.rpartition(", ")
+        tokens = 1 if len(self.shapes[0]) == 2 else 2
+        return name == other_name and own.split("x")[tokens:] == other.split("x")[tokens:]
+
 
 def cases_of(entries: Sequence[Entry], workload: Workload) -> list[Case]:
     """Return the cases that a run needs proved: the entries that it uses, on its own shapes and on odd sizes."""
