@@ -15,7 +15,7 @@ from megalite.parallel.schedule import StageSchedule
 from megalite.parallel.step_batch import EVALUATION, TRAINING, ForwardMode, StepBatch
 from megalite.topology.schedule_timeline import orders_of
 from megalite.topology.stages import PipelineSplit
-from megalite.topology.transfers import scheduled_actions
+from megalite.topology.transfers import stage_programs
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class PipelineRunner:
         # With one stage every other schedule would only keep more activations.
         name = shapes.schedule if split.stages > 1 else "1f1b"
         orders = orders_of(name, split.stages, shapes.micro_batches, split.chunks_per_stage)
-        self._stage = StageSchedule(scheduled_actions(orders, split, mesh.at.pp), mesh)
+        self._stage = StageSchedule(stage_programs(orders, split)[mesh.at.pp], mesh)
 
     def forward_backward(self, batch: StepBatch, weight: Tensor, loss_scale: float = 1.0) -> Tensor:
         """Return this rank's shares of the step's loss and of the objective's figures, [1 + figures] float64; those of

@@ -1,10 +1,10 @@
 """Runs one stage's part of a pipeline schedule: the actions of topology.schedules and the transfers between stages.
 
-Receives start before they are needed, and a send is never waited for while anything is left to compute. A split
+Transfers start in the order of topology.transfers, and no send is waited for while anything is left to compute. A split
 backward is a whole one that leaves the weight gradients to W (Qi et al. 2023, "Zero Bubble Pipeline Parallelism").
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from megalite.launcher.control.progress import progress
 from megalite.parallel.gradient_sums import deferred_weight_gradients
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.schedules import BACKWARD, FORWARD, INPUT, WEIGHT, Action
-from megalite.topology.transfers import Message, ScheduledAction, Transfer
+from megalite.topology.transfers import Message, ScheduledAction, StageProgram, Transfer
 
 # (chunk, micro batch, hidden states, or None for the first chunk) -> hidden states; the last chunk: its loss, a scalar.
 RunChunk = Callable[[int, int, Tensor | None], Tensor]
@@ -24,15 +24,12 @@ RunChunk = Callable[[int, int, Tensor | None], Tensor]
 class StageSchedule:
     """One stage's actions of a step, in their order. Making one is collective over the stages."""
 
-    def __init__(self, actions: Sequence[ScheduledAction], mesh: ParallelMesh):
-        self._actions, self._mesh = actions, mesh
+    def __init__(self, program: StageProgram, mesh: ParallelMesh):
+        self._program, self._mesh = program, mesh
+        actions = [step.action for step in program if isinstance(step, ScheduledAction)]
         # Chunk -> the last action that adds to its weights' gradients.
-        self._last = {
-            scheduled.action.chunk: scheduled.action
-            for scheduled in actions
-            if scheduled.action.kind in (BACKWARD, WEIGHT)
-        }
-        _connect(actions, mesh)
+        self._last = {action.chunk: action for action in actions if action.kind in (BACKWARD, WEIGHT)}
+        _connect(program, mesh)
 
     def completes_in_backward(self, chunk: int, micro_batch: int) -> bool:
         """Return whether the unsplit backward of this micro batch completes the gradients of the chunk's weights."""
@@ -45,64 +42,60 @@ class StageSchedule:
         hidden: a tensor of the shape, type and device of the hidden states between chunks; its values are not used.
         complete: called with each chunk once the gradients of its weights are complete.
         """
-        step = _Step(self._actions, _Transfers(self._mesh, hidden), run_chunk)
+        step = _Step(self._program, _Transfers(self._mesh, hidden), run_chunk)
         for action in step.run():
             if action == self._last[action.chunk]:
                 complete(action.chunk)
 
 
-def _connect(actions: Sequence[ScheduledAction], mesh: ParallelMesh) -> None:
+def _connect(program: StageProgram, mesh: ParallelMesh) -> None:
     """Send a number along each way of the messages, in one order on all stages.
 
     NCCL connects two ranks at their first message, for which both wait; in the order of the schedule, two stages could
     each wait for another connection.
     """
-    here = mesh.at.pp
-    sources = {(transfer.stage, here) for each in actions for transfer in each.starts}
-    targets = {(here, each.gives.stage) for each in actions if each.gives is not None}
-    for source, target in sorted(sources | targets - {(here, here)}):
+    for source, target in sorted(
+        {(step.source, step.target) for step in program if isinstance(step, Transfer)}
+    ):
         group, number = _group(mesh, source, target), torch.zeros(1, device=mesh.device)
-        start, peer = (dist.isend, target) if source == here else (dist.irecv, source)
+        start, peer = (dist.isend, target) if source == mesh.at.pp else (dist.irecv, source)
         _finish(start(number, group.ranks[peer], group.group))
 
 
 class _Step:
-    """The state of one step: what waits for its backward, its W, or the neighbouring chunk on this stage."""
+    """The state of one step: what waits for its backward, its W, its transfer or the next chunk on this stage."""
 
-    def __init__(self, actions: Sequence[ScheduledAction], transfers: "_Transfers", run_chunk: RunChunk):
-        self._actions, self._transfers, self._run_chunk = actions, transfers, run_chunk
+    def __init__(self, program: StageProgram, transfers: "_Transfers", run_chunk: RunChunk):
+        self._program, self._transfers, self._run_chunk = program, transfers, run_chunk
         # (chunk, micro batch) -> the hidden states that entered, and where the gradient enters the graph.
         self._graphs: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | Tensor]] = {}
         self._weight_gradients: dict[tuple[int, int], list[Callable[[], None]]] = {}
-        self._local: dict[Message, Tensor] = {}
+        self._made: dict[Message, Tensor] = {}
 
     def run(self) -> Iterator[Action]:
         """Yield each action once it is computed."""
-        for scheduled in self._actions:
-            for transfer in scheduled.starts:
-                self._transfers.receive(transfer)
-            made = self._compute(scheduled.action, self._needed(scheduled))
-            if scheduled.gives is not None and made is not None:
-                self._give(scheduled.gives, made)
-            yield scheduled.action
+        for step in self._program:
+            if isinstance(step, ScheduledAction):
+                made = self._compute(step.action, self._needed(step))
+                if step.gives is not None and made is not None:
+                    self._made[step.gives] = made
+                yield step.action
+            elif step.target == self._transfers.stage:
+                self._transfers.receive(step)
+            else:
+                self._transfers.send(step, self._made.pop(step.message))
         self._transfers.finish()
 
     def _needed(self, scheduled: ScheduledAction) -> Tensor | None:
         message = scheduled.needs
         if message is None:
             return None
-        if message in self._local:
-            return self._local.pop(message)
+        if message in self._made:
+            return self._made.pop(message)
         values = self._transfers.wait(message)
         for message in scheduled.arrived:
             self._transfers.arrived(message)
         return values
-
-    def _give(self, transfer: Transfer, values: Tensor) -> None:
-        if transfer.stage == self._transfers.stage:
-            self._local[transfer.message] = values
-        else:
-            self._transfers.send(transfer, values)
 
     def _compute(self, action: Action, needed: Tensor | None) -> Tensor | None:
         """Run an action; return the hidden states or the gradient for the neighbouring chunk, if it makes any."""
@@ -149,16 +142,16 @@ class _Transfers:
     def receive(self, transfer: Transfer) -> None:
         """Start to receive a message."""
         values = torch.empty_like(self._hidden, memory_format=torch.contiguous_format)
-        group = _group(self._mesh, transfer.stage, self.stage)
-        source = group.ranks[transfer.stage]
+        group = _group(self._mesh, transfer.source, self.stage)
+        source = group.ranks[transfer.source]
         work = dist.irecv(values, source, group.group, tag=_tag(transfer.message))
         self._coming[transfer.message] = values, work
 
     def send(self, transfer: Transfer, values: Tensor) -> None:
         """Start to send a message; `values` are kept until it has arrived."""
         values = values.contiguous()
-        group = _group(self._mesh, self.stage, transfer.stage)
-        target = group.ranks[transfer.stage]
+        group = _group(self._mesh, self.stage, transfer.target)
+        target = group.ranks[transfer.target]
         work = dist.isend(values, target, group.group, tag=_tag(transfer.message))
         self._going[transfer.message] = values, work
 
