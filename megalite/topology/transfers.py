@@ -52,7 +52,7 @@ class ScheduledAction:
     arrived: tuple[Message, ...]
 
 
-# What a stage does in a step, in order.
+# The actions and transfers of a stage in a step, in the order in which it issues them.
 StageProgram = tuple[ScheduledAction | Transfer, ...]
 
 
