@@ -39,13 +39,18 @@ class GradientBuckets:
         chunks: Mapping[int, Sequence[nn.Module]],
         copies: Mapping[nn.Parameter, RankGroup],
         late: Collection[nn.Parameter],
+        *,
+        bucket_bytes: int = 0,
+        dtype: torch.dtype | None = None,
     ):
         """
         chunks: chunk -> its layers in forward order; a layer's first argument is its hidden states.
         copies: parameter of the rank -> the ranks with the same shard. late: the parameters that other ranks' parts are
-        added to before `finish`.
+        added to before `finish`. bucket_bytes: of the weights of a bucket, at least; 0: about DDP's.
+        dtype: the type in which gradients are summed; by default their own.
         """
-        self._copies = copies
+        self._copies, self._dtype = copies, dtype
+        self._bucket_bytes = bucket_bytes or _BUCKET_BYTES
         self._watched = False
         self._pending: list[Pending] = []
         self._started: set[_Bucket] = set()
@@ -69,7 +74,8 @@ class GradientBuckets:
     def finish(self) -> None:
         """Start the sums of all other gradients, and wait for all sums. Collective over the copies."""
         begun = {id(tensor) for bucket in self._started for tensor in bucket.tensors}
-        self._pending += start_sums([each for each in self._copies if id(each) not in begun], self._copies)
+        rest = [each for each in self._copies if id(each) not in begun]
+        self._pending += start_sums(rest, self._copies, self._dtype)
         for finish in self._pending:
             finish()
         self._pending.clear()
@@ -80,7 +86,7 @@ class GradientBuckets:
         gathered: list[nn.Parameter] = []
         for layer in reversed(layers):
             gathered += [each for each in layer.parameters() if id(each) not in kept_back]
-            full = sum(each.numel() * each.element_size() for each in gathered) >= _BUCKET_BYTES
+            full = sum(each.numel() * each.element_size() for each in gathered) >= self._bucket_bytes
             if gathered and (full or layer is layers[0]):
                 bucket = _Bucket(tuple(gathered))
                 layer.register_forward_pre_hook(partial(self._enter, bucket))
@@ -97,12 +103,19 @@ class GradientBuckets:
     def _start(self, bucket: _Bucket) -> None:
         if bucket not in self._started:
             self._started.add(bucket)
-            self._pending += start_sums(bucket.tensors, self._copies)
+            self._pending += start_sums(bucket.tensors, self._copies, self._dtype)
 
 
 @torch.no_grad()
-def start_sums(tensors: Iterable[nn.Parameter], copies: Mapping[nn.Parameter, RankGroup]) -> list[Pending]:
-    """Start the sums of the gradients over `copies`; `.grad` becomes a view of the buffer that holds the sum."""
+def start_sums(
+    tensors: Iterable[nn.Parameter],
+    copies: Mapping[nn.Parameter, RankGroup],
+    dtype: torch.dtype | None = None,
+) -> list[Pending]:
+    """Start the sums of the gradients over `copies`; `.grad` becomes a view of the buffer that holds the sum.
+
+    dtype: the type in which they are summed; by default their own.
+    """
 
     def measure(item: tuple[nn.Parameter, Tensor]) -> tuple[Hashable, int]:
         tensor, gradient = item
@@ -116,5 +129,13 @@ def start_sums(tensors: Iterable[nn.Parameter], copies: Mapping[nn.Parameter, Ra
         parts = flat.split([gradient.numel() for _, gradient in bucket])
         for (tensor, _), part in zip(bucket, parts, strict=True):
             tensor.grad = part.view_as(tensor)
-        pending.append(start_all_reduce(flat, copies[bucket[0][0]]))
+        pending.append(_start_sum(flat, copies[bucket[0][0]], dtype or flat.dtype))
     return pending
+
+
+def _start_sum(flat: Tensor, ranks: RankGroup, dtype: torch.dtype) -> Pending:
+    """Start the sum of `flat` over the ranks in `dtype`, in place."""
+    if flat.dtype == dtype:
+        return start_all_reduce(flat, ranks)
+    finish = start_all_reduce(flat.to(dtype), ranks)
+    return lambda: flat.copy_(finish())

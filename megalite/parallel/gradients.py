@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from math import prod
-from operator import attrgetter
 from typing import TypeVar
 
 import torch
@@ -40,24 +39,20 @@ class _Share:
 
 
 def all_reduce_replicated_gradients(
-    parameters: Sequence[Parameter],
-    tensors: Mapping[str, Tensor],
-    mesh: ParallelMesh,
-    gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
+    parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh
 ) -> None:
     """Sum, once a step and before the sum over its copies, the partial gradients of weights that several ranks hold.
 
     Over the axis of its ShardSpec: weights that each rank holds whole but uses for its own positions or heads only, and
     key-value heads that ranks share (all ranks but the first then hold zeros as their gradient, so that every norm
-    counts it once). Over the stages that hold a copy: tied weights. Collective over both. gradient_of: returns a
-    parameter's gradient.
+    counts it once). Over the stages that hold a copy: tied weights. Collective over both.
     """
 
     def gradient(parameter: Parameter) -> Tensor:
-        tensor = gradient_of(tensors[parameter.name])
-        if tensor is None:
+        values = tensors[parameter.name].grad
+        if values is None:
             raise AssertionError(f"{parameter.name} has no gradient: the stage that holds it did not use it")
-        return tensor
+        return values
 
     concerned = [each for each in parameters if _is_partial(each, mesh)]
     _add_up([share for each in concerned for share in _shares(each, gradient(each), mesh)])

@@ -11,7 +11,7 @@
   "master". With compiled operators linears add to float32 gradients themselves, and one pass updates masters
   and rounds them.
 - DeepSpeed's norm is made right by `mpu` and the marks that `ShardSpec` gives. ZeRO 1 takes no part in forward
-  and backward: `reduce_gradients` opens `coalesce_grad_reduction()`, sums tied weights in it and reduces when
-  it closes. ZeRO 2 and 3 reduce in every backward, so `optimizer.wrap(stage)` gives the pipeline the engine's
-  forward. `tests/distributed/test_deepspeed_fields.py` names each private field of DeepSpeed that is used.
+  and backward: our buckets sum its gradients during the last backward, and `reduce_gradients` cuts the sums into
+  DeepSpeed's partitions. ZeRO 2 and 3 reduce in every backward, so `optimizer.wrap(stage)` gives the pipeline the
+  engine's forward. `tests/distributed/test_deepspeed_fields.py` names each private field of DeepSpeed that is used.
 """

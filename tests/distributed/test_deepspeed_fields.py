@@ -14,15 +14,22 @@ from tests.support.tiny import tiny_shape
 from tests.support.training import Job, build, local_batch
 
 # Private fields of the engine, of the optimizers of ZeRO 1 and 2, and of ZeRO 3.
-ENGINE = {"coalesce_grad_reduction", "scale", "step", "get_global_grad_norm"}
+ENGINE = {"scale", "step", "get_global_grad_norm"}
 EVERY_STAGE = {"optimizer", "overflow", "override_loss_scale"}
 ZERO_1 = EVERY_STAGE | {
-    "_coalesce_grad_reduction",
-    "fill_grad_accum_attribute",
-    "get_gradient_for_reduction",
+    "_build_compact_grad_partition_buffer",
+    "_grad_acc_hooks",
+    "averaged_gradients",
+    "communication_data_type",
+    "copy_grads_in_partition",
+    "cpu_offload",
+    "get_param_id",
+    "grad_start_offset",
+    "params_in_partition",
+    "params_not_in_partition",
     "refresh_fp32_params",
+    "set_gradient_accumulation_boundary",
     "single_partition_of_fp32_groups",
-    "use_grad_accum_attribute",
 }
 ZERO_3 = EVERY_STAGE | {
     "_gradient_averaging_world_size",
@@ -59,6 +66,12 @@ def held(stage: int) -> None:
         fragment = tensor._hp_mapping
         place = fragment.hp_fragment_address
         flat = zero.single_partition_of_fp32_groups[fragment.param_group_index]
+        gradients = zero._build_compact_grad_partition_buffer(fragment.param_group_index)
+        assert gradients.flat_partition.numel() == flat.numel()
+        padding = sum(each.numel() for each in gradients if getattr(each, "_zero_padding", False))
+        assert flat.numel() - padding == sum(
+            each.numel() for each in zero.params_in_partition[fragment.param_group_index]
+        )
         assert flat.numel() >= place.start + place.numel and fragment.lp_fragment_address.start == 0
 
 
@@ -94,7 +107,7 @@ def test_what_is_kept_in_files_is_found_by_these_names():
 def test_no_other_name_is_used():
     used: set[str] = set()
     folder = Path(optimizer.__file__).parent
-    for path in (folder / "deepspeed.py", folder / "zero_state.py"):
+    for path in (folder / name for name in ("deepspeed.py", "zero_gradients.py", "zero_state.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self._zero", "self._engine"):
                 used.add(node.attr)

@@ -344,12 +344,12 @@ def kept_before_sums() -> Iterator[dict[int, Tensor]]:
     kept: dict[int, Tensor] = {}
     start = gradient_buckets.start_sums
 
-    def keep_and_start(tensors: Iterable[torch.nn.Parameter], copies: Any) -> Any:
+    def keep_and_start(tensors: Iterable[torch.nn.Parameter], *arguments: Any) -> Any:
         tensors = list(tensors)
         kept.update(
             {id(each): each.grad.to(torch.float64, copy=True) for each in tensors if each.grad is not None}
         )
-        return start(tensors, copies)
+        return start(tensors, *arguments)
 
     with mock.patch.object(gradient_buckets, "start_sums", keep_and_start):
         yield kept
@@ -357,10 +357,8 @@ def kept_before_sums() -> Iterator[dict[int, Tensor]]:
 
 def gradient_of(name: str, parameter: Tensor) -> Tensor:
     """Return the gradient in float64. Raises AssertionError if there is none, i.e. the backward never ran."""
-    # DeepSpeed keeps fp32 sums in another attribute if their dtype differs from the model's.
-    gradient = parameter.grad if parameter.grad is not None else getattr(parameter, "grad_accum", None)
-    assert gradient is not None, f"{name} has no gradient"
-    return gradient.double()
+    assert parameter.grad is not None, f"{name} has no gradient"
+    return parameter.grad.double()
 
 
 def shards_of(

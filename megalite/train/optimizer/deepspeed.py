@@ -1,7 +1,7 @@
 """DeepSpeed's engine behind the optimizer protocol: ZeRO shards the optimizer, the pipeline is ours.
 
-One engine a rank owns the rank's stage module. Under ZeRO 1 gradients are reduced once a step, after the pipeline and
-the tied sums, through the public `coalesce_grad_reduction`; ZeRO 2 and 3, at one stage, reduce them in every backward.
+One engine a rank owns the rank's stage module. Under ZeRO 1 our buckets sum gradients once a step, during its last
+backward, as on torch's path; ZeRO 2 and 3, at one stage, reduce them in every backward.
 """
 
 import logging
@@ -35,6 +35,7 @@ from megalite.train.optimizer.rule import OptimizerParts
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.update import accumulate_in_float32, set_learning_rate, torch_optimizer
 from megalite.train.optimizer.zero_defaults import with_zero_defaults
+from megalite.train.optimizer.zero_gradients import ZeroOneGradients
 from megalite.train.optimizer.zero_state import zero_state
 
 
@@ -55,9 +56,10 @@ class DeepSpeedOptimizer:
         sum_in_fp32 = low_precision and settings.training.accumulation == "fp32"
         if sum_in_fp32:
             accumulate_in_float32(self._tensors)
-        handed, self._once_a_step = _handed(config, sum_in_fp32=sum_in_fp32)
+        handed, once_a_step = _handed(config, sum_in_fp32=sum_in_fp32)
         numel = sum(tensor.numel() for tensor in self._tensors.values())
-        zero = with_zero_defaults(handed["zero_optimization"], numel=numel, data=mesh.dense_gradients.size)
+        asked = handed["zero_optimization"]
+        zero = with_zero_defaults(asked, numel=numel, data=mesh.dense_gradients.size)
         handed["zero_optimization"] = zero
         gather_in_shards()
         load_operators(operators(config, native=settings.native))
@@ -67,7 +69,7 @@ class DeepSpeedOptimizer:
             # DeepSpeed knows an optimizer by its very class, and calls any other untested.
             ZERO_SUPPORTED_OPTIMIZERS.append(type(optimizer))
         self._finite = FiniteFlags(parameters, mesh)
-        if not self._once_a_step:
+        if not once_a_step:
             all_reduce_replicated_in_backward(parameters, self._tensors, mesh)
             # These hooks run before DeepSpeed's, which take the gradient away.
             for parameter in parameters:
@@ -82,38 +84,35 @@ class DeepSpeedOptimizer:
         if zero["stage"] == 3:
             # DeepSpeed's key for sums is refused under ZeRO 3. The divisor of its mean is 1 for sums.
             self._zero._gradient_averaging_world_size = lambda parameters, ranks: 1
+        self._once_a_step = ZeroOneGradients(replica, self._zero, asked) if once_a_step else None
         self.buckets: GradientBuckets | None = None
+        if self._once_a_step is not None:
+            self.buckets = self._once_a_step.early_sums
         self._scale = LossScale.of(settings.training)
         if self._scale is not None:
             self._zero.override_loss_scale(self._scale.value)
         self.state: OptimizerState = zero_state(self._zero, replica, self._scale)
-        self._leave_gradients_local()
 
     @property
     def loss_scale(self) -> float:
         return 1.0 if self._scale is None else self._scale.value
 
     def wrap(self, stage: Stage) -> Callable[..., Tensor]:
-        if self._once_a_step:
+        if self._once_a_step is not None:
             # ZeRO 1 takes no part in forward and backward, as in a pipeline of several stages.
             return stage
         # ZeRO 2 and 3 must go through the engine: they reduce in backward.
         return self._engine_forward
 
     def reduce_gradients(self) -> None:
-        if not self._once_a_step:
+        if self._once_a_step is None:
             return
-        with self._engine.coalesce_grad_reduction():
-            for parameter in self._parameters:
-                self._see(parameter)
-            if self._zero.use_grad_accum_attribute:
-                # The pipeline ran the raw module, so no engine hook has moved the gradients to their fp32 sums.
-                self._zero.fill_grad_accum_attribute()
-            # Before the reduction: ZeRO partitions the gradients, and the two copies of a tied weight lie elsewhere in
-            # their partitions.
-            gradient_of = self._zero.get_gradient_for_reduction
-            all_reduce_replicated_gradients(self._parameters, self._tensors, self._mesh, gradient_of)
-        self._leave_gradients_local()
+        # Before ZeRO partitions the gradients: the two copies of a tied weight lie elsewhere in their partitions.
+        all_reduce_replicated_gradients(self._parameters, self._tensors, self._mesh)
+        self._once_a_step.finish_sums()
+        for parameter in self._parameters:
+            self._see(parameter)
+        self._once_a_step.hand_over()
 
     def squared_norm(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
@@ -132,16 +131,6 @@ class DeepSpeedOptimizer:
         if self._scale is not None:
             self._scale.passed()
         return Update(float(self._engine.get_global_grad_norm()))
-
-    def _leave_gradients_local(self) -> None:
-        """Have the backwards up to the next `reduce_gradients` leave each gradient on its parameter.
-
-        `coalesce_grad_reduction` sets this flag while it is open, and reduces when it closes. Set here, the flag needs
-        no context around forward and backward: were one left by an exception, it would reduce, and so wait for ranks
-        that may have failed.
-        """
-        if self._once_a_step:
-            self._zero._coalesce_grad_reduction = True
 
     def _engine_forward(self, input_ids: Tensor, **arguments: Any) -> Tensor:
         losses: Tensor = self._engine(input_ids, **arguments)

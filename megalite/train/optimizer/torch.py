@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
-from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.parallel.gradients import (
     all_reduce_replicated_gradients,
     clip_factor,
@@ -20,7 +19,6 @@ from megalite.parallel.gradients import (
     scale_gradients,
     squared_norm_share,
     sync_tied_weights,
-    waits_for_other_ranks,
 )
 from megalite.topology.state import MASTER, OptimizerState, StateShard, state_parameter
 from megalite.train.optimizer.adamw import OnePassAdamW
@@ -30,6 +28,7 @@ from megalite.train.optimizer.rule import OptimizerParts, ensure_state
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.update import (
     accumulate_in_float32,
+    gradient_buckets,
     set_learning_rate,
     set_step_count,
     step_count,
@@ -58,7 +57,7 @@ class TorchOptimizer:
             OptimizerParts(settings, self._parameters, self._masters, self._mesh, copies)
         )
         self._scale = LossScale.of(settings.training)
-        self.buckets = _buckets(replica)
+        self.buckets = gradient_buckets(replica)
         self.state: OptimizerState = _TorchState(replica, self._optimizer, self._masters, self._scale)
 
     @property
@@ -139,19 +138,6 @@ class TorchOptimizer:
             norm = self._norm(self._masters)
         if settings.gradient_clipping > 0:
             clip_gradients(gradients, norm=norm, max_norm=settings.gradient_clipping)
-
-
-def _buckets(replica: Replica) -> GradientBuckets | None:
-    """Return the sums over copies of weights; None where this rank's weights have no copies."""
-    tensors, mesh = replica.trained_tensors, replica.mesh
-    copies = {tensors[each.name]: mesh.copies(each) for each in replica.trained}
-    if all(ranks.size == 1 for ranks in copies.values()):
-        return None
-    return GradientBuckets(
-        {chunk.index: tuple(chunk.layers) for chunk in replica.stage.chunks},
-        copies,
-        [tensors[each.name] for each in replica.trained if waits_for_other_ranks(each, mesh)],
-    )
 
 
 def _master(tensor: nn.Parameter) -> nn.Parameter:

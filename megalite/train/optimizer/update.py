@@ -1,4 +1,4 @@
-"""Make the optimizer of a run for the torch and the DeepSpeed path, and read and set its step count."""
+"""The common part of the torch and the DeepSpeed path: a run's optimizer, its step count, the sums of gradients."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -6,6 +6,9 @@ from importlib import import_module
 import torch
 from torch import Tensor, nn
 
+from megalite.model.replica import Replica
+from megalite.parallel.gradient_buckets import GradientBuckets
+from megalite.parallel.gradients import waits_for_other_ranks
 from megalite.topology.state import EMA
 from megalite.train.optimizer.rule import OptimizerParts, ensure_state
 from megalite.train.optimizer.settings import OptimizerSettings
@@ -47,6 +50,26 @@ def accumulate_in_float32(tensors: Mapping[str, nn.Parameter]) -> None:
     for tensor in tensors.values():
         if tensor.element_size() < 4:
             tensor.grad_dtype = torch.float32
+
+
+def gradient_buckets(
+    replica: Replica, *, bucket_bytes: int = 0, dtype: torch.dtype | None = None
+) -> GradientBuckets | None:
+    """Return the sums over copies of weights; None where this rank's weights have no copies.
+
+    bucket_bytes, dtype: those of GradientBuckets.
+    """
+    tensors, mesh = replica.trained_tensors, replica.mesh
+    copies = {tensors[each.name]: mesh.copies(each) for each in replica.trained}
+    if all(ranks.size == 1 for ranks in copies.values()):
+        return None
+    return GradientBuckets(
+        {chunk.index: tuple(chunk.layers) for chunk in replica.stage.chunks},
+        copies,
+        [tensors[each.name] for each in replica.trained if waits_for_other_ranks(each, mesh)],
+        bucket_bytes=bucket_bytes,
+        dtype=dtype,
+    )
 
 
 def step_count(optimizer: torch.optim.Optimizer) -> float:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 from typing import Any, cast
 from unittest import mock
 
@@ -139,16 +138,9 @@ def _watched(
     found: list[dict[str, Tensor]],
     before_sums: Mapping[int, Tensor],
 ) -> Callable[..., None]:
-    def complete(
-        parameters: Sequence[Parameter],
-        tensors: Mapping[str, Tensor],
-        mesh: ParallelMesh,
-        gradient_of: Callable[[Tensor], Tensor | None] = attrgetter("grad"),
-    ) -> None:
-        all_reduce_replicated_gradients(parameters, tensors, mesh, gradient_of)
-        gradients = {
-            name: before_sums.get(id(tensor), gradient_of(tensor)) for name, tensor in tensors.items()
-        }
+    def complete(parameters: Sequence[Parameter], tensors: Mapping[str, Tensor], mesh: ParallelMesh) -> None:
+        all_reduce_replicated_gradients(parameters, tensors, mesh)
+        gradients = {name: before_sums.get(id(tensor), tensor.grad) for name, tensor in tensors.items()}
         found.append(
             {
                 # Copy, because the gradients are later clipped in place.
