@@ -11,11 +11,12 @@ Builds the compiled operators where none fit, which takes minutes of its own, th
 process of its own with a time limit, those that tell most first:
 smoke: `megalite train` with validation and checkpoints, resume, inspect, export and generate, on one card, in plain
 torch. ceilings: what copies and matrix products reach. training: some steps of a Llama of 1.1 billion parameters, in
-plain torch and with the operators that prove themselves, and the kernels of a step. decoding: its generation, beside
-transformers. ranks: layouts of several cards over NCCL, whose losses must be those of one rank; left out where there is
-one card. selftest: `megalite selftest`. checks: each operator against float64, over poisoned memory and repeated.
-times: each operator beside its peers, as a share of a ceiling. fused: training with the operators that the self-test
-chose, beside plain torch. scaling: the 3D job over 1 to 16 CPU ranks.
+plain torch, with the operators that prove themselves and with torch.compile, and the kernels of a step. decoding: its
+generation, beside transformers. ranks: layouts of several cards over NCCL, whose losses must be those of one rank; left
+out where there is one card. selftest: `megalite selftest`. checks: each operator against float64, over poisoned memory
+and repeated. parity: every family, optimizer and ZeRO stage of one rank beside the CPU in float64. queues: how CUDA's
+hardware queues are shared. times: each operator beside its peers, as a share of a ceiling. fused: training with the
+operators that the self-test chose, beside plain torch. scaling: the 3D job over 1 to 16 CPU ranks.
 
 Needs no network, and no package that a part does not use: a part whose packages are missing is left out, and the report
 says which to carry. Writes the report into --results after each part, unless a part was left out on the command line. A
@@ -70,9 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--read", nargs="+", type=Path, metavar="FILE", help="reports, the later ones count")
     parser.add_argument("--skeleton", action="store_true", help="write the tables with nothing measured")
-    parser.add_argument(
-        "--results", type=Path, metavar="FOLDER", help=f"default: {RESULTS.relative_to(ROOT)}"
-    )
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="default: benchmarks/results")
     # Used by the suite for each part: rows go to this file; report.json beside it has the rows of earlier parts.
     parser.add_argument("--part", nargs=2, metavar=("NAME", "FILE"), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -256,6 +255,19 @@ def decoding(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator
     yield from decoding(options.device)
 
 
+def parity(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.gpu.parity import parity
+
+    with tempfile.TemporaryDirectory(prefix="megalite-parity-") as folder:
+        yield from parity(options.device, Path(folder))
+
+
+def queues(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.gpu.queues import queues
+
+    yield from queues()
+
+
 def scaling(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
     from benchmarks.gpu.training import scaling
 
@@ -266,19 +278,28 @@ def _limits(report: Mapping[str, Any]) -> dict[str, float]:
     return {row["ceiling"]: row["per_second"] for row in report.get("ceilings", [])}
 
 
-# Modules that a rented machine with torch may lack -> the package that has each. DeepSpeed is not among them: one card
-# needs it for ZeRO alone.
+# Modules that a rented machine with torch may lack -> the package that has each.
 PACKAGES = {
+    "cupy": "cupy-cuda13x",
+    "deepspeed": "deepspeed",
     "pydantic": "pydantic",
-    "transformers": "transformers",
-    "safetensors": "safetensors",
+    "pytest": "pytest",
     "rich": "rich",
+    "safetensors": "safetensors",
+    "transformers": "transformers",
 }
 
 
 def missing() -> list[str]:
     """Return the packages of PACKAGES that are not installed here."""
-    return [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    return [package for module, package in PACKAGES.items() if not _is_installed(module)]
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ValueError:  # blocked, as None in sys.modules
+        return False
 
 
 @dataclass(frozen=True)
@@ -305,6 +326,8 @@ PARTS: dict[str, Part] = {
     "ranks": Part(ranks, 150, on_cpu=True, needs=_COMMANDS),
     "selftest": Part(selftest, 75, on_cpu=True, needs=_COMMANDS),
     "checks": Part(checks, 75, on_cpu=True),
+    "parity": Part(parity, 120, needs=("pydantic", "safetensors", "deepspeed", "pytest")),
+    "queues": Part(queues, 40, needs=("cupy",)),
     "times": Part(times, 150),
     "fused": Part(fused, 120, on_cpu=True, needs=_COMMANDS),
     "scaling": Part(scaling, 90, needs=("pydantic", "safetensors")),
@@ -428,7 +451,7 @@ def _wrong_rows(rows: Sequence[Row]) -> str:
     if not wrong:
         return ""
     first = wrong[0]
-    name = next(first[key] for key in ("step", "operator", "kernels") if key in first)
+    name = next(first[key] for key in ("step", "operator", "kernels", "job") if key in first)
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return f"{name}: {first.get('failed', 'it is not right')}{more}"
 

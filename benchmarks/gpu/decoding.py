@@ -27,7 +27,7 @@ def decoding(device: str, tokens: int = NEW_TOKENS) -> Iterator[dict[str, Any]]:
     Megalite's rows have the launches and the device's time of one step too.
     """
     sizes = TINY if device == "cpu" else MODEL
-    longest = PROMPT + WARM_UP + tokens + 1
+    longest = PROMPT + WARM_UP + tokens + 8
     replica = _model(sizes, device, longest)
     for requests, sampling in WAYS:
         yield {"way": "megalite", "requests": requests} | _steps(replica, requests, sampling, tokens)
@@ -54,7 +54,7 @@ def _steps(replica: Replica, requests: int, sampling: Sampling, tokens: int) -> 
     engine = TokenEngine(replica, CacheSize(requests, replica.shape.max_position_embeddings))
     for number in range(requests):
         prompt = tuple(range(number, number + PROMPT))
-        engine.submit(number, Request(prompt, WARM_UP + tokens + 1, sampling, frozenset()))
+        engine.submit(number, Request(prompt, WARM_UP + tokens + 8, sampling, frozenset()))
     for _ in range(WARM_UP):
         engine.step()
     milliseconds = _mean_ms(engine.step, tokens, device)

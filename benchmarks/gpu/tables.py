@@ -40,6 +40,8 @@ def markdown(report: Mapping[str, Any]) -> str:
             _steps_table(report, "fused"),
         ),
         ("Correctness: the error's share of what is allowed", _checks_table(report)),
+        ("Parity: one rank on the card beside the CPU in float64", _parity_table(report)),
+        ("Hardware queues: whether a stream computes while others wait", _queues_table(report)),
         ("Ceilings", _ceilings_table(report)),
         ("Times, as shares of the ceiling", _times_table(report)),
         ("Training a Llama of 1.1 billion parameters, bf16, 2048 tokens a sequence", _training_table(report)),
@@ -175,6 +177,27 @@ def with_summary(page: str, report: Mapping[str, Any]) -> str:
     facts = f"{report['date']}, {report['chip']}, torch {report['torch']}, one card, bf16:"
     lines = [BEGINNING, facts, "", *_training_table(report), "", *_decoding_table(report), END]
     return before + "\n".join(lines) + rest.partition(END)[2]
+
+
+def _parity_table(report: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [
+            row["job"],
+            row["dtype"],
+            row.get("failed", f"{row.get('apart', 0):.1e}"),
+            "yes" if row["right"] else "NO",
+        ]
+        for row in report.get("parity", [])
+    ]
+    return _table(["job", "type", "relative difference", "right"], rows or [[NOT_MEASURED] * 4])
+
+
+def _queues_table(report: Mapping[str, Any]) -> list[str]:
+    found = report.get("queues", [])
+    cases = [*found[0]["computes"]] if found else []
+    rows = [[case, *("yes" if row["computes"][case] else "no" for row in found)] for case in cases]
+    headings = ["CUDA_DEVICE_MAX_CONNECTIONS", *(row["connections"] for row in found)]
+    return _table(headings, rows or [[NOT_MEASURED]])
 
 
 def _scaling_table(report: Mapping[str, Any]) -> list[str]:

@@ -1,18 +1,21 @@
 """The GPU suite on a machine without one: it checks the CPU's twins, sees planted faults, and claims nothing."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import checks, jobs, operators, training
+from benchmarks.gpu import checks, decoding, jobs, operators, parity, tables, training
 from benchmarks.gpu.operators import OPERATORS, Operator
 from megalite.cli import main as megalite
 from megalite.launcher.process import available_cores
@@ -20,6 +23,7 @@ from megalite.ops.choice import COMPILED
 from megalite.selftest.registry import Entry, compiled
 from tests.support.faulty_operators import WrongGradient, unsteady, unwritten
 from tests.support.kernels import needs_library
+from tests.support.ranks import RankPool
 
 ROOT = Path(__file__).parents[3]
 
@@ -118,6 +122,9 @@ def test_the_tables_in_the_repository_are_the_suites_own() -> None:
     text = (ROOT / "benchmarks" / "results" / "gpu.md").read_text()
     assert text == gpu_suite.markdown(report), "run python -m benchmarks.gpu_suite (--skeleton without a GPU)"
     assert report or text.count(gpu_suite.NOT_MEASURED) > 2 * len(OPERATORS)
+    if report:
+        page = gpu_suite.PERFORMANCE.read_text()
+        assert page == tables.with_summary(page, report), "run python -m benchmarks.gpu_suite --read"
 
 
 @pytest.mark.parametrize(
@@ -177,23 +184,106 @@ def test_a_part_that_ends_badly_keeps_its_rows_and_the_others_go_on(
 
     monkeypatch.setattr(gpu_suite, "command_of", command_of)
     monkeypatch.setattr(gpu_suite, "LEAST_SECONDS", 0)
-    monkeypatch.setattr(gpu_suite.PARTS["selftest"], "seconds", 1)
+    monkeypatch.setitem(gpu_suite.PARTS, "selftest", replace(gpu_suite.PARTS["selftest"], seconds=1))
     assert gpu_suite.main(["--device", "cpu", "--parts", *ENDINGS, "--results", str(tmp_path)]) == 1
     report = json.loads(next(tmp_path.glob("*.json")).read_text())
     assert {row["part"]: row["failed"] for row in report["parts"]} == {
         name: reason for name, (_, reason) in ENDINGS.items()
     }
     assert report["smoke"] == [] and len(report["ranks"]) == len(report["selftest"]) == 1
-    assert "| selftest | FAILED | 1 | stopped after its 1 s |" in (tmp_path / "gpu.md").read_text()
+    text = (tmp_path / "gpu.md").read_text()
+    assert "| selftest | FAILED | 1 | unknown | stopped after its 1 s |" in text
 
 
 def test_when_the_time_is_over_the_rest_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(gpu_suite, "command_of", lambda *given: [sys.executable, "-c", ""])
-    monkeypatch.setattr(gpu_suite, "BUDGET_SECONDS", 1)
-    assert gpu_suite.main(["--device", "cpu", "--parts", "smoke"]) == 1
-    assert "| smoke | FAILED | 0 | left out: the suite's 1 s were over |" in capsys.readouterr().out
+    gpu_suite.main(["--device", "cpu", "--parts", "smoke", "--seconds", "1"])
+    assert "| the suite's time was over |" in capsys.readouterr().out
+
+
+def test_a_part_without_its_packages_is_left_out_with_what_to_carry(tmp_path: Path) -> None:
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    # As on a machine where it is not installed: found nowhere.
+    (hidden / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['cupy'] = sys.modules['pydantic'] = None\n"
+    )
+    words = ["--device", "cpu", "--parts", "smoke", "queues", "checks", "--operators", "^none$"]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu_suite", *words, "--results", str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(hidden)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    report = json.loads(next(tmp_path.glob("*.json")).read_text())
+    left_out = {row["part"]: row["left_out"] for row in report["parts"]}
+    assert "needs pydantic, which is not installed here (carry wheels:" in left_out["smoke"]
+    assert "needs cupy-cuda13x" in left_out["queues"] and not left_out["checks"]
+    assert run.returncode == 0 and report["missing"][:2] == ["cupy-cuda13x", "pydantic"], run.stderr[-2000:]
+
+
+def report_of(chip: str, **parts: list[dict[str, Any]]) -> dict[str, Any]:
+    rows = [{"part": name, "seconds": 1, "failed": "", "left_out": ""} for name in parts]
+    facts = {
+        "date": "2026-01-02",
+        "chip": chip,
+        "torch": "2.11.0",
+        "commit": "0" * 40,
+        "seconds": 1,
+        "failed": {},
+    }
+    return facts | {"parts": rows} | parts
+
+
+def test_reports_are_read_back_as_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    row = {"kernels": "reference", "step_seconds": 0.5, "tokens_per_second": 9}
+    files = []
+    for number, report in enumerate(
+        [
+            report_of("A chip", ceilings=[{"ceiling": "copy", "per_second": 1e12}], training=[row]),
+            report_of("A chip", training=[row | {"tokens_per_second": 7}], decoding=[]),
+        ]
+    ):
+        files.append(tmp_path / f"{number}.json")
+        files[-1].write_text(json.dumps(report))
+    page = tmp_path / "page.md"
+    page.write_text(f"before\n{tables.BEGINNING}\nold\n{tables.END}\nafter\n")
+    monkeypatch.setattr(gpu_suite, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(gpu_suite, "PERFORMANCE", page)
+    assert gpu_suite.main(["--read", *map(str, files)]) == 0
+    [path] = (tmp_path / "results").glob("*-gpu-suite-a-chip.json")
+    whole = json.loads(path.read_text())
+    assert [part["part"] for part in whole["parts"]] == ["ceilings", "training"]
+    assert whole["training"][0]["tokens_per_second"] == 7 and whole["seconds"] == 2
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| reference | 0.5 | 7 |" in text
+    with pytest.raises(ValueError, match="different chips: A chip, Another"):
+        gpu_suite.joined([report_of("A chip"), report_of("Another")])
+
+
+def compared_with_the_cpu(folder: Path, names: tuple[str, ...], wrong: bool) -> list[dict[str, Any]]:
+    """The rows of `parity` on this rank of a process group, which it would make itself."""
+    with (
+        mock.patch.object(parity, "join"),
+        mock.patch.object(parity, "run", (lambda *given: [1.0] * 4) if wrong else parity.run),
+    ):
+        return list(parity.parity("cpu", folder, names))
+
+
+@needs_library
+@pytest.mark.extended
+def test_training_on_a_device_is_compared_with_the_cpu_in_float64(ranks: RankPool, tmp_path: Path) -> None:
+    names = ("AdamW", "compiled, AdamW")
+    [rows] = ranks.run(compared_with_the_cpu, folder=tmp_path, names=names, wrong=False)
+    assert [row["dtype"] for row in rows] == ["float64", "float32", "bfloat16"]
+    assert all(row["right"] for row in rows) and rows[0]["apart"] == 0 < rows[1]["apart"] < rows[2]["apart"]
+    [rows] = ranks.run(compared_with_the_cpu, folder=tmp_path, names=names, wrong=True)
+    assert len(rows) == 3 and not any(row["right"] for row in rows)
 
 
 class Commands:
@@ -295,6 +385,16 @@ def test_the_tables_show_what_was_measured() -> None:
     )
     assert "copy, TB/s, read and written | 4.30 |" in text and "**scaling failed**: OSError: no" in text
     assert "product, TFLOP/s, bf16 | not measured |" in text
+
+
+def test_the_decoding_part_generates() -> None:
+    rows = list(decoding.decoding("cpu", tokens=2))
+    assert [(row["way"], row["requests"]) for row in rows] == [
+        *(("megalite", requests) for requests, _ in decoding.WAYS),
+        ("transformers", 1),
+        ("transformers", 16),
+    ]
+    assert all(row["ms"] > 0 and row["profile"][0]["launches"] > 0 for row in rows[: len(decoding.WAYS)])
 
 
 def test_the_training_part_trains() -> None:
