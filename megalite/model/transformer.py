@@ -99,6 +99,7 @@ class Chunk(nn.Module):
             documents = self.ops.documents(
                 document_ids,
                 batch.cu_seqlens,
+                max_seqlen=batch.max_seqlen,
                 dropout=mode.training and self.drops_attention,
                 softcap=self.softcap,
                 prefix=self._prefix_tokens(mode.adapters),

@@ -210,6 +210,7 @@ class Operators(OperatorSlots):
         document_ids: Tensor,
         cu_seqlens: Tensor | None,
         *,
+        max_seqlen: int | None = None,
         dropout: bool,
         softcap: float | None,
         prefix: int = 0,
@@ -217,15 +218,17 @@ class Operators(OperatorSlots):
         """Return a micro batch's documents in the form that `attention` needs, made once for all layers.
 
         document_ids: [B, S]. cu_seqlens: the same documents, see ops.documents.row_cu_seqlens; without them the host
-        waits for the ids on an accelerator. On an accelerator every kernel uses cu_seqlens; on a CPU each kernel has
-        its own fastest form. prefix: virtual tokens in front of each row, for which every kernel takes a dense mask.
+        waits for the ids on an accelerator. max_seqlen: at least the tokens of the longest one; default: S. On an
+        accelerator every kernel uses cu_seqlens; on a CPU each kernel has its own fastest form. prefix: virtual tokens
+        in front of each row, for which every kernel takes a dense mask.
         """
         if prefix:
             return documents_seen(document_ids, prefix)
         if document_ids.device.type != "cpu":
             if cu_seqlens is None:
                 return document_cu_seqlens(document_ids)
-            return packed_cu_seqlens(cu_seqlens, document_ids.shape[1])
+            # torch.compile would compile a layer again for each new number.
+            return packed_cu_seqlens(cu_seqlens, document_ids.shape[1], None if self.compile else max_seqlen)
         if self._attention_form(dropout, softcap is not None, True, False) == COMPILED and softcap is None:
             return document_cu_seqlens(document_ids)
         # torch.compile needs fixed shapes, and materialised probabilities (dropout) need a dense mask.

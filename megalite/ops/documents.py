@@ -50,6 +50,11 @@ def row_cu_seqlens(document_ids: Tensor) -> Tensor:
     return places
 
 
+def longest_document(places: Tensor, length: int) -> int:
+    """Return the tokens of the longest document of `row_cu_seqlens`, in rows of `length` tokens; on the host."""
+    return int(F.pad(places, (0, 1), value=length).diff().max())
+
+
 def document_lengths(document_ids: Tensor) -> Tensor:
     """Return the number of tokens of each token's document: ids [B, S], from 0 in each row -> [B, S] int64."""
     counts = torch.zeros_like(document_ids).scatter_add_(1, document_ids, torch.ones_like(document_ids))
@@ -61,14 +66,15 @@ def equal_cu_seqlens(rows: int, length: int, device: torch.device) -> Tensor:
     return torch.arange(rows + 1, dtype=torch.int32, device=device).mul_(length)
 
 
-def packed_cu_seqlens(places: Tensor, length: int) -> CuSeqlens:
+def packed_cu_seqlens(places: Tensor, length: int, longest: int | None = None) -> CuSeqlens:
     """Return `row_cu_seqlens` of rows of `length` tokens as cu_seqlens of the rows laid end to end.
 
-    Without a device sync, so that max_seqlen is a row's length.
+    longest: at least the tokens of the longest document; default: a row's length, since a look at `places` would be a
+    device sync. A kernel starts a block for each tile of so many tokens in every document.
     """
     rows = torch.arange(len(places), dtype=torch.int32, device=places.device)
     flat = (places + (rows * length).unsqueeze(1)).flatten()
-    return CuSeqlens(F.pad(flat, (0, 1), value=len(places) * length), length)
+    return CuSeqlens(F.pad(flat, (0, 1), value=len(places) * length), longest or length)
 
 
 def numbered(starts: CuSeqlens, rows: int, length: int) -> Tensor:

@@ -1,7 +1,8 @@
 """The samples that one data-parallel rank computes in one step, and how a model computes them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -16,7 +17,8 @@ class StepBatch:
     repeated.
     document_ids: int64, ascending in a row; if given, tokens attend within their own document only.
     cu_seqlens: [M * b, documents] int32, the same documents for an accelerator (ops.documents.row_cu_seqlens): each
-    document's start in its row; S for padding documents without tokens.
+    document's start in its row; S for padding documents without tokens. max_seqlen: at least the tokens of the longest
+    one.
     reference, row_weights: [M * b] float64, for preferences: each row's loss sum under the reference model, and its
     weight in the loss.
     """
@@ -28,22 +30,27 @@ class StepBatch:
     sample_indices: Tensor
     document_ids: Tensor | None = field(default=None, kw_only=True)
     cu_seqlens: Tensor | None = field(default=None, kw_only=True)
+    max_seqlen: int | None = field(default=None, kw_only=True)
     reference: Tensor | None = field(default=None, kw_only=True)
     row_weights: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that the batch has, by name."""
-        tensors = {each.name: getattr(self, each.name) for each in fields(StepBatch)}
-        return {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        values = {each.name: getattr(self, each.name) for each in fields(StepBatch)}
+        return {name: tensor for name, tensor in values.items() if isinstance(tensor, Tensor)}
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "StepBatch":
         """Return the batch with `change` applied to each tensor."""
-        return StepBatch(**{name: change(tensor) for name, tensor in self.tensors.items()})
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors.items()}
+        return replace(self, **changed)
 
     def micro_batches(self, count: int) -> list["StepBatch"]:
         pieces = {name: tensor.chunk(count) for name, tensor in self.tensors.items()}
-        return [StepBatch(**{name: each[index] for name, each in pieces.items()}) for index in range(count)]
+        each: list[dict[str, Any]] = [
+            {name: of_all[index] for name, of_all in pieces.items()} for index in range(count)
+        ]
+        return [replace(self, **tensors) for tensors in each]
 
 
 @dataclass(frozen=True)

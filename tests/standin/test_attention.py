@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from megalite.model import layer
-from megalite.ops import attention_backends, chunked_attention
-from megalite.ops.documents import row_cu_seqlens
+from megalite.ops import attention_backends, choice, chunked_attention
+from megalite.ops.documents import longest_document, packed_cu_seqlens, row_cu_seqlens
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from tests.standin import test_meta
@@ -40,9 +40,10 @@ def sdpa(
 
 def with_documents(job: Job, step: int) -> StepBatch:
     batch = global_batch(job, step)
-    return (
-        batch if batch.document_ids is None else replace(batch, cu_seqlens=row_cu_seqlens(batch.document_ids))
-    )
+    if batch.document_ids is None:
+        return batch
+    places = row_cu_seqlens(batch.document_ids)
+    return replace(batch, cu_seqlens=places, max_seqlen=longest_document(places, batch.document_ids.shape[1]))
 
 
 @contextmanager
@@ -89,6 +90,16 @@ def test_documents_go_along_with_the_micro_batches_of_a_schedule() -> None:
     )
     with on_an_accelerator():
         step_on_meta(job)
+
+
+def test_layers_are_told_the_longest_document_of_the_batch() -> None:
+    job = Job(replace(FAMILY_SHAPES["llama 3"], **WIDER), documents=True, dtype=torch.bfloat16)
+    longest = with_documents(job, 0).max_seqlen
+    assert longest is not None and longest < SEQUENCE_LENGTH
+    packed = mock.Mock(side_effect=packed_cu_seqlens)
+    with on_an_accelerator(), mock.patch.object(choice, "packed_cu_seqlens", packed):
+        step_on_meta(job)
+    assert {call.args[2] for call in packed.call_args_list} == {longest}
 
 
 def test_compiled_layers_take_them_too() -> None:

@@ -17,6 +17,14 @@ def arrived(documents: bool) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu() for name, tensor in moved.tensors.items()} | sent
 
 
+def longest_of_every_micro_batch() -> list[int | None]:
+    """Return the number that the host has for each micro batch on the device."""
+    batch = in_documents(tiny_batch(tiny_shape(), 4))
+    moved = BatchTransfer(torch.device("standin", 0)).start(batch).ready()
+    assert batch.max_seqlen is None
+    return [each.max_seqlen for each in moved.micro_batches(2)]
+
+
 def test_a_batch_arrives_whole(devices) -> None:
     [held] = devices.run(arrived, documents=False)
     names = {name for name in held if not name.startswith("sent ")}
@@ -28,3 +36,11 @@ def test_documents_arrive_with_their_places(devices) -> None:
     [held] = devices.run(arrived, documents=True)
     assert torch.equal(held["document_ids"], held["sent document_ids"])
     assert torch.equal(held["cu_seqlens"], row_cu_seqlens(held["sent document_ids"]))
+
+
+def test_the_host_knows_the_longest_document(devices) -> None:
+    """Flash attention starts a block for each tile of the longest document in every document."""
+    ids = in_documents(tiny_batch(tiny_shape(), 4)).document_ids
+    longest = max(int(row.bincount().max()) for row in ids)
+    assert 1 < longest < ids.shape[1], "a row of one document proves nothing"
+    assert devices.run(longest_of_every_micro_batch, world_size=1) == [[longest, longest]]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megalite.ops.documents import row_cu_seqlens
+from megalite.ops.documents import longest_document, row_cu_seqlens
 from megalite.parallel.step_batch import StepBatch
 
 
@@ -44,7 +44,9 @@ class BatchTransfer:
             return ArrivingBatch(batch)
         if batch.document_ids is not None:
             # Computed on the host, because computing them on a device needs a device sync.
-            batch = replace(batch, cu_seqlens=row_cu_seqlens(batch.document_ids))
+            places = row_cu_seqlens(batch.document_ids)
+            longest = longest_document(places, batch.document_ids.shape[1])
+            batch = replace(batch, cu_seqlens=places, max_seqlen=longest)
         with self._stream:
             on_host = batch.map(Tensor.pin_memory)
             moved = on_host.map(self._copy)

@@ -17,7 +17,8 @@ from megalite.ops import chunked_attention
 from megalite.ops.attention import causal_attention, document_cu_seqlens, documents_seen
 from megalite.ops.attention_backends import BACKENDS, CANDIDATES, attend_on_device, backend_for
 from megalite.ops.attention_form import AttentionForm
-from megalite.ops.documents import CuSeqlens, numbered, packed_cu_seqlens, row_cu_seqlens
+from megalite.ops.choice import Operators
+from megalite.ops.documents import CuSeqlens, longest_document, numbered, packed_cu_seqlens, row_cu_seqlens
 from tests.support.attention import WaitsRefused
 from tests.support.flash import fake_flash_attn, flash_kernels
 from tests.support.parity import assert_close
@@ -215,6 +216,21 @@ def test_documents_of_rows_are_those_of_their_ids(rows) -> None:
         assert (
             piece.unique_consecutive().tolist() == document_cu_seqlens(row.unsqueeze(0)).cu_seqlens.tolist()
         )
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_attention_is_told_the_longest_document(compiles: bool) -> None:
+    """Kernels start blocks for that many tokens of every document. A compiled layer has one number."""
+    ids = _ids([[5, 2, 7], [3]])
+    columns = row_cu_seqlens(ids)
+    longest = longest_document(columns, ids.shape[1])
+    assert longest == document_cu_seqlens(ids).max_seqlen == 12
+    operators, on_device = Operators({}, compiles), ids.to("meta")
+    for told, expected in ((longest, ids.shape[1] if compiles else longest), (None, ids.shape[1])):
+        documents = operators.documents(
+            on_device, columns.to("meta"), max_seqlen=told, dropout=False, softcap=None
+        )
+        assert isinstance(documents, CuSeqlens) and documents.max_seqlen == expected
 
 
 def _asked(**changes: object) -> tuple[SimpleNamespace, SimpleNamespace, AttentionForm]:
