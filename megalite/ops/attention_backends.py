@@ -10,18 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import (
-    SDPBackend,
-    activate_flash_attention_impl,
-    current_flash_attention_impl,
-    restore_flash_attention_impl,
-    sdpa_kernel,
-)
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megalite.ops.attention_form import AttentionForm
 from megalite.ops.chunked_attention import VisibleKeys, chunked_attention
@@ -192,36 +186,6 @@ def sequences(query: Tensor, key: Tensor, documents: Documents | None) -> tuple[
     return of_queries, of_keys, new, total
 
 
-# Implementations activated here, not by the user's own script.
-_activated: list[str] = []
-
-
-def _newer_flash(name: Literal["FA3", "FA4"], package: str, generations: tuple[int, ...]) -> Backend:
-    """Return torch's variable-length attention on a package's kernels; activating them affects the whole process."""
-
-    def why_not(query: Tensor, key: Tensor, form: AttentionForm) -> str:
-        chip = _chip(query.device)
-        if chip and chip[0] not in generations:
-            served = " and ".join(f"{generation}.x" for generation in generations)
-            return f"{name} is for chips {served}, this one is {chip[0]}.{chip[1]}"
-        return _why_not_varlen(query, key, form)
-
-    def attend(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-        if current_flash_attention_impl() != name:
-            activate_flash_attention_impl(name)
-            _activated[:] = [name]
-        return _varlen(query, key, value, form)
-
-    return Backend(name, why_not, attend, package)
-
-
-def _own_varlen(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-    if _activated and current_flash_attention_impl() in _activated:
-        restore_flash_attention_impl()
-        _activated.clear()
-    return _varlen(query, key, value, form)
-
-
 def _why_not_installed(package: str) -> str:
     try:
         installed = find_spec(package) is not None
@@ -230,23 +194,53 @@ def _why_not_installed(package: str) -> str:
     return "" if installed else f"{package} is not installed"
 
 
-def _why_not_flash_attn(query: Tensor, key: Tensor, form: AttentionForm) -> str:
-    return _why_not_flash(query, "flash_attn")
+def _flash_package(
+    name: str,
+    module: str,
+    generations: tuple[int, ...] = (),
+    *,
+    softcap: bool = False,
+    all_keys: int | None = -1,
+) -> Backend:
+    """Return FlashAttention (Dao, 2023; Shah et al., 2024) by a package's own function, which has its own backward.
 
+    torch can put these kernels in place of its own, for the whole process: attention of other layers would use them
+    too, and a backward those that another layer activated after its forward.
+    generations: the major compute capabilities of its chips; none: all from 8. all_keys: its word for no window.
+    """
 
-def _flash_attn(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
-    """Compute attention by FlashAttention 2 (Dao, 2023), the only candidate with soft caps."""
-    attended: Tensor = import_module("flash_attn").flash_attn_varlen_func(
-        query.flatten(0, 1),
-        key.flatten(0, 1),
-        value.flatten(0, 1),
-        *sequences(query, key, form.documents),
-        softmax_scale=form.scale,
-        causal=True,
-        window_size=form.window_size,
-        softcap=form.softcap or 0.0,
-    )
-    return attended.view_as(query)
+    def why_not(query: Tensor, key: Tensor, form: AttentionForm) -> str:
+        if form.softcap is not None and not softcap:
+            return "it has no soft cap"
+        if complaint := _why_not_flash(query, name):
+            return complaint
+        chip = _chip(query.device)
+        if not chip or not generations or chip[0] in generations:
+            return ""
+        served = " and ".join(f"{generation}.x" for generation in generations)
+        return f"{name} is for chips {served}, this one is {chip[0]}.{chip[1]}"
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        of_queries, of_keys, longest, longest_key = sequences(query, key, form.documents)
+        before, behind = form.window_size
+        attended = import_module(module).flash_attn_varlen_func(
+            query.flatten(0, 1),
+            key.flatten(0, 1),
+            value.flatten(0, 1),
+            cu_seqlens_q=of_queries,
+            cu_seqlens_k=of_keys,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest_key,
+            softmax_scale=form.scale,
+            causal=True,
+            window_size=(all_keys if before < 0 else before, behind),
+            softcap=form.softcap or 0.0,
+        )
+        # Some versions return the log-sum-exp too.
+        output: Tensor = attended[0] if isinstance(attended, tuple) else attended
+        return output.view_as(query)
+
+    return Backend(name, why_not, attend, module)
 
 
 # -------------------------------------------------------------------------------------------------- plain torch
@@ -263,13 +257,13 @@ def _chunked(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> 
 # In order of preference. The last one supports every call.
 BACKENDS = (
     Backend("sdpa", _why_not_sdpa, _sdpa),
-    Backend("varlen", _why_not_varlen, _own_varlen),
+    Backend("varlen", _why_not_varlen, _varlen),
     Backend("chunked", lambda *_: "", _chunked),
 )
 # Backends that may be faster on a GPU, or support calls that torch's kernels do not; used when preferred by name.
 CANDIDATES = (
-    Backend("flash_attn", _why_not_flash_attn, _flash_attn, "flash_attn"),
-    _newer_flash("FA3", "flash_attn_interface", (9,)),
-    _newer_flash("FA4", "flash_attn.cute.interface", (9, 10)),
+    _flash_package("flash_attn", "flash_attn", softcap=True),
+    _flash_package("FA3", "flash_attn_interface", (9,)),
+    _flash_package("FA4", "flash_attn.cute.interface", (9, 10), all_keys=None),
     Backend("cudnn", _why_not_cudnn, _cudnn),
 )

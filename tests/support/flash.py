@@ -191,3 +191,23 @@ def fake_flash_attn() -> dict[str, ModuleType]:
     module.flash_attn_varlen_func = _flash_attn_varlen_func  # type: ignore[attr-defined]
     assert "flash_attn" not in sys.modules
     return {"flash_attn": module}
+
+
+def fake_newer_flash() -> dict[str, ModuleType]:
+    """For `mock.patch.dict(sys.modules, ...)`: FlashAttention 3, and 4, which returns the log-sum-exp too."""
+
+    def fa3(*heads: Tensor, window_size: tuple[int, int], **how: Any) -> Tensor:
+        assert None not in window_size
+        return _flash_attn_varlen_func(*heads, window_size=window_size, **how)
+
+    def fa4(*heads: Tensor, window_size: tuple[int | None, int | None], **how: Any) -> tuple[Tensor, None]:
+        assert -1 not in window_size
+        left, right = (-1 if size is None else size for size in window_size)
+        return _flash_attn_varlen_func(*heads, window_size=(left, right), **how), None
+
+    modules = {}
+    for name, function in (("flash_attn_interface", fa3), ("flash_attn.cute.interface", fa4)):
+        modules[name] = ModuleType(name)
+        modules[name].__spec__ = ModuleSpec(name, None)
+        modules[name].flash_attn_varlen_func = function  # type: ignore[attr-defined]
+    return modules

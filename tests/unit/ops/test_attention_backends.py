@@ -20,7 +20,7 @@ from megalite.ops.attention_form import AttentionForm
 from megalite.ops.choice import Operators
 from megalite.ops.documents import CuSeqlens, longest_document, numbered, packed_cu_seqlens, row_cu_seqlens
 from tests.support.attention import WaitsRefused
-from tests.support.flash import fake_flash_attn, flash_kernels
+from tests.support.flash import fake_flash_attn, fake_newer_flash, flash_kernels
 from tests.support.parity import assert_close
 
 BY_NAME = {each.name: each for each in (*BACKENDS, *CANDIDATES)}
@@ -320,24 +320,20 @@ def test_what_this_torch_has_flash_kernels_for() -> None:
     assert backends._has_flash_kernel("cpu") and not backends._has_flash_kernel("xpu")
 
 
-def test_newer_kernels_are_activated_once_and_only_ours_are_put_back() -> None:
-    active: list[str | None] = [None]
-    heads = _heads(1, 6, 6)
-    form = AttentionForm(3, scale=0.3)
-    calls = mock.Mock()
-    calls.activate.side_effect = lambda name: active.__setitem__(0, name)
-    calls.restore.side_effect = lambda: active.__setitem__(0, None)
+@pytest.mark.parametrize("name", ["FA3", "FA4"])
+def test_newer_kernels_are_called_alone(name: str) -> None:
+    """In torch's place they would compute the other layers too, and backwards of torch's own forwards."""
+    documents = _ids([[30, 1, 50], [81]])
+    refused = mock.Mock(side_effect=AssertionError("torch's own attention is another's from here on"))
     with (
-        mock.patch.object(backends, "current_flash_attention_impl", lambda: active[0]),
-        mock.patch.object(backends, "activate_flash_attention_impl", calls.activate),
-        mock.patch.object(backends, "restore_flash_attention_impl", calls.restore),
+        mock.patch.dict(sys.modules, fake_newer_flash()),
+        mock.patch.object(torch.nn.attention, "activate_flash_attention_impl", refused),
+        mock.patch.object(torch.library.Library, "impl", refused),
     ):
-        for name in ("varlen", "FA3", "FA3", "varlen"):
-            BY_NAME[name].attend(*heads, form)
-        assert (calls.activate.call_count, calls.restore.call_count) == (1, 1)
-        active[0] = "FA4"  # by the user's script
-        BY_NAME["varlen"].attend(*heads, form)
-        assert active[0] == "FA4"
+        for window in (None, 9):
+            _assert_same(name, _heads(2, 82, 82), documents, window=window)
+            _assert_same(name, _heads(2, 5, 60), window=window)
+    assert torch.nn.attention.current_flash_attention_impl() is None
 
 
 def test_a_window_of_all_keys_is_none() -> None:
