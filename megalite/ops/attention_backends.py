@@ -162,6 +162,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> T
     # Imported here: it imports torch's compiler.
     from torch.nn.attention.varlen import varlen_attn
 
+    grouped = query.shape[2] != key.shape[2]
     attended = varlen_attn(
         query.flatten(0, 1),
         key.flatten(0, 1),
@@ -169,10 +170,21 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> T
         *sequences(query, key, form.documents),
         scale=form.scale,
         window_size=form.window_size,
-        enable_gqa=query.shape[2] != key.shape[2],
+        **({"enable_gqa": True} if grouped and _asks_for_groups() else {}),
     )
     assert isinstance(attended, Tensor)
     return attended.view_as(query)
+
+
+def _asks_for_groups() -> bool:
+    """Return whether this torch's varlen_attn has `enable_gqa`; torch 2.11's takes grouped heads without it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in (varlen_attn.__kwdefaults__ or {})
+
+
+# As `_chip`.
+vars(_asks_for_groups)["_dynamo_marked_constant"] = True
 
 
 def sequences(query: Tensor, key: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor, int, int]:

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -318,6 +319,28 @@ def test_what_torch_lacks_is_said(name, asked, why) -> None:
 
 def test_what_this_torch_has_flash_kernels_for() -> None:
     assert backends._has_flash_kernel("cpu") and not backends._has_flash_kernel("xpu")
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+def test_grouped_heads_are_named_where_torch_asks_for_it(
+    kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 has no such argument, and takes them."""
+    query, key = (torch.empty(1, 5, heads, 8, device="meta") for heads in (4, kv_heads))
+    taken: list[dict[str, Any]] = []
+
+    def of_2_11(query: Tensor, *_: object, scale: float | None = None, window_size: Any = None) -> Tensor:
+        taken.append({})
+        return query
+
+    def of_2_13(query: Tensor, *_: object, scale: Any, window_size: Any, enable_gqa: bool = False) -> Tensor:
+        taken.append({"enable_gqa": enable_gqa})
+        return query
+
+    for varlen_attn in (of_2_11, of_2_13):
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+        BY_NAME["varlen"].attend(query, key, key, AttentionForm(3))
+    assert taken == [{}, {"enable_gqa": kv_heads == 1}]
 
 
 @pytest.mark.parametrize("name", ["FA3", "FA4"])
