@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -163,6 +163,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> T
     from torch.nn.attention.varlen import varlen_attn
 
     grouped = query.shape[2] != key.shape[2]
+    groups: dict[str, Any] = {"enable_gqa": True} if grouped and _asks_for_groups() else {}
     attended = varlen_attn(
         query.flatten(0, 1),
         key.flatten(0, 1),
@@ -170,7 +171,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> T
         *sequences(query, key, form.documents),
         scale=form.scale,
         window_size=form.window_size,
-        **({"enable_gqa": True} if grouped and _asks_for_groups() else {}),
+        **groups,
     )
     assert isinstance(attended, Tensor)
     return attended.view_as(query)
