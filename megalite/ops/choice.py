@@ -85,7 +85,7 @@ class OperatorSlots:
         {TORCH: norms.norm, COMPILED: norms.compiled_norm, liger.LIGER: liger.norm},
         "norm",
         "compiled, with the residual add before; plain torch for 1 + weight (Gemma) in bf16 and fp16, which round it",
-        "torch in a custom autograd function",
+        "torch's fused kernel on CUDA, else torch in a custom autograd function",
     )
     add_norm: AddNorm = _slot(
         "residual add + norm",

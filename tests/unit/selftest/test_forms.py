@@ -51,7 +51,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> set[Call]:
         if isinstance(made, str):
             return made
         if isinstance(made, tuple):
-            return made._make(recorded(name, part) if callable(part) else part for part in made)  # type: ignore[attr-defined]
+            return type(made)(*(recorded(name, part) if callable(part) else part for part in made))
         if dataclasses.is_dataclass(made) and not isinstance(made, type):
             parts = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
             return type(made)(
