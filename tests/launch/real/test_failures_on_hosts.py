@@ -73,7 +73,7 @@ def test_nothing_is_left_of_an_mpirun_that_is_killed_before_the_ranks_have_met(h
     wait_until(lambda: len(ranks(hosts)) >= 4, "mpirun starts no four ranks", process=mpirun)
     hosts[0].send(mpirun, signal.SIGKILL)
     started.gone(within=soon(20))
-    assert mpirun.wait(timeout=PATIENCE) != 0
+    assert mpirun.wait(timeout=PATIENCE) == -signal.SIGKILL
 
 
 def test_a_remote_rank_that_is_killed_is_named_and_ends_all(hosts, job, tmp_path):
