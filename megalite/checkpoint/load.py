@@ -43,6 +43,8 @@ def load_checkpoint(checkpoint: Path, replica: Replica, optimizer: OptimizerStat
 
     manifest = all_or_none(mesh, load, explain(mesh, "load", checkpoint))
     optimizer.load(manifest.optimizer)
+    if optimizer.weights() is not None:  # the ranks have gathered each other's partitions
+        replica.unset.difference_update(each.name for each in replica.trained)
     return manifest
 
 
@@ -53,6 +55,7 @@ def _targets(reader: CheckpointReader, replica: Replica, optimizer: OptimizerSta
         tensors = replica.trained_tensors
         for parameter in replica.trained:
             yield from targets(parameter, tensors[parameter.name], mesh)
+            replica.unset.discard(parameter.name)
     for shard in partitions or ():
         yield from shard_targets(shard, reader.weights, mesh)
     for shard in optimizer.shards():

@@ -116,6 +116,7 @@ def require_no_others(
 
 
 def _targets_of(replica: Replica, parameters: Sequence[Parameter]) -> Iterator[TensorTarget]:
+    """Yield the targets of parameters; each is set once the reader has taken all of its own."""
     tensors, mesh = replica.tensors, replica.mesh
     modules = replica.stage.named_modules()
     int8 = {f"{name}.weight": module for name, module in modules if isinstance(module, Int8Linear)}
@@ -126,6 +127,7 @@ def _targets_of(replica: Replica, parameters: Sequence[Parameter]) -> Iterator[T
             for part, region, scale in mesh.parts_of(parameter, linear.scale):
                 rows = TensorSlice((region.offsets[0], 0), (region.shape[0], 1))
                 yield TensorTarget(scale.view(-1), INT8_SCALE, part.name, rows)
+        replica.unset.discard(parameter.name)
 
 
 def targets(parameter: Parameter, tensor: Tensor, mesh: ParallelMesh) -> Iterator[TensorTarget]:

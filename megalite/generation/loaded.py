@@ -121,5 +121,6 @@ def load_source(source: ModelSource, mesh: ParallelMesh, dtype: torch.dtype | No
     tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
     replica = build_model(source.read_shape, mesh, dtype, int8=source.int8)
     fill(replica, open_weights(source), source.folder)
+    replica.require_weights()
     adapters = load_adapters(source.adapters, replica) if source.adapters else Adapters()
     return LoadedModel(replica, tokenizer, source, adapters)

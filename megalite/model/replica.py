@@ -1,10 +1,11 @@
 """This rank's share of one copy of the model, with all that says where it stands."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from torch import nn
 
+from megalite.errors import listed
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import Parameter, stage_parameters
@@ -16,14 +17,15 @@ from megalite.topology.stages import PipelineSplit, pipeline_split
 class Replica:
     """The stage that this rank holds of a model of `shape`, whose layers `split` spreads over the stages of `mesh`.
 
-    Raises AssertionError when the stage's registered parameters are not exactly those of the topology, by name and
-    local shape.
+    unset: the parameters whose memory nobody has written yet. Raises AssertionError when the stage's registered
+    parameters are not exactly those of the topology, by name and local shape.
     """
 
     shape: ModelShape
     split: PipelineSplit
     mesh: ParallelMesh
     stage: Stage
+    unset: set[str] = field(default_factory=set, compare=False)
 
     def __post_init__(self) -> None:
         expected = {each.name: self.mesh.local_shape(each) for each in self.parameters}
@@ -49,6 +51,11 @@ class Replica:
     def trained(self) -> tuple[Parameter, ...]:
         """The parameters that the optimizer changes; with an adapter a few, else all."""
         return tuple(each for each in self.parameters if each.trained)
+
+    def require_weights(self) -> None:
+        """Raise AssertionError unless every parameter has been drawn or loaded."""
+        if self.unset:
+            raise AssertionError(f"neither drawn nor loaded: {listed(sorted(self.unset))}")
 
     @property
     def trained_tensors(self) -> dict[str, nn.Parameter]:

@@ -35,6 +35,7 @@ def build_replica(
     tensors = replica.tensors
     for parameter in replica.parameters:
         tensors[parameter.name].requires_grad_(parameter.trained)
+        replica.unset.add(parameter.name)
     if int8:
         # Before the move to the device, which never holds the linears' weights in `options.dtype`.
         hold_int8(replica.stage)
@@ -55,6 +56,7 @@ def fill(parameters: Iterable[Parameter], replica: Replica, seed: int) -> None:
     """Fill parameters: with `Parameter.fill`, or with normal values drawn for the region that this rank holds."""
     tensors, mesh = replica.tensors, replica.mesh
     for parameter in parameters:
+        replica.unset.discard(parameter.name)
         if parameter.std is None:
             tensors[parameter.name].fill_(parameter.fill)
             continue

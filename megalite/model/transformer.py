@@ -44,9 +44,9 @@ class Decoder(nn.Module):
                 gradients=options.weight_gradients,
             )
         if first and shape.position_embedding == "learned":
-            self.embed_positions = nn.Embedding(
-                shape.max_position_embeddings, shape.hidden_size, dtype=options.dtype
-            )
+            # torch draws the values of an embedding that it makes itself.
+            positions = torch.empty(shape.max_position_embeddings, shape.hidden_size, dtype=options.dtype)
+            self.embed_positions = nn.Embedding.from_pretrained(positions, freeze=False)
         if (trunk := build_trunk(shape, options)) is not None:
             self.prefix = trunk
         # Keyed by the global index, so that a parameter has one name whatever stage holds it.

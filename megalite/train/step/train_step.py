@@ -110,6 +110,8 @@ class TrainStep:
             seed=None if start.weights is not None or start.resumed else config.run.seed,
             prepare=_nothing if start.weights is None else partial(_start_from, start, start.weights, config),
         )
+        if not start.resumed:
+            self.replica.require_weights()
         self.base = None if shape.adapter is None else _base(config, mesh)
         preferences = config.data.kind == "preference"
         self._reference_is_without_adapter = (
@@ -327,6 +329,7 @@ class TrainStep:
         if self.base is not None:
             require_base(read_manifest(checkpoint).base, self.base, checkpoint)
         loaded = load_checkpoint(checkpoint, self.replica, self.optimizer.state)
+        self.replica.require_weights()
         unknown = loaded.trainer_state.keys() - asdict(TrainerState()).keys()
         if unknown:
             raise CheckpointError(
