@@ -74,7 +74,7 @@ def scored_rows(logits: Tensor, tokens: Tensor, width: int) -> Tensor:
 
 
 class LogitChanges(NamedTuple):
-    """What requests change of the logits [R, V] before a token is chosen; flat: places in the R V logits.
+    """The changes of the logits [R, V] before a token is chosen; flat: places in the R V logits.
 
     seen [n], factors [n]: flat, logits that the repetition penalty divides if positive, else multiplies. new [m],
     added [m]: flat, and what the presence and frequency penalties add. constrained [c], excluded [c, V]: rows, and
@@ -193,7 +193,7 @@ def _most_likely(chances: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
         if most >= chances.shape[1]:
             break
         least = chances.topk(most).values[:, -1:]
-        # Of equally likely tokens all or none, in order, as in a sort of the whole vocabulary.
+        # All or none of equally likely tokens, in order, as in a sort of the whole vocabulary.
         tokens = (chances >= least).any(0).nonzero().squeeze(1)
         ordered, order = chances[:, tokens].sort(dim=1, descending=True, stable=True)
         if ((ordered * (ordered >= least)).sum(1, keepdim=True) >= top_p + _SUM_ERROR)[top_p < 1].all():
