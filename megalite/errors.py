@@ -65,6 +65,10 @@ class TrainingError(MegaliteError):
     """The run failed: a rank died, or a loss or gradient is not finite."""
 
 
+class MemoryExhausted(TrainingError):
+    """An accelerator has no memory left for a run, or for a command that runs a model."""
+
+
 class RankFailure(TrainingError):
     """One or more ranks died; the message holds the first cause and the coordinates of its rank."""
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megalite.cli.evaluate_options import evaluate_parser, problems
+from megalite.cli.inference_memory import InferenceMemory
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.data.files.token_file import prepared_prefix
 from megalite.data.text.corpus import Corpus
@@ -45,7 +46,10 @@ def run(arguments: Sequence[str]) -> int:
         Corpus.open(options.data, pattern=options.pattern or "*", key="--data")
     # torch is imported below this line, so that --help and a wrong request are answered at once.
     preload = ["megalite.generation.text", "megalite.evaluate.perplexity", "megalite.evaluate.tasks"]
-    return on_local_ranks(layout, _evaluate, (source, options), name="evaluate", preload=preload)
+    window = ("--window", options.window or source.shape.longest_sequence)
+    memory = InferenceMemory(source, layout, options.dtype, cache[0], window, cached=False)
+    request = (source, options)
+    return on_local_ranks(layout, _evaluate, request, name="evaluate", preload=preload, memory=memory)
 
 
 def _require_lm_eval() -> None:

@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from megalite.cli.arguments import (
 )
 from megalite.cli.generate_chat import CLEAR, chat
 from megalite.cli.generate_run import GenerationJob, continue_prompt, run_file
+from megalite.cli.inference_memory import InferenceMemory
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.errors import ConfigError, DataError, Problem
 from megalite.generation.layout_and_memory import DEFAULT_TOKENS, cache_problems, layout_problems
@@ -41,12 +42,13 @@ def run(arguments: Sequence[str]) -> int:
     )
     _check(options, source.shape)
     job = _job(options, source)
-    if too_large := list(_too_large(job)):
+    if too_large := list(cache_problems(source, job.dtype, *_cache_size(job))):
         raise ConfigError(too_large, "the request")
     if job.task == "chat" and job.layout.world_size > 1:  # the standard input of a forked rank is closed
         job = replace(job, keyboard=os.dup(sys.stdin.fileno()))
+    memory = InferenceMemory(source, job.layout, job.dtype, *_cache_size(job))
     preload = ["megalite.generation.text"]
-    return on_local_ranks(job.layout, _TASKS[job.task], job, name="generate", preload=preload)
+    return on_local_ranks(job.layout, _TASKS[job.task], job, name="generate", preload=preload, memory=memory)
 
 
 _TASKS = {"prompt": continue_prompt, "batch": run_file, "chat": chat}
@@ -83,15 +85,15 @@ def _job(options: argparse.Namespace, source: ModelSource) -> GenerationJob:
     return replace(job, request=request, prompt=options.prompt)
 
 
-def _too_large(job: GenerationJob) -> Iterator[Problem]:
-    """Yield the problem of a model, or a cache, that cannot fit this machine."""
+def _cache_size(job: GenerationJob) -> tuple[tuple[str, int], tuple[str, int]]:
+    """Return the flag and the value of the requests at a time, and of the tokens of each."""
     slots, tokens = ("--tokens", 1), len(job.request.prompt_ids) + job.request.max_tokens
     if job.task == "batch":
         slots = ("--max-requests", min(job.max_requests, len(job.file)))
         tokens = max(len(each.request.prompt_ids) + each.request.max_tokens for each in job.file)
     elif job.task == "chat":
         tokens = min(DEFAULT_TOKENS, job.source.shape.longest_sequence)
-    return cache_problems(job.source, job.dtype, slots, ("--tokens", tokens))
+    return slots, ("--tokens", tokens)
 
 
 def _check(options: argparse.Namespace, shape: ModelShape) -> None:

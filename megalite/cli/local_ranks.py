@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from megalite.cli.inference_memory import InferenceMemory
 from megalite.errors import RankFailure
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import prepare_process
@@ -24,24 +25,25 @@ def on_local_ranks(
     *,
     name: str,
     preload: Sequence[str],
+    memory: InferenceMemory,
 ) -> int:
     """Call `work(request, mesh)`, which returns an exit code, on every rank of the layout; return that of the job.
 
     torch is imported here, so a command checks its arguments before. name: of the command, for its scratch folder.
-    preload: modules to import before the ranks are forked.
+    preload: modules to import before the ranks are forked. memory: what the work keeps on an accelerator.
     Raises RankFailure if a rank fails, and keeps the report that it names; a layout of one rank raises the error of
-    `work` itself.
+    `work` itself, and MemoryExhausted if its accelerator has no memory left.
     """
     if layout.world_size == 1:
         from megalite.parallel.device import local_device
         from megalite.parallel.mesh import ParallelMesh
 
-        return work(request, ParallelMesh.single(local_device(0, 1)))
+        return _with_memory(work, request, ParallelMesh.single(local_device(0, 1)), memory)
     threads = prepare_process("auto", local_ranks=layout.world_size, info=None)
     from megalite.launcher.local import run_local_ranks
 
     scratch = Path(tempfile.mkdtemp(prefix=f"megalite-{name}-"))
-    arguments = (layout, work, request, threads)
+    arguments = (layout, work, request, threads, memory)
     has_report = False
     try:
         return run_local_ranks(_on_rank, layout, scratch, arguments=arguments, preload=["torch", *preload])
@@ -54,7 +56,12 @@ def on_local_ranks(
 
 
 def _on_rank(
-    info: RankInfo, layout: Layout, work: "Callable[[R, ParallelMesh], int]", request: R, threads: int
+    info: RankInfo,
+    layout: Layout,
+    work: "Callable[[R, ParallelMesh], int]",
+    request: R,
+    threads: int,
+    memory: InferenceMemory,
 ) -> int:
     import torch
 
@@ -64,6 +71,16 @@ def _on_rank(
     torch.set_num_threads(threads)
     device = local_device(info.local_rank, info.local_world_size)
     connect(info.rank, info.world_size, device=device, rendezvous=info.rendezvous)
-    code = work(request, ParallelMesh.over_world(layout, device))
+    code = _with_memory(work, request, ParallelMesh.over_world(layout, device), memory)
     disconnect()
     return code
+
+
+def _with_memory(
+    work: "Callable[[R, ParallelMesh], int]", request: R, mesh: "ParallelMesh", memory: InferenceMemory
+) -> int:
+    """Do the work of one rank. Raises MemoryExhausted in place of an accelerator's own error."""
+    from megalite.monitor.memory import exhausted_memory_explained
+
+    with exhausted_memory_explained(mesh.device, lambda _: memory.lines(mesh.device)):
+        return work(request, mesh)

@@ -19,6 +19,7 @@ from megalite.cli.arguments import (
     flag,
     whole_number,
 )
+from megalite.cli.inference_memory import InferenceMemory
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.config.sections.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
@@ -59,9 +60,8 @@ def run(arguments: Sequence[str]) -> int:
     name = options.model_name or source.folder.resolve().name
     problems = [*layout_problems(layout, source.shape), *_length_problems(options.context_length, source)]
     context = min(options.context_length or DEFAULT_TOKENS, source.shape.longest_sequence)
-    problems += cache_problems(
-        source, options.dtype, ("--max-requests", options.max_requests), ("--context-length", context)
-    )
+    cache = ("--max-requests", options.max_requests), ("--context-length", context)
+    problems += cache_problems(source, options.dtype, *cache)
     if name in source.adapters:
         message = f"{name!r} is the name of the base model, too"
         problems.append(Problem("--adapter", message, "choose another, or name the base with --model-name"))
@@ -69,7 +69,9 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(problems, "the server")
     template = chat_template(source, options.chat_template)
     plan = ServePlan(source, settings, name, template, options.dtype, options.context_length)
-    return on_local_ranks(layout, _serve, plan, name="serve", preload=["megalite.serve.run"])
+    memory = InferenceMemory(source, layout, options.dtype, *cache)
+    preload = ["megalite.serve.run"]
+    return on_local_ranks(layout, _serve, plan, name="serve", preload=preload, memory=memory)
 
 
 def _serve(plan: "ServePlan", mesh: "ParallelMesh") -> int:

@@ -1,10 +1,17 @@
-"""The memory use of this process, and of its device."""
+"""The memory use of this process, and of its device; and the message when a device has no memory left."""
 
+import re
 import resource
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from megalite.config.output.summary import memory_text
+from megalite.errors import MemoryExhausted
+from megalite.launcher.rank.environment import variables
 
 if TYPE_CHECKING:
     import torch
@@ -46,3 +53,79 @@ def device_memory(device: "torch.device") -> MemoryUse | None:
     torch.accelerator.memory.reset_peak_memory_stats(device)
     names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
     return MemoryUse(*(statistics.get(name, 0) for name in names))
+
+
+@dataclass(frozen=True)
+class ExhaustedCard:
+    """A device that has no memory left, in bytes.
+
+    asked: the allocation that failed, in torch's words; "" if torch does not say. free: of `total`, at the moment.
+    used: the most that torch has used. reserved: the most that it has taken from the device for that.
+    """
+
+    name: str
+    total: int
+    free: int
+    used: int
+    reserved: int
+    asked: str
+
+    @classmethod
+    def of(cls, device: "torch.device", error: BaseException) -> "ExhaustedCard":
+        """Return the state of a device after `error`. Resets the peaks of its allocator, as `device_memory`."""
+        import torch
+
+        module = torch.get_device_module(device)
+        free, total = module.mem_get_info(device)
+        memory = device_memory(device) or MemoryUse(0, 0)
+        asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
+        name = f"{module.get_device_name(device)} ({device})"
+        return cls(
+            name, total, free, memory.peak_bytes, memory.reserved_bytes or 0, asked[1] if asked else ""
+        )
+
+    @property
+    def lines(self) -> Iterator[str]:
+        """The state, and advice if much of the reserved memory is unused."""
+        used, reserved = memory_text(self.used), memory_text(self.reserved)
+        yield (
+            f"the card has {memory_text(self.total)}, of which {memory_text(self.free)} are free now; torch used up to "
+            f"{used} and reserved {reserved}"
+        )
+        settings = "".join(text for name, text in variables().items() if name.endswith("_ALLOC_CONF"))
+        if self.reserved - self.used > self.total / 20 and "expandable_segments:True" not in settings:
+            unused = memory_text(self.reserved - self.used)
+            yield f"{unused} of that are unused pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True"
+
+
+@contextmanager
+def exhausted_memory_explained(
+    device: "torch.device", explain: Callable[[ExhaustedCard], Sequence[str]]
+) -> Iterator[None]:
+    """Turn an accelerator's out-of-memory error inside of the `with` block into MemoryExhausted.
+
+    explain: returns the lines behind those on the device: what is kept there, and the settings that lower it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if device.type == "cpu" or (cause := _out_of_memory(error)) is None:
+            raise
+        card = ExhaustedCard.of(device, cause)
+        more = f": {card.asked} more do not fit" if card.asked else ""
+        lines = [f"out of memory on {card.name}{more}", *card.lines, *explain(card)]
+        raise MemoryExhausted("\n  ".join(lines)) from error
+
+
+def _out_of_memory(error: BaseException | None) -> BaseException | None:
+    """Return the exception in a chain that says that a device has no memory left; None if there is none."""
+    import torch
+
+    while error is not None:
+        # The driver, cuBLAS and NCCL allocate too, beside torch's allocator.
+        text = str(error).lower()
+        beside = "out of memory" in text or "cublas_status_alloc_failed" in text
+        if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and beside):
+            return error
+        error = error.__cause__
+    return None

@@ -278,10 +278,11 @@ class StopSignals:
 def tell_interruption(config: RunConfig, info: RankInfo | None) -> None:
     """Announce, from rank 0, what is saved and how to resume."""
     if info is None or info.rank == 0:
-        announce(f"interrupted: {_what_is_left(config)}")
+        announce(f"interrupted: {what_is_left(config)}")
 
 
-def _what_is_left(config: RunConfig) -> str:
+def what_is_left(config: RunConfig) -> str:
+    """Return which checkpoint is the last, and how to go on from it."""
     folder = Path(config.run.folder) / "checkpoints"
     try:
         last = find_latest(folder)

@@ -27,6 +27,7 @@ from megalite.launcher.control.rendezvous import Meeting
 from megalite.launcher.exit_codes import INTERRUPTED
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import bind_rank
+from megalite.monitor.memory import exhausted_memory_explained
 from megalite.monitor.work import working
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
@@ -39,6 +40,7 @@ from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
 from megalite.train.interruption import StopSignals, stop_signals
 from megalite.train.loaders import held_out_sets, loader_maker, training_loader
 from megalite.train.loop import StopConditions, TrainingLoop
+from megalite.train.out_of_memory import KnownRun
 from megalite.train.report import RunReporter
 from megalite.train.run_folder import RunFolder
 from megalite.train.shared_inputs import agreed_inputs, agreed_store
@@ -100,6 +102,7 @@ class _Rank:
         self.info, self.job, self.stops = info, job, StopConditions(signals, job.budget)
         self.folder = RunFolder(Path(job.config.run.folder))
         self.leads_node = info.local_rank == 0
+        self.known = KnownRun(job.config, job.config.layout.coordinates(info.rank).pp)
 
     def run(self, meeting: Meeting | None) -> int:
         """Join the process group, train and export; as `train_rank`."""
@@ -117,7 +120,7 @@ class _Rank:
             timeout_seconds=seconds,
         )
         try:
-            with self.folder.full_disk_explained():
+            with self.folder.full_disk_explained(), exhausted_memory_explained(device, self.known.lines):
                 trained = self._train(device, inputs)
         except BaseException:
             # Others may be gone, and leaving a broken group can hang, and the failure has not been reported yet.
@@ -151,6 +154,7 @@ class _Rank:
         _require_deepspeed_precision(config)
         tokenizer = _tokenizer(config, inputs)
         shape = config.shape(0 if tokenizer is None else tokenizer.vocab_size)
+        self.known.resolved(config, shape.vocab_size)
         dtype = DTYPES[config.training.precision]
         kernels, tested = agreed_kernels(config, shape, dtype, mesh, leads_node=self.leads_node)
         load = loader_maker(config, mesh, tokenizer)

@@ -67,6 +67,10 @@ TESTED = {
         "test_a_command_says_what_it_chose",
     ): ("generation/inference_dtype.py:inference_notes",),
     (
+        "tests/unit/monitor/test_memory.py",
+        "test_other_errors_stay_as_they_are",
+    ): ("monitor/memory.py:exhausted_memory_explained",),
+    (
         "tests/standin/test_parity.py",
         "test_a_job_is_equal_to_the_cpu_to_the_bit",
     ): ("train/optimizer/muon.py:make",),

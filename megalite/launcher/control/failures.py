@@ -272,7 +272,8 @@ def _one_line(exception: str, message: str) -> str:
 
 
 def _is_loss_of_peer(error: BaseException) -> bool:
-    if isinstance(error, MegaliteError):
+    # A collective library that finds no memory reports it as a failure of its own.
+    if isinstance(error, MegaliteError) or "out of memory" in str(error).lower():
         return False
     names = {kind.__name__ for kind in type(error).__mro__}
     text = str(error).lower()

@@ -8,6 +8,7 @@ processes (see `RankPool`). The device reproduces the failures of a GPU:
   destination holds 0xFF bytes (NaN, -1), as does freed memory;
 - hazards fail a task of the pool (`use_standin().take_hazards()`): a stream uses data that another stream may still
   write, or memory is freed while another stream may use it without record_stream;
+- beyond `use_standin().set_memory_limit(bytes)` an allocation raises torch.OutOfMemoryError;
 - `count_syncs()` counts the host's waits for the device, and `refuse_syncs()` refuses them;
 - the process group "standin" accepts only tensors of its rank's own device.
 """

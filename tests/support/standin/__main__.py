@@ -1,7 +1,8 @@
 """`python -m tests.support.standin train run.toml ...`: the command line with the stand-in as the accelerator.
 
 With RECORD in the environment, each process writes the called functions of megalite to a file of that name plus the
-process id, one per line.
+process id, one per line. With DEVICE_BYTES every device has that little memory; with FULL_AFTER=STEP:RANK nothing more
+fits on the device of that rank after that step.
 """
 
 import atexit
@@ -23,6 +24,23 @@ def note(frame: FrameType, event: str, _: Any) -> None:
         called.add(f"{code.co_filename.removeprefix(PACKAGE)}:{code.co_qualname}")
 
 
+def fill_after(step: int, rank: int) -> None:
+    """Let no allocation fit on the device of `rank` from the end of `step` on."""
+    from megalite.train.step.train_step import TrainStep
+    from tests.support.standin import use_standin
+
+    train_step = TrainStep.train_step
+
+    def train_step_and_fill(self: TrainStep, *arguments: Any) -> Any:
+        report = train_step(self, *arguments)
+        if report.step == step and self.mesh.rank == rank:
+            device = use_standin()
+            device.set_memory_limit(device.memory_stats(self.mesh.device.index)["allocated"] + 1)
+        return report
+
+    TrainStep.train_step = train_step_and_fill  # type: ignore[method-assign]
+
+
 def write_calls(path: str) -> None:
     sys.setprofile(None)
     Path(f"{path}.{os.getpid()}").write_text("\n".join(sorted(called)))
@@ -31,7 +49,11 @@ def write_calls(path: str) -> None:
 if __name__ == "__main__":
     from tests.support.standin import use_standin
 
-    use_standin()
+    compiled = use_standin()
+    if little := os.environ.get("DEVICE_BYTES"):
+        compiled.set_memory_limit(int(little))
+    if full := os.environ.get("FULL_AFTER"):
+        fill_after(*map(int, full.split(":")))
     if record := os.environ.get("RECORD"):
         atexit.register(write_calls, record)
         # A forked rank runs only the exit functions of multiprocessing.

@@ -7,7 +7,9 @@
 #include <c10/core/DeviceCapability.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <cstdio>
 #include <cstring>
+#include <string>
 
 #include "generator.h"
 #include "runtime.h"
@@ -18,9 +20,21 @@ namespace {
 c10::Device device_at(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
 int index_of(c10::Device device) { return device.has_index() ? device.index() : current_device(); }
 
+std::string size_text(size_t bytes) {
+  char text[32];
+  if (bytes <= 1024) return std::to_string(bytes) + " bytes";
+  if (bytes <= 1 << 20) std::snprintf(text, sizeof text, "%.2f KiB", static_cast<double>(bytes) / (1 << 10));
+  else std::snprintf(text, sizeof text, "%.2f MiB", static_cast<double>(bytes) / (1 << 20));
+  return text;
+}
+
 struct Allocator final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     const int device = current_device();
+    // In the words of CUDA's allocator.
+    TORCH_CHECK_WITH(OutOfMemoryError, fits(device, bytes), "standin out of memory. Tried to allocate ",
+                     size_text(bytes), ". GPU ", device, " has a total capacity of ",
+                     size_text(memory_info(device).second), ".");
     void* address = standin::allocate(device, bytes);
     return {address, address, &release, device_at(device)};
   }

@@ -59,5 +59,6 @@ PYBIND11_MODULE(_standin, m) {
   m.def("memory_stats", &standin::stats);
   m.def("reset_peak", &standin::reset_peak);
   m.def("memory_info", &standin::memory_info);
+  m.def("set_memory_limit", &standin::set_memory_limit);
   m.def("make_group", &standin::make_group);
 }

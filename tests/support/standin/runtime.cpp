@@ -39,6 +39,7 @@ class Lock {
 };
 
 int devices = 8;
+size_t memory_limit = 0;
 std::atomic<Watcher> watcher{nullptr};
 thread_local int thread_device = 0;
 thread_local int64_t thread_streams[kMaxDevices] = {};
@@ -293,7 +294,19 @@ void reset_peak(int device) {
 
 std::pair<size_t, size_t> memory_info(int device) {
   Lock lock;
-  return {kDeviceBytes - state().device[device].used, kDeviceBytes};
+  const size_t used = static_cast<size_t>(state().device[device].stats.allocated);
+  if (memory_limit == 0) return {kDeviceBytes - state().device[device].used, kDeviceBytes};
+  return {memory_limit - std::min(memory_limit, used), memory_limit};
+}
+
+void set_memory_limit(size_t bytes) {
+  Lock lock;
+  memory_limit = bytes;
+}
+
+bool fits(int device, size_t bytes) {
+  Lock lock;
+  return memory_limit == 0 || static_cast<size_t>(state().device[device].stats.allocated) + bytes <= memory_limit;
 }
 
 void* pinned_allocate(size_t bytes) {

@@ -39,7 +39,11 @@ void* host(const void* address);
 void record_stream(const void* address, int64_t stream);
 MemoryStats memory_stats(int device);
 void reset_peak(int device);
-std::pair<size_t, size_t> memory_info(int device);  // free, total
+std::pair<size_t, size_t> memory_info(int device);
+// Lets each device hold that many bytes from now on; 0: as many as it has addresses.
+void set_memory_limit(size_t bytes);
+// Whether another allocation fits below the limit.
+bool fits(int device, size_t bytes);  // free, total
 
 void* pinned_allocate(size_t bytes);
 void pinned_release(void* address);

@@ -77,6 +77,7 @@ def test_the_loss_of_a_peer_is_secondary(folder, info, error):
     [
         ValueError("boom"),
         RuntimeError("CUDA out of memory"),
+        DistNetworkError("NCCL error: remote process exited: Cuda failure 2 'out of memory'"),
         TimeoutError("the tokenizer did not answer"),
         FileNotFoundError(2, "No such file or directory"),
         DataError("https://host: connection reset by peer while reading the corpus"),

@@ -1,0 +1,71 @@
+"""What a command that runs a model says when an accelerator has no memory left for it. No torch."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megalite.config.output.summary import memory_text
+from megalite.generation.layout_and_memory import cache_bytes
+from megalite.generation.source import ModelSource
+from megalite.topology.axes import Layout
+from megalite.topology.dtypes import FLOATS
+from megalite.topology.parameters import parameter_count
+from megalite.topology.sharding import tensor_sizes
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class InferenceMemory:
+    """What a command keeps on its accelerators: a model, and keys and values of its requests.
+
+    dtype: torch's name of the type that was asked for. requests, tokens: flag and value: requests at a time, and tokens
+    of each. cached: whether the keys and values of all of them are kept.
+    """
+
+    source: ModelSource
+    layout: Layout
+    dtype: str | None
+    requests: tuple[str, int]
+    tokens: tuple[str, int]
+    cached: bool = True
+
+    def lines(self, device: "torch.device") -> list[str]:
+        """Return the lines for `exhausted_memory_explained`: the kinds of memory, and the flags that lower them."""
+        import torch
+
+        from megalite.generation.inference_dtype import inference_dtype
+
+        asked = None if self.dtype is None else getattr(torch, self.dtype)
+        dtype = str(inference_dtype(self.source, device, asked)).removeprefix("torch.")
+        return [self._kinds(dtype), f"to lower it: {', or '.join(self._remedies(dtype))}"]
+
+    def _kinds(self, dtype: str) -> str:
+        shape, layout = self.source.shape, self.layout
+        in_type = "int8" if self.source.int8 else dtype
+        weights = parameter_count(shape) * (1 if self.source.int8 else FLOATS[dtype].size_bytes)
+        ranks = layout.replica_size
+        kinds = f"weights {memory_text(weights / ranks)} in {in_type}"
+        if self.cached:
+            count, length = self.requests[1], self.tokens[1]
+            cache = memory_text(count * length * cache_bytes(shape, dtype) / ranks)
+            kinds += f", keys and values of {count:,} x {length:,} tokens {cache}"
+        return f"this rank needs by estimate: {kinds}, and activations"
+
+    def _remedies(self, dtype: str) -> Iterator[str]:
+        for flag, value in (self.requests, self.tokens):
+            if value > 1:
+                yield f"{flag} {value // 2}"
+        shape = self.source.shape
+        wider = [
+            size
+            for size in tensor_sizes(shape.num_attention_heads, shape.num_key_value_heads)
+            if size > self.layout.tensor
+        ]
+        if wider:
+            yield f"--tensor {wider[0]}"
+        if not self.source.int8:
+            if FLOATS[dtype].size_bytes > 2:
+                yield "--dtype bfloat16"
+            yield "an int8 export (megalite convert export --quantise int8)"

@@ -1,0 +1,101 @@
+"""What a rank of a run keeps on its accelerator, and the settings that lower it: for when memory runs out. No torch."""
+
+from collections.abc import Iterator
+
+from megalite.config.output.memory import RankMemory, memory_of_stages
+from megalite.config.output.summary import memory_text
+from megalite.config.sections.derived import offload_devices
+from megalite.config.sections.schema import RunConfig
+from megalite.topology.optimizers import OPTIMIZERS
+from megalite.topology.sharding import divisors, tensor_sizes
+
+_ZERO = "deepspeed.zero_optimization"
+_CHUNK = 256
+"""Tokens whose logits `model.chunked_loss` is advised to compute at a time."""
+
+
+def out_of_memory_lines(config: RunConfig, vocab_size: int, stage: int, total: int) -> list[str]:
+    """Return the lines on the memory of a rank of pipeline stage `stage`, and how to lower it.
+
+    config: a run whose precision is known. total: the bytes of the card. The settings of what takes more of the card
+    come first.
+    """
+    memory = list(memory_of_stages(config, vocab_size))[stage]
+    states = [f"for weights, gradients and optimizer state: {_joined(state_remedies(config))}"]
+    activations = [f"for activations and logits: {_joined(activation_remedies(config))}"]
+    lines = [*states, *activations] if memory.total > total / 2 else [*activations, *states]
+    return [_kinds(config, memory, total), *lines]
+
+
+def activation_remedies(config: RunConfig) -> Iterator[str]:
+    """Yield the flags that lower the memory of a micro batch; the length of the sequence comes last."""
+    training, tokens = config.training, config.batch.micro_batch_size * config.training.sequence_length
+    size, count = config.batch.micro_batch_size, config.batch.micro_batches
+    if size > 1:
+        smaller = divisors(size)[-2]
+        # The global batch stays as it is.
+        batch = f"--training.micro_batch_size {smaller} --training.micro_batches {count * size // smaller}"
+        yield batch
+    if training.recompute != "full":
+        yield "--training.recompute full"
+    elif training.recompute_layers is not None:
+        yield "--training.recompute_layers unset"
+    elif training.recompute_ratio is not None:
+        yield "--training.recompute_ratio unset"
+    if (config.model.chunked_loss or tokens) > _CHUNK and not _trains_head_on_pairs(config):
+        yield f"--model.chunked_loss {_CHUNK}"
+    if config.layout.tensor > 1 and not config.parallel.sequence:
+        yield "--parallel.sequence true"
+    if training.sequence_length > 1:
+        yield f"--training.sequence_length {training.sequence_length // 2}"
+
+
+def state_remedies(config: RunConfig) -> Iterator[str]:
+    """Yield the flags that lower weights, gradients and optimizer state of a rank; the last ones need more cards."""
+    layout, model, stage = config.layout, config.model, config.zero_stage
+    if layout.data > 1 and stage < _highest_zero_stage(config):
+        yield f"--{_ZERO}.stage {stage + 1}"
+    zero = config.deepspeed_json()["zero_optimization"] if stage else {}
+    if stage and "offload_optimizer" not in offload_devices(zero):
+        yield f"--{_ZERO}.offload_optimizer.device cpu"
+    if config.adapter.kind == "none" and model.weights is not None and not (stage and layout.pipeline > 1):
+        yield "--adapter.kind lora"
+    sizes = tensor_sizes(model.num_attention_heads, model.num_key_value_heads or model.num_attention_heads)
+    wider = next((size for size in sizes if size > layout.tensor), 0)
+    if wider and not config.training.compile and stage < 3:
+        yield f"--parallel.tensor {wider}"
+    stages = 2 * layout.pipeline
+    enough = config.batch.micro_batches >= stages <= model.num_hidden_layers // config.split.chunks_per_stage
+    if enough and stage < 2:
+        yield f"--parallel.pipeline {stages}"
+
+
+def _highest_zero_stage(config: RunConfig) -> int:
+    """Return the highest ZeRO stage that the rules allow; 0: none."""
+    optimizer, pipeline = config.optimizer, config.layout.pipeline
+    unequal = bool(optimizer.groups) or config.adapter.kind != "none"
+    if OPTIMIZERS[optimizer.name].whole_matrices or optimizer.clip_value or (unequal and pipeline > 1):
+        return 0
+    if pipeline > 1:
+        return 1
+    shared_heads = config.layout.tensor > (config.model.num_key_value_heads or config.layout.tensor)
+    return 2 if config.training.compile or optimizer.ema_decay or shared_heads else 3
+
+
+def _kinds(config: RunConfig, memory: RankMemory, total: int) -> str:
+    sizes = [memory.weights, memory.gradients, memory.optimizer]
+    names = ["weights", "gradients", config.optimizer.name]
+    text = ", ".join(f"{name} {memory_text(size)}" for name, size in zip(names, sizes, strict=True))
+    if memory.total > total:
+        return f"this rank needs by estimate: {text}, which are more than the card has, and activations"
+    return f"this rank needs by estimate: {text}, and activations"
+
+
+def _trains_head_on_pairs(config: RunConfig) -> bool:
+    """Return whether the rules refuse chunks of the loss: preferences whose head is trained."""
+    frozen = config.adapter.kind != "none" and not config.adapter.modules_to_save
+    return config.data.kind == "preference" and not frozen
+
+
+def _joined(remedies: Iterator[str]) -> str:
+    return ", or ".join(remedies) or "use a smaller model"

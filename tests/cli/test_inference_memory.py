@@ -1,0 +1,49 @@
+"""What a command that runs a model says of its memory, and which flags lower it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megalite.cli.inference_memory import InferenceMemory
+from megalite.config.output.summary import memory_text
+from megalite.generation.layout_and_memory import cache_bytes
+from megalite.generation.source import ModelSource
+from megalite.topology.axes import Layout
+from megalite.topology.parameters import parameter_count
+from tests.support.tiny import tiny_shape
+
+SOURCE = ModelSource(Path("m"), "huggingface", replace(tiny_shape(), vocab_size=10**6), tokenizer=Path("m"))
+CARD = torch.device("cuda")
+
+
+def lines(memory: InferenceMemory) -> list[str]:
+    return memory.lines(CARD)
+
+
+def test_weights_and_cache_are_those_of_one_rank() -> None:
+    cache = ("--max-requests", 16), ("--context-length", 4096)
+    kinds, remedies = lines(InferenceMemory(SOURCE, Layout(), "float32", *cache))
+    weights = memory_text(4 * parameter_count(SOURCE.shape))
+    keys = memory_text(16 * 4096 * cache_bytes(SOURCE.shape, "float32"))
+    assert kinds == (
+        f"this rank needs by estimate: weights {weights} in float32, keys and values of 16 x 4,096 tokens {keys}, and "
+        "activations"
+    )
+    flags = ["--max-requests 8", "--context-length 2048", "--tensor 2", "--dtype bfloat16"]
+    assert (
+        remedies
+        == f"to lower it: {', or '.join(flags)}, or an int8 export (megalite convert export --quantise int8)"
+    )
+    [halved, fewer] = lines(InferenceMemory(SOURCE, Layout(tensor=2), "bfloat16", *cache))
+    assert (
+        halved != kinds and "in bfloat16" in halved and "--dtype" not in fewer and "--tensor 2" not in fewer
+    )
+
+
+def test_what_cannot_be_lowered_is_not_advised() -> None:
+    int8 = replace(SOURCE, int8=True)
+    one = ("--batch-size", 1), ("--window", 64)
+    kinds, remedies = lines(InferenceMemory(int8, Layout(), "bfloat16", *one, cached=False))
+    assert "in int8, and activations" in kinds and "keys and values" not in kinds
+    assert remedies.startswith("to lower it: --window 32") and "int8 export" not in remedies
