@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from megalite.cli.inference_memory import InferenceMemory
 from megalite.errors import RankFailure
 from megalite.launcher.rank.detect import RankInfo
-from megalite.launcher.rank.environment import prepare_process
+from megalite.launcher.rank.environment import grow_segments, prepare_process
 from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def on_local_ranks(
         from megalite.parallel.device import local_device
         from megalite.parallel.mesh import ParallelMesh
 
+        grow_segments()
         return _with_memory(work, request, ParallelMesh.single(local_device(0, 1)), memory)
     threads = prepare_process("auto", local_ranks=layout.world_size, info=None)
     from megalite.launcher.local import run_local_ranks

@@ -11,7 +11,13 @@ import pytest
 from megalite.launcher.rank import environment
 from megalite.launcher.rank.address import Route
 from megalite.launcher.rank.detect import RankInfo, local_rank_infos, rank_info
-from megalite.launcher.rank.environment import export_rank, exported_rank, prepare_process, threads_per_rank
+from megalite.launcher.rank.environment import (
+    export_rank,
+    exported_rank,
+    grow_segments,
+    prepare_process,
+    threads_per_rank,
+)
 from tests.support.waiting import PATIENCE
 
 FIVE = RankInfo(5, 8, 1, 4, "node-a", 29500, "", socket.gethostname(), hosts=2)
@@ -78,6 +84,26 @@ def test_a_process_is_prepared_but_what_the_user_set_stays(four_cores, tmp_path)
     assert environ["OMP_NUM_THREADS"] == "3"
     assert "GOMP_SPINCOUNT" not in environ
     assert {name: environ[name] for name in mine} == mine
+
+
+def test_segments_of_cuda_memory_grow_unless_the_user_configures_them(tmp_path):
+    grown, cpu = {}, {}
+    grow_segments(cpu, tmp_path)
+    assert cpu == {}, "there is no NVIDIA card"
+    (tmp_path / "nvidiactl").touch()
+    grow_segments(cpu, tmp_path)
+    assert cpu == {}, "the driver's own file is no card"
+    (tmp_path / "nvidia0").touch()
+    grow_segments(grown, tmp_path)
+    assert grown == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    for name in (
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK",
+    ):
+        mine = {name: "max_split_size_mb:512"}
+        grow_segments(mine, tmp_path)
+        assert mine == {name: "max_split_size_mb:512"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc")
