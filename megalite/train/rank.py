@@ -45,7 +45,7 @@ from megalite.train.report import RunReporter
 from megalite.train.run_folder import RunFolder
 from megalite.train.shared_inputs import agreed_inputs, agreed_store
 from megalite.train.start import data_line, stream_line
-from megalite.train.step.precision import DTYPES, Precision, choose_precision
+from megalite.train.step.precision import DTYPES, Precision, choose_precision, set_tf32
 from megalite.train.step.train_step import StartingPoint, TrainStep
 from megalite.train.time_budget import TimeBudget
 from megalite.train.validation import HeldOutSet
@@ -157,6 +157,8 @@ class _Rank:
         self.known.resolved(config, shape.vocab_size)
         dtype = DTYPES[config.training.precision]
         kernels, tested = agreed_kernels(config, shape, dtype, mesh, leads_node=self.leads_node)
+        # Behind the self-test, which measures exact products.
+        set_tf32(device, config.training.tf32)
         load = loader_maker(config, mesh, tokenizer)
         weights = _initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None
         with working(_building(config, resumed_from), shown=mesh.rank == 0, stream=sys.stdout):

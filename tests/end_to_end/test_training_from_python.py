@@ -18,6 +18,7 @@ import torch
 from megalite import Callback, Trainer, load_config
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.errors import ConfigError, TrainingError
+from megalite.train import rank
 from megalite.train.run import TrainingResult
 from tests.support.jobs import ROOT, Job, curve, tensor_hashes, training_here
 from tests.support.parity import FLOAT32_RTOL, assert_close
@@ -96,6 +97,17 @@ def test_a_run_in_pieces_is_the_whole_one(run_file: Path, tmp_path: Path) -> Non
     assert int(whole.best.name.removeprefix("step-")) == lowest[0]
     kept = sorted(path.name for path in (whole.folder / "checkpoints").glob("step-*"))
     assert len(kept) <= 3 and kept[-1] == "step-000012" and whole.best.name in kept
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("tf32", [True, False])
+def test_tf32_is_handed_to_torch(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tf32: bool
+) -> None:
+    handed: list[tuple[str, bool]] = []
+    monkeypatch.setattr(rank, "set_tf32", lambda device, tf32: handed.append((device.type, tf32)))
+    train(run_file, tmp_path / "run", training={"steps": 1, "tf32": tf32})
+    assert handed == [("cpu", tf32)]
 
 
 def test_ctrl_c_saves_and_raises(run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,10 @@ TESTED = {
         "test_a_command_says_what_it_chose",
     ): ("generation/inference_dtype.py:inference_notes",),
     (
+        "tests/unit/train/step/test_precision.py",
+        "test_tf32_is_set_for_cuda_alone_and_taken_back_by_the_next_run",
+    ): ("train/step/precision.py:set_tf32",),
+    (
         "tests/unit/monitor/test_memory.py",
         "test_other_errors_stay_as_they_are",
     ): ("monitor/memory.py:exhausted_memory_explained",),

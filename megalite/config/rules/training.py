@@ -35,6 +35,13 @@ def sequences_fit_the_model(run: CheckedRun) -> Iterator[Problem]:
         yield Problem("training.sequence_length", message, remedy)
 
 
+def tf32_is_a_way_to_multiply_fp32(run: CheckedRun) -> Iterator[Problem]:
+    precision = run.training.precision
+    if run.training.tf32 and precision != "fp32":
+        message = f'true has no effect with training.precision = "{precision}"'
+        yield Problem("training.tf32", message, 'set training.precision = "fp32", or delete the setting')
+
+
 def stop_after_is_a_duration(run: CheckedRun) -> Iterator[Problem]:
     duration = run.training.stop_after
     if duration is None:

@@ -31,6 +31,10 @@ class PrecisionSettings(Section):
         "auto",
         description='number type; "auto": that of DeepSpeed\'s JSON or the checkpoint, else bf16 if fast',
     )
+    tf32: bool = Field(
+        False,
+        description="fp32 on NVIDIA cards: matrix products on tensor cores, with 10 bits of mantissa",
+    )
     accumulation: Literal["fp32", "model"] = Field(
         "fp32", description='number type of accumulated gradients; "model": the type of the weights'
     )

@@ -55,7 +55,7 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
         Rule.NOTED,
         "from the next step on numbers are rounded to this type; the weights are read from the checkpoint's "
         "float32 masters where it has them",
-        "training: precision accumulation",
+        "training: precision accumulation tf32",
     ),
     (Rule.NOTED, "validation losses are of other samples than before", "validation: samples"),
     (Rule.NOTED, _NOT_LOADED, "model: weights initializer_range"),

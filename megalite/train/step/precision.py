@@ -47,6 +47,15 @@ def choose_precision(asked: str, device: torch.device, resumed: Any = None) -> P
     return Precision(asked)
 
 
+def set_tf32(device: torch.device, tf32: bool) -> None:
+    """Let this process compute fp32 matrix products of a CUDA device in TF32, or exactly; other devices are left alone.
+
+    A process may train one run after another, so both values are set.
+    """
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+
+
 def _instructions(precision: str) -> list[str]:
     """Return which of the instructions for `precision` this processor has, the fastest first."""
     capabilities = torch.cpu.get_capabilities()

@@ -338,6 +338,16 @@ VALIDATION_CASES = [
         'checkpoint.export: "best" needs a best checkpoint; set checkpoint.best = true',
         {"checkpoint.best": True},
     ),
+    *(
+        Case(
+            "tf32_is_a_way_to_multiply_fp32",
+            {"training.tf32": True, "training.precision": precision},
+            f'training.tf32: true has no effect with training.precision = "{precision}"; set training.precision = '
+            '"fp32", or delete the setting',
+            {"training.tf32": True, "training.precision": "fp32"},
+        )
+        for precision in ("auto", "bf16", "fp16", "fp64")
+    ),
     Case(
         "loss_scale_skips_by_itself",
         {"training.nonfinite": "skip", "training.precision": "fp16"},

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.train.step.precision import Precision, choose_precision
+from megalite.train.step.precision import Precision, choose_precision, set_tf32
 
 CPU = torch.device("cpu")
 
@@ -86,3 +86,16 @@ def test_auto_on_a_gpu_is_bf16_where_it_has_it(
     gpu = torch.device("cuda", 0)
     assert choose_precision("auto", gpu) == Precision(name)
     assert choose_precision("fp16", gpu) == Precision("fp16")
+
+
+def test_tf32_is_set_for_cuda_alone_and_taken_back_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    products, elsewhere = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+    before = products.fp32_precision, elsewhere.fp32_precision
+    try:
+        for tf32, precision in ((True, "tf32"), (False, "ieee"), (True, "tf32")):
+            set_tf32(torch.device("cuda", 0), tf32)
+            assert products.fp32_precision == precision
+            set_tf32(CPU, not tf32)
+            assert (products.fp32_precision, elsewhere.fp32_precision) == (precision, before[1])
+    finally:
+        products.fp32_precision = before[0]
