@@ -27,7 +27,7 @@ class Sends:
 
     def start(self, values: Tensor, target: int, mesh: ParallelMesh) -> None:
         """Send contiguous values to a stage."""
-        work = dist.isend(values, dst=mesh.pp.ranks[target], group=mesh.pp.group)
+        work = dist.isend(values, dst=mesh.pp_downwards.ranks[target], group=mesh.pp_downwards.group)
         if work is not None:
             self._started.append((work, values))
         while len(self._started) > self._most:
@@ -92,10 +92,10 @@ def _hand_over(
         if sends is not None:
             sends.start(output.contiguous(), target, mesh)
         else:
-            dist.send(output.contiguous(), dst=mesh.pp.ranks[target], group=mesh.pp.group)
+            dist.send(output.contiguous(), dst=mesh.pp_downwards.ranks[target], group=mesh.pp_downwards.group)
     if mesh.at.pp == target:
         received = torch.empty_like(hidden, memory_format=torch.contiguous_format)
         progress.collective("recv", mesh.pp.role)
-        dist.recv(received, src=mesh.pp.ranks[source], group=mesh.pp.group)
+        dist.recv(received, src=mesh.pp_downwards.ranks[source], group=mesh.pp_downwards.group)
         return received
     return None

@@ -24,6 +24,9 @@ from megalite.topology.stages import balanced_split
 T = TypeVar("T")
 # A rank that waits longer in a collective fails.
 COLLECTIVE_SECONDS = 1800.0
+# Streaming multiprocessors that NCCL may take for a message between stages: its kernels spin until the other stage is
+# there, beside those that compute. NCCL_MAX_CTAS overrides it.
+MESSAGE_CTAS = 4
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,8 @@ class ParallelMesh(RankPlace):
 
     groups: axis or role (`RankPlace.peers`) -> this rank's group; a missing entry means this rank alone.
         "pp_upwards": the ranks of "pp" in another process group, for what a stage sends to one before it.
+        "pp_downwards": that for what it sends to one after it; on NCCL apart from "pp", whose collectives use all of
+        the card that NCCL wants.
     sequence_parallel: outside of attention and MLP each tp rank holds a range of the positions (Korthikanti et al.,
         "Reducing Activation Recomputation in Large Transformer Models", 2022).
     host: all ranks over gloo, for values in host memory. None: the default group is gloo itself. NCCL takes no host
@@ -96,7 +101,10 @@ class ParallelMesh(RankPlace):
             require_distinct_accelerators(ids)
         peers = RankPlace(layout, rank).peers
         # Before groups that only some of these ranks have: torch names a group by how many the rank has made.
-        upwards = _join(peers["pp"], rank, "pp", limit) if layout.pipeline > 1 else None
+        ways = ["pp_upwards"] if layout.pipeline > 1 else []
+        if ways and dist.get_backend() == "nccl":
+            ways.append("pp_downwards")
+        messages = {way: _join(peers["pp"], rank, "pp", limit, _message_options(limit)) for way in ways}
         # Roles with the same ranks, and all axes of size 1, share a group: each costs connections and threads, and
         # memory on a GPU.
         joined: dict[tuple[int, ...], RankGroup] = {}
@@ -104,7 +112,7 @@ class ParallelMesh(RankPlace):
             if ranks not in joined:
                 joined[ranks] = _join(ranks, rank, name, limit)
         groups = {name: joined[ranks] for name, ranks in peers.items()}
-        groups["pp_upwards"] = upwards or groups["pp"]
+        groups |= {way: messages.get(way, groups["pp"]) for way in ("pp_upwards", "pp_downwards")}
         return cls(layout, rank, device, groups, sequence_parallel, host)
 
     @property
@@ -121,6 +129,11 @@ class ParallelMesh(RankPlace):
     def pp_upwards(self) -> RankGroup:
         """The stages of this rank's pipeline, for what a stage sends to one before it."""
         return self.groups.get("pp_upwards", ALONE)
+
+    @property
+    def pp_downwards(self) -> RankGroup:
+        """The stages of this rank's pipeline, for what a stage sends to one after it."""
+        return self.groups.get("pp_downwards", ALONE)
 
     @property
     def batch(self) -> RankGroup:
@@ -321,9 +334,19 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def _join(ranks: tuple[int, ...], rank: int, role: str, limit: timedelta) -> RankGroup:
+def _message_options(limit: timedelta) -> Any:
+    """Return NCCL's options of one group in which stages send each other hidden states; None on another backend."""
+    if dist.get_backend() != "nccl":
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = MESSAGE_CTAS
+    options._timeout = limit  # torch warns of another limit than that of new_group, which it takes
+    return options
+
+
+def _join(ranks: tuple[int, ...], rank: int, role: str, limit: timedelta, options: Any = None) -> RankGroup:
     # Only the members create the group, so the cost does not grow with the world.
-    group = dist.new_group(list(ranks), timeout=limit, use_local_synchronization=True)
+    group = dist.new_group(list(ranks), timeout=limit, pg_options=options, use_local_synchronization=True)
     return RankGroup(ranks, ranks.index(rank), group, role)
 
 

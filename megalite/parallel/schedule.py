@@ -181,7 +181,7 @@ def _group(mesh: ParallelMesh, source: int, target: int) -> RankGroup:
     NCCL runs what two ranks send each other in one group one by one: a send would wait for a receive of the other
     direction that starts later.
     """
-    return mesh.pp if source < target else mesh.pp_upwards
+    return mesh.pp_downwards if source < target else mesh.pp_upwards
 
 
 def _tag(message: Message) -> int:

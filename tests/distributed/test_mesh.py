@@ -37,7 +37,7 @@ def test_groups_join_the_ranks_of_the_topology(ranks, layout):
         expected = {axis: layout.peers(rank, axis) for axis in AXES}
         expected |= {role: layout.peers(rank, *axes) for role, axes in ROLES.items()}
         stages = expected["pp"]
-        expected["pp_upwards"] = stages
+        expected["pp_upwards"] = expected["pp_downwards"] = stages
         expected["tied"] = (
             stages
             if len(stages) < 3

@@ -76,8 +76,8 @@ for _files in _PRIVATE_NAMES.values():
     for _path, _names in _files.items():
         PRIVATE_NAMES.setdefault(_path, set()).update(_names.split())
 PRIVATE = re.compile(r"_(?!_)\w*[a-z]\w*")  # not a constant
-# Names of torch's operators and of argparse's parsers that megalite uses too.
-OTHERS_PRIVATE_NAMES = {"_schema", "_actions"}
+# Names of torch's operators and options of groups, and of argparse's parsers, that megalite uses too.
+OTHERS_PRIVATE_NAMES = {"_schema", "_timeout", "_actions"}
 MEGALITE = TESTS.parent / "megalite"
 # They raise where something is wrong; CHECKS are functions that run in a worker, each of which is itself a test here.
 ASSERTING = {
