@@ -2,7 +2,7 @@
 
 A queue takes its commands in their order. One whose stream still sends or receives, or that waits for an event not yet
 reached, keeps all behind it waiting, also those of other streams (NCCL's send and receive are kernels, which end
-together). The host never waits, so the order of its commands and the queues decide alone.
+together, as those of a collective do). The host never waits, so the order of its commands and the queues decide alone.
 """
 
 from collections import defaultdict, deque
@@ -10,16 +10,23 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from megalite.topology.transfers import Message, StageProgram, Transfer
+from megalite.topology.transfers import Message, ScheduledAction, StageProgram, Transfer
 
 COMPUTES = "computes"
 
 
+class Meeting(NamedTuple):
+    """A message or a collective, which ends for all its ranks together; a message's ranks are source and target."""
+
+    name: str
+    ranks: tuple[int, ...]
+
+
 class Command(NamedTuple):
-    """One command of a stream. of: what is computed, the (source, target) of a message, or the event."""
+    """One command of a stream. of: what is computed, the Meeting, or the event."""
 
     stream: Hashable
-    kind: Literal["compute", "send", "receive", "record", "wait"]
+    kind: Literal["compute", "meet", "record", "wait"]
     of: Hashable
 
 
@@ -37,9 +44,10 @@ def one_queue(rank: int, stream: Hashable) -> Hashable:
 
 
 class Issued:
-    """The commands that a host issues for computing and for sends and receives without a batch, as torch on NCCL.
+    """The commands that a host issues for computing, collectives, and messages without a batch, as torch on NCCL.
 
-    Such a message runs on the stream of its pair's communicator, after what the computing stream has been given.
+    Each runs on the stream of its communicator, after what the computing stream has been given; a message's is that of
+    a pair of ranks.
     """
 
     def __init__(self) -> None:
@@ -48,13 +56,13 @@ class Issued:
     def compute(self, what: Hashable) -> None:
         self.commands.append(Command(COMPUTES, "compute", what))
 
-    def start(self, kind: Literal["send", "receive"], source: int, target: int, stream: Hashable) -> int:
-        """Start a message; return the event of its end."""
+    def start(self, meeting: Meeting, stream: Hashable) -> int:
+        """Start a message or a collective; return the event of its end."""
         ready, end = len(self.commands), len(self.commands) + 1
         self.commands += [
             Command(COMPUTES, "record", ready),
             Command(stream, "wait", ready),
-            Command(stream, kind, (source, target)),
+            Command(stream, "meet", meeting),
             Command(stream, "record", end),
         ]
         return end
@@ -77,9 +85,8 @@ def commands_of(program: StageProgram, stage: int) -> list[Command]:
     for step in program:
         if isinstance(step, Transfer):
             ends = coming if step.target == stage else going
-            kind: Literal["send", "receive"] = "receive" if step.target == stage else "send"
             stream = stream_between(step.source, step.target)
-            ends[step.message] = issued.start(kind, step.source, step.target, stream)
+            ends[step.message] = issued.start(Meeting("message", (step.source, step.target)), stream)
             continue
         if step.needs in coming:
             issued.wait(coming.pop(step.needs))
@@ -112,8 +119,8 @@ def hung(
         for command in issued:
             queues[queue_of(rank, command.stream)].append(command)
         ranks.append(_Rank(queues))
-    # (source, target) -> the end of the message that has begun: its rank and stream.
-    begun: dict[Hashable, tuple[_Rank, Hashable]] = {}
+    # The ranks that are there, each with the stream that waits for the others.
+    begun: dict[Meeting, list[tuple[_Rank, Hashable]]] = defaultdict(list)
     moved = True
     while moved:
         moved = False
@@ -135,17 +142,32 @@ def _takes(rank: _Rank, command: Command, one_by_one: bool) -> bool:
     return command.kind != "wait" or command.of in rank.reached
 
 
-def _begin(rank: _Rank, command: Command, begun: dict[Hashable, tuple[_Rank, Hashable]]) -> None:
+def _begin(rank: _Rank, command: Command, begun: dict[Meeting, list[tuple[_Rank, Hashable]]]) -> None:
     if command.kind == "record":
         if command.stream in rank.busy:
             rank.busy[command.stream].append(command.of)
         else:
             rank.reached.add(command.of)
-    elif command.kind in ("send", "receive"):
+    elif isinstance(command.of, Meeting):
         rank.busy[command.stream] = []
-        other = begun.pop(command.of, None)
-        if other is None:
-            begun[command.of] = rank, command.stream
-            return
-        for end, stream in ((rank, command.stream), other):
-            end.reached.update(end.busy.pop(stream))
+        here = begun[command.of]
+        here.append((rank, command.stream))
+        if len(here) == len(command.of.ranks):
+            for each, stream in begun.pop(command.of):
+                each.reached.update(each.busy.pop(stream))
+
+
+def posted_ahead(program: StageProgram, stage: int, ahead: int) -> StageProgram:
+    """Return the program with `ahead` receives posted besides the next one, and each message sent once it is made."""
+    plan = [step for step in program if isinstance(step, ScheduledAction)]
+    places = {each.needs: place for place, each in enumerate(plan)}
+    receives = [step for step in program if isinstance(step, Transfer) and step.target == stage]
+    sends = {step.message: step for step in program if isinstance(step, Transfer) and step.source == stage}
+    posts = defaultdict(list)
+    for at, receive in enumerate(receives):
+        posts[places[receives[at - ahead].message] if at >= ahead else 0].append(receive)
+    steps: list[ScheduledAction | Transfer] = []
+    for place, each in enumerate(plan):
+        steps += [*posts[place], each]
+        steps += [sends[each.gives]] if each.gives in sends else []
+    return tuple(steps)

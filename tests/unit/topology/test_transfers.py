@@ -18,7 +18,15 @@ from megalite.topology.transfers import (
     Transfer,
     stage_programs,
 )
-from tests.support.hardware_queues import COMPUTES, commands_of, hung, one_queue, own_queues, stream_between
+from tests.support.hardware_queues import (
+    COMPUTES,
+    commands_of,
+    hung,
+    one_queue,
+    own_queues,
+    posted_ahead,
+    stream_between,
+)
 from tests.support.selection import cases
 
 Size = tuple[str, int, int, int]
@@ -146,22 +154,6 @@ def test_no_sharing_of_hardware_queues_hangs(name: str, most_stages: int) -> Non
     tried = [size for size in sizes(stages, micro_batches) if size[0] == name]
     assert max(size[1] for size in tried) == most_stages
     assert {size: ways for size in tried if (ways := hung_in(size))} == {}
-
-
-def posted_ahead(program: StageProgram, stage: int, ahead: int) -> StageProgram:
-    """Return the program with `ahead` receives posted besides the next one, and each message sent once it is made."""
-    plan = scheduled(program)
-    places = {each.needs: place for place, each in enumerate(plan)}
-    receives = [step for step in program if isinstance(step, Transfer) and step.target == stage]
-    sends = {step.message: step for step in program if isinstance(step, Transfer) and step.source == stage}
-    posts = defaultdict(list)
-    for at, receive in enumerate(receives):
-        posts[places[receives[at - ahead].message] if at >= ahead else 0].append(receive)
-    steps: list[ScheduledAction | Transfer] = []
-    for place, each in enumerate(plan):
-        steps += [*posts[place], each]
-        steps += [sends[each.gives]] if each.gives in sends else []
-    return tuple(steps)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
