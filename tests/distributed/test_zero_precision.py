@@ -171,6 +171,7 @@ def held(job: Job, parts: Parts) -> list[Tensor]:
 
 ENGINES = [
     (1, Layout(2, 2, 1), "none"),
+    (1, Layout(data=2), "optimizer"),
     (2, Layout(data=2), "none"),
     (3, Layout(data=2, tensor=2), "optimizer"),
 ]

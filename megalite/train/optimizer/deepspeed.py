@@ -74,7 +74,9 @@ class DeepSpeedOptimizer:
             # These hooks run before DeepSpeed's, which take the gradient away.
             for parameter in parameters:
                 tensor = self._tensors[parameter.name]
-                tensor.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._see(parameter))
+                tensor.register_post_accumulate_grad_hook(
+                    lambda tensor, parameter=parameter: self._finite.see(parameter, tensor.grad)
+                )
         self._engine, self._zero, *_ = deepspeed.initialize(
             model=replica.stage,
             optimizer=optimizer,
@@ -110,8 +112,6 @@ class DeepSpeedOptimizer:
         # Before ZeRO partitions the gradients: the two copies of a tied weight lie elsewhere in their partitions.
         all_reduce_replicated_gradients(self._parameters, self._tensors, self._mesh)
         self._once_a_step.finish_sums()
-        for parameter in self._parameters:
-            self._see(parameter)
         self._once_a_step.hand_over()
 
     def squared_norm(self) -> Tensor:
@@ -123,26 +123,35 @@ class DeepSpeedOptimizer:
             self._zero.override_loss_scale(self._scale.value)
         self._engine.step()
         # On an overflow DeepSpeed has skipped the update, so the weights are still those of the step before.
-        tensor = self._finite.first_nonfinite() if self._zero.overflow else None
-        self._finite.clear()
         if self._zero.overflow:
-            return skip_update(self._scale, tensor, skip_nonfinite=self._skip_nonfinite)
+            return self._skip()
+        self._forget()
         sync_tied_weights(self._parameters, self._tensors, self._mesh)
         if self._scale is not None:
             self._scale.passed()
         return Update(float(self._engine.get_global_grad_norm()))
 
+    def _skip(self) -> Update:
+        if self._once_a_step is not None:
+            for parameter, start, gradient in self._once_a_step.handed_over():
+                self._finite.see(parameter, gradient, start)
+        tensor = self._finite.first_nonfinite()
+        self._forget()
+        return skip_update(self._scale, tensor, skip_nonfinite=self._skip_nonfinite)
+
+    def _forget(self) -> None:
+        """Let go of what is known of the step's gradients."""
+        self._finite.clear()
+        if self._once_a_step is not None:
+            self._once_a_step.forget()
+
     def _engine_forward(self, input_ids: Tensor, **arguments: Any) -> Tensor:
+        self._finite.backward_ends()
         losses: Tensor = self._engine(input_ids, **arguments)
         if self._scale is not None and losses.requires_grad:
             # The runner scales the loss; the engine refuses a backward if it has not been told so.
             self._engine.scale(losses.sum())
         return losses
-
-    def _see(self, parameter: Parameter) -> None:
-        gradient = self._tensors[parameter.name].grad
-        if gradient is not None:
-            self._finite.see(parameter, gradient)
 
 
 def _handed(config: Mapping[str, Any], *, sum_in_fp32: bool) -> tuple[dict[str, Any], bool]:

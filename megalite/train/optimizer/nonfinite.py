@@ -1,7 +1,9 @@
 """Names the tensor of an overflow where its gradient is gone when the overflow is found."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import prod
 
 import torch
 from torch import Tensor
@@ -21,29 +23,55 @@ class FiniteFlags:
         self._parameters, self._mesh = parameters, mesh
         counts = [len(parameter.spec.parts) for parameter in parameters]
         # Allocated once: a small tensor that outlives a backward would split the heap between large ones.
-        self._all = torch.ones(sum(counts), dtype=torch.bool, device=mesh.device)
-        names = (parameter.name for parameter in parameters)
-        self._flags = dict(zip(names, self._all.split(counts), strict=True))
+        self._flags = torch.ones(sum(counts), dtype=torch.bool, device=mesh.device)
+        places = pairwise(accumulate(counts, initial=0))
+        self._places = {each.name: slice(*place) for each, place in zip(parameters, places, strict=True)}
+        # Where each tensor ends in the flattened parameter.
+        self._bounds = {each.name: [*_bounds(each, mesh)] for each in parameters}
+        self._ends: dict[torch.dtype, Tensor] = {}
+        """The lowest and the highest gradient of each tensor in this backward, by dtype of the gradient: [2, tensors].
 
-    def see(self, parameter: Parameter, gradient: Tensor) -> None:
-        flags = self._flags[parameter.name]
-        for index, part in enumerate(gradient.detach().split(self._mesh.rows(parameter))):
-            # One pass that allocates nothing of the gradient's size: both ends are NaN if an element is.
-            flags[index] &= torch.stack(part.aminmax()).isfinite().all()
+        Both are NaN if an element is.
+        """
+
+    def see(self, parameter: Parameter, gradient: Tensor, start: int = 0) -> None:
+        """Note a gradient, or its flat range from `start`: one pass a tensor that writes two numbers."""
+        dtype, flags = gradient.dtype, self._flags
+        if dtype not in self._ends:
+            self._ends[dtype] = torch.zeros(2, len(flags), dtype=dtype, device=flags.device)
+        low, high = self._ends[dtype][:, self._places[parameter.name]]
+        flat = gradient.detach().flatten()
+        for index, (begin, end) in enumerate(pairwise(self._bounds[parameter.name])):
+            part = flat[max(begin - start, 0) : max(end - start, 0)]
+            if part.numel():
+                torch.aminmax(part, out=(low[index], high[index]))
+
+    def backward_ends(self) -> None:
+        """Keep what was seen, before another backward brings its gradients."""
+        for ends in self._ends.values():
+            self._flags &= ends.isfinite().all(dim=0)
 
     def first_nonfinite(self) -> str | None:
         """As parallel.gradients.first_nonfinite of the gradients that were seen. Collective over the world."""
+        self.backward_ends()
         seen = {parameter.name: _Seen(self._stand_in(parameter)) for parameter in self._parameters}
         return first_nonfinite(self._parameters, seen, self._mesh)  # type: ignore[arg-type]
 
     def clear(self) -> None:
-        self._all.fill_(True)
+        self._flags.fill_(True)
+        for ends in self._ends.values():
+            ends.zero_()
 
     def _stand_in(self, parameter: Parameter) -> Tensor:
         """A gradient of as many rows, in which what is not finite is where it was."""
-        flags = self._flags[parameter.name]
+        flags = self._flags[self._places[parameter.name]]
         values = torch.where(flags, 0.0, torch.inf)
         return values.repeat_interleave(torch.tensor(self._mesh.rows(parameter), device=flags.device))
+
+
+def _bounds(parameter: Parameter, mesh: ParallelMesh) -> Iterator[int]:
+    row = prod(mesh.local_shape(parameter)[1:])
+    return accumulate((rows * row for rows in mesh.rows(parameter)), initial=0)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.model.replica import Replica
+from megalite.topology.parameters import Parameter
 from megalite.train.optimizer.update import gradient_buckets
 
 
@@ -31,6 +32,8 @@ class ZeroOneGradients:
             # They would reduce in backward, or count its gradients for nothing.
             hook.remove()
         self._zero.set_gradient_accumulation_boundary(True)
+        self._parameters = {id(replica.trained_tensors[each.name]): each for each in replica.trained}
+        self._handed_over: dict[int, Sequence[Tensor]] = {}
 
     def finish_sums(self) -> None:
         """Wait for the sums over the data-parallel ranks. Collective."""
@@ -42,7 +45,8 @@ class ZeroOneGradients:
         """Move each gradient's part in this rank's partitions from `.grad` to where DeepSpeed's step expects it."""
         for group, tensors in enumerate(self._zero.params_in_partition):
             _free(self._zero.params_not_in_partition[group])
-            self._zero.averaged_gradients[group] = self._zero._build_compact_grad_partition_buffer(group)
+            self._handed_over[group] = self._zero._build_compact_grad_partition_buffer(group)
+            self._zero.averaged_gradients[group] = self._handed_over[group]
             for tensor, start, part in self._parts(group):
                 if tensor.grad is not None:
                     part.copy_(tensor.grad.flatten()[start:][: part.numel()])
@@ -51,11 +55,25 @@ class ZeroOneGradients:
                     self._zero.copy_grads_in_partition(tensor, group)
             _free(tensors)
 
+    def handed_over(self) -> Iterator[tuple[Parameter, int, Tensor]]:
+        """Yield the flat ranges of gradients in this rank's partitions: the parameter, where they start, their values.
+
+        They are unchanged where DeepSpeed skipped the step, and clipped where it did not.
+        """
+        for group in self._handed_over:
+            for tensor, start, gradient in self._parts(group):
+                yield self._parameters[id(tensor)], start, gradient
+
+    def forget(self) -> None:
+        """Free the gradients, once the step is done."""
+        self._handed_over.clear()
+
     def _parts(self, group: int) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """Yield each parameter with gradients in this rank's partition, its first element there, and its gradients."""
         starts = self._zero.grad_start_offset[group][self._rank]
-        parts = self._zero.averaged_gradients[group]
-        gradients = [each.view(-1) for each in parts if not getattr(each, "_zero_padding", False)]
+        gradients = [
+            each.view(-1) for each in self._handed_over[group] if not getattr(each, "_zero_padding", False)
+        ]
         for tensor, gradient in zip(self._zero.params_in_partition[group], gradients, strict=True):
             yield tensor, starts[self._zero.get_param_id(tensor)], gradient
 
