@@ -54,6 +54,31 @@ class _RMSNorm(torch.autograd.Function):
         return scaled_grad.to(flat.dtype).view_as(x), weight_grad.to(weight.dtype), None, None
 
 
+class _FusedZeroCentered(torch.autograd.Function):
+    """RMSNorm by 1 + weight for 16 bits, by torch's fused kernels.
+
+    They take one dtype for all, and 16 bits would round 1 + weight. Saves the input as it is, not in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        output, inverse_rms = torch._fused_rms_norm(x.float(), weight.shape, 1 + weight.float(), eps)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return output.to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, inverse_rms = ctx.saved_tensors
+        needed = [*ctx.needs_input_grad[:2]]
+        grads = torch.ops.aten._fused_rms_norm_backward(
+            grad.float(), x.float(), weight.shape, inverse_rms, 1 + weight.float(), needed
+        )
+        x_grad, weight_grad = (
+            each.to(x.dtype) if asked else None for each, asked in zip(grads, needed, strict=True)
+        )
+        return x_grad, weight_grad, None
+
+
 def norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, zero_centered_gamma: bool = False
 ) -> Tensor:
@@ -67,10 +92,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma: bool = 
     """Return weight * x / sqrt(mean(x^2) + eps); 1 + weight is added and multiplied in at least float32."""
     if torch.compiler.is_compiling():
         return _traced_rms_norm(x, weight, eps, zero_centered_gamma)
-    # The fused kernel takes a weight of x's dtype, and 1 + weight would be rounded to 16 bits.
-    if has_fused_rms_norm(x.device.type) and not (zero_centered_gamma and weight.dtype.itemsize < 4):
-        return F.rms_norm(x, weight.shape, 1 + weight if zero_centered_gamma else weight, eps)
-    normalised: Tensor = _RMSNorm.apply(x, weight, eps, zero_centered_gamma)
+    normalised: Tensor
+    if not has_fused_rms_norm(x.device.type):
+        normalised = _RMSNorm.apply(x, weight, eps, zero_centered_gamma)
+    elif zero_centered_gamma and weight.dtype.itemsize < 4:
+        normalised = _FusedZeroCentered.apply(x, weight, eps)
+    else:
+        normalised = F.rms_norm(x, weight.shape, 1 + weight if zero_centered_gamma else weight, eps)
     return normalised
 
 

@@ -1,6 +1,7 @@
 """The norm gives the numbers of its formula."""
 
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from megalite.ops import norms
 from megalite.ops.norms import compiled_norm, rms_norm
-from tests.support.parity import assert_close
+from tests.support.parity import BF16_RTOL, assert_close
 
 
 @pytest.fixture
@@ -82,8 +83,51 @@ def test_where_torch_has_one_kernel_for_it_that_kernel_computes_it(
     summed, normed = norms.add_norm(inputs, residual, weight, None, 1e-3)
     assert torch.equal(summed, total) and torch.equal(normed, F.rms_norm(total, (12,), weight, 1e-3))
     assert fused == [dtype] * 4
-    norms.norm(inputs, weight, None, 1e-3, zero_centered_gamma=True)
-    assert fused == [dtype] * (5 if dtype == torch.float32 else 4), "the kernel would round 1 + weight"
+
+
+def _fused_backward(
+    grad: Tensor, x: Tensor, shape: list[int], inverse_rms: Tensor, weight: Tensor, needed: list[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute what torch's kernel for CUDA does; it has none for a CPU."""
+    assert {each.dtype for each in (grad, x, inverse_rms, weight)} == {torch.float32}
+    normalised, scaled = x * inverse_rms, grad * weight
+    x_grad = (scaled - normalised * (scaled * normalised).mean(-1, keepdim=True)) * inverse_rms
+    weight_grad = (grad * normalised).flatten(0, -2).sum(0)
+    return (x_grad if needed[0] else None), (weight_grad if needed[1] else None)
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_one_plus_a_narrow_weight_goes_through_torchs_kernel_in_float32(
+    fused: list[torch.dtype], trained: bool
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    inputs, grad = (torch.randn(3, 5, 12, generator=generator).bfloat16() for _ in range(2))
+    weight = torch.full((12,), 2**-9 + 2**-10).bfloat16()  # lost in 1 + weight of 16 bits
+
+    def run() -> list[Tensor]:
+        leaves = [inputs.clone().requires_grad_(), weight.clone().requires_grad_(trained)]
+        output = norms.rms_norm(*leaves, 1e-3, zero_centered_gamma=True)
+        asked = [leaf for leaf in leaves if leaf.requires_grad]
+        return [output, *torch.autograd.grad(output, asked, grad)]
+
+    kernel = mock.Mock(side_effect=_fused_backward)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_fused_rms_norm_backward", lambda *inputs: kernel(*inputs), "CPU")
+    try:
+        by_kernel = run()
+    finally:
+        library._destroy()
+    assert [call.args[-1] for call in kernel.call_args_list] == [[True, trained]]
+    assert not fused, "F.rms_norm would keep the input in float32"
+    norms.has_fused_rms_norm.cache_clear()
+    with pytest.MonkeyPatch.context() as elsewhere:
+        elsewhere.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda name, key: False)
+        expected = run()
+    norms.has_fused_rms_norm.cache_clear()
+    assert torch.equal(by_kernel[0], expected[0]), "1 + weight was rounded"
+    for what, actual, each in zip(("output", "inputs", "weight"), by_kernel, expected, strict=False):
+        assert actual.dtype == torch.bfloat16
+        assert_close(actual, each, rtol=BF16_RTOL, what=what)
 
 
 def test_with_torchs_kernel_the_numbers_are_those_of_the_formula(fused: list[torch.dtype]) -> None:
