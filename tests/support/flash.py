@@ -185,7 +185,7 @@ def _flash_attn_varlen_func(
 
 
 def fake_flash_attn() -> dict[str, ModuleType]:
-    """For `mock.patch.dict(sys.modules, ...)`: FlashAttention 2 with the parameters of 2.8's own function."""
+    """For `sys.modules`: FlashAttention 2 with the parameters of 2.8's own function."""
     module = ModuleType("flash_attn")
     module.__spec__ = ModuleSpec("flash_attn", None)
     module.flash_attn_varlen_func = _flash_attn_varlen_func  # type: ignore[attr-defined]
@@ -194,7 +194,7 @@ def fake_flash_attn() -> dict[str, ModuleType]:
 
 
 def fake_newer_flash() -> dict[str, ModuleType]:
-    """For `mock.patch.dict(sys.modules, ...)`: FlashAttention 3, and 4, which returns the log-sum-exp too."""
+    """For `sys.modules`: FlashAttention 3, and 4, which returns the log-sum-exp too."""
 
     def fa3(*heads: Tensor, window_size: tuple[int, int], **how: Any) -> Tensor:
         assert None not in window_size

@@ -2,8 +2,9 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,10 +29,19 @@ BY_NAME = {each.name: each for each in (*BACKENDS, *CANDIDATES)}
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
+@contextmanager
+def installed(modules: Mapping[str, ModuleType]) -> Iterator[None]:
+    """Let these modules be imported; `mock.patch.dict` would drop those that torch imports meanwhile."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, module in modules.items():
+            patched.setitem(sys.modules, name, module)
+        yield
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _kernels() -> Iterator[None]:
     """The packages that no test machine has."""
-    with flash_kernels(), mock.patch.dict(sys.modules, fake_flash_attn()):
+    with flash_kernels(), installed(fake_flash_attn()):
         yield
 
 
@@ -349,7 +359,7 @@ def test_newer_kernels_are_called_alone(name: str) -> None:
     documents = _ids([[30, 1, 50], [81]])
     refused = mock.Mock(side_effect=AssertionError("torch's own attention is another's from here on"))
     with (
-        mock.patch.dict(sys.modules, fake_newer_flash()),
+        installed(fake_newer_flash()),
         mock.patch.object(torch.nn.attention, "activate_flash_attention_impl", refused),
         mock.patch.object(torch.library.Library, "impl", refused),
     ):
