@@ -120,6 +120,14 @@ def test_min_p_is_that_of_transformers(min_p, top_p):
     assert_close(ours, expected, rtol=OPERATOR_RTOL)
 
 
+def test_top_p_of_one_row_is_not_that_of_another() -> None:
+    """The unlikeliest tokens have less than a rounding of 1, and a row with top_p 1 keeps them."""
+    logits, settings = torch.tensor([[60.0, 20.0, 0.0]] * 2), [Sampling(1.0), Sampling(1.0, top_p=0.5)]
+    together = probabilities(logits, settings, numbers_of(settings, [0, 0], 3))
+    assert torch.equal(together[0], chances_of(logits[0], settings[0])) and together[0].all()
+    assert together[1].tolist() == [1, 0, 0]
+
+
 def test_the_repetition_penalty_is_that_of_transformers():
     logits = torch.randn(1, 101, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     ids = [5, 9, 9, 40, 7, 7, 100]
@@ -250,7 +258,7 @@ def test_more_rows_are_no_more_launches() -> None:
     for count in (2, 16):
         with Launches() as launches:
             tokens = next_tokens(
-                torch.empty(count, 500, device="meta"),
+                torch.empty(count, 128_256, device="meta"),
                 [settings] * count,
                 torch.empty(5, count, 1, dtype=torch.float64, device="meta"),
             )

@@ -15,6 +15,7 @@ from megalite.checkpoint.weights import WeightReader
 from megalite.convert.huggingface.export import export
 from megalite.convert.huggingface.quantise import quantise_folder
 from megalite.data.batches.loader import StepLoader
+from megalite.generation import loaded
 from megalite.generation.loaded import load_source
 from megalite.generation.source import find_source
 from megalite.model import stages
@@ -23,6 +24,7 @@ from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
+from megalite.train.step import train_step
 from megalite.train.step.train_step import StartingPoint, TrainStep
 from tests.support.checkpoint_pairs import COMMON, save
 from tests.support.matrix.rows import config_of
@@ -158,22 +160,22 @@ def require_written(replica: Replica) -> None:
 @pytest.mark.parametrize("source", ["base", "int8", "run"])
 def test_a_model_to_generate_from_draws_nothing_and_writes_all(base: Path, source: str) -> None:
     with drawn() as counts, poisoned():
-        loaded = load_source(
+        model = load_source(
             find_source(base / source, tokenizer=base / "tokenizer.json"), ParallelMesh.single()
         )
     assert counts.total == 0
-    require_written(loaded.replica)
+    require_written(model.replica)
 
 
 @pytest.mark.parametrize("family", cases(FAMILY_SHAPES, core=["gpt2"]))
 def test_of_every_family(tmp_path: Path, family: str) -> None:
     exported(tmp_path, replace(FAMILY_SHAPES[family], vocab_size=384))
     with drawn() as counts, poisoned():
-        loaded = load_source(
+        model = load_source(
             find_source(tmp_path / "base", tokenizer=tmp_path / "tokenizer.json"), ParallelMesh.single()
         )
     assert counts.total == 0
-    require_written(loaded.replica)
+    require_written(model.replica)
 
 
 def test_weights_that_nobody_wrote_are_named(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,12 +183,13 @@ def test_weights_that_nobody_wrote_are_named(base: Path, monkeypatch: pytest.Mon
     replica = build_replica(SHAPE, ParallelMesh.single(), pipeline_split(SHAPE.num_hidden_layers), seed=None)
     with pytest.raises(AssertionError, match=r"neither drawn nor loaded: .*model\.embed_tokens\.weight"):
         replica.require_weights()
-    chosen = checkpoint_weights._targets_of
-    monkeypatch.setattr(
-        checkpoint_weights,
-        "_targets_of",
-        lambda replica, parameters: chosen(replica, [each for each in parameters if each.name != last]),
-    )
+
+    def all_but_the_last(replica: Replica, reader: Any, path: Path, parameters: Any = None) -> None:
+        chosen = [each for each in parameters or replica.parameters if each.name != last]
+        checkpoint_weights.fill(replica, reader, path, chosen)
+
+    for module in (loaded, train_step):
+        monkeypatch.setattr(module, "fill", all_but_the_last)
     with pytest.raises(AssertionError, match=rf"neither drawn nor loaded: {last}$"):
         load_source(source, ParallelMesh.single())
     with pytest.raises(AssertionError, match=rf"neither drawn nor loaded: {last}$"):
