@@ -1,4 +1,4 @@
-"""What a command that runs a model says when an accelerator has no memory left for it. No torch."""
+"""The message of a command that runs a model, when an accelerator has no memory left for it. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class InferenceMemory:
-    """What a command keeps on its accelerators: a model, and keys and values of its requests.
+    """The memory of a command on its accelerators: a model, and keys and values of its requests.
 
     dtype: torch's name of the type that was asked for. requests, tokens: flag and value: requests at a time, and tokens
     of each. cached: whether the keys and values of all of them are kept.

@@ -1,4 +1,4 @@
-"""What a rank says when its accelerator has no memory left: when, what it keeps there, and what is saved."""
+"""The message of a rank whose accelerator has no memory left: when, what it keeps there, and what is saved."""
 
 from megalite.config.output.out_of_memory import out_of_memory_lines
 from megalite.config.sections.schema import RunConfig
@@ -8,7 +8,7 @@ from megalite.train.interruption import what_is_left
 
 
 class KnownRun:
-    """What is known of a run so far. config: at first without its precision. stage: the pipeline stage of this rank."""
+    """The settings of a run, as far as they are known. config: at first without its precision. stage: of this rank."""
 
     def __init__(self, config: RunConfig, stage: int):
         self._config, self._stage = config, stage

@@ -1,4 +1,4 @@
-"""What a command that runs a model says of its memory, and which flags lower it."""
+"""The memory that a command with a model names when a card has none left, and the flags that lower it."""
 
 from dataclasses import replace
 from pathlib import Path

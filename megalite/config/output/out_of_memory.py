@@ -1,4 +1,4 @@
-"""What a rank of a run keeps on its accelerator, and the settings that lower it: for when memory runs out. No torch."""
+"""The memory of a rank on its accelerator, and the settings that lower it: for when memory runs out. No torch."""
 
 from collections.abc import Iterator
 

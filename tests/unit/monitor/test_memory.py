@@ -1,4 +1,4 @@
-"""What is said where an accelerator has no memory left: for torch's allocator, and for what allocates beside it."""
+"""The message when an accelerator has no memory left: for torch's allocator, and for what allocates beside it."""
 
 from types import SimpleNamespace
 
