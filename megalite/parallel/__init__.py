@@ -17,6 +17,7 @@ which compute over tensor parallelism, name `mesh.tp`.
 - Weights that several ranks hold (tied over stages, norms over tp) get the sum of their partial gradients first
   (`all_reduce_replicated_gradients`). After the update the first stage's tied copy overwrites the other
   (`sync_tied_weights`), since reductions round by an element's place in a buffer.
-- The schedule's receives start two actions ahead; sends are freed when an answer shows that they were used. The
-  last chunk computes its loss itself: logits never leave it.
+- Messages between stages start in one order of all stages (`topology/transfers.py`), so that no sharing of CUDA's
+  queues can hang; sends are freed when an answer shows that they were used. The last chunk computes its loss
+  itself: logits never leave it.
 """

@@ -1,4 +1,4 @@
-"""What a rank on the stand-in accelerator issues to its streams: the collectives and messages of torch.distributed."""
+"""The collectives and messages of torch.distributed that a rank on the stand-in accelerator issues to its streams."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
