@@ -158,7 +158,12 @@ def overflow(parts: Parts) -> Iterator[None]:
     if tensor is None or (parts.mesh.tp.rank, parts.mesh.batch.rank) != (parts.mesh.tp.size - 1, 0):
         yield
         return
-    hook = tensor.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+
+    def of_the_first_micro_batch(gradient: Tensor) -> Tensor:
+        hook.remove()
+        return torch.full_like(gradient, torch.inf)
+
+    hook = tensor.register_hook(of_the_first_micro_batch)
     yield
     hook.remove()
 
