@@ -53,7 +53,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def compiled_swiglu(gate_up: Tensor) -> Tensor:
     """Same as `swiglu`, by the compiled operator."""
-    activated: Tensor = torch.ops.megalite.glu(gate_up, SILU)
+    activated: Tensor = _glu(gate_up, SILU)
     return activated
 
 
@@ -65,7 +65,7 @@ def geglu(gate_up: Tensor, *, approximate: Approximate = "none") -> Tensor:
 
 def compiled_geglu(gate_up: Tensor, *, approximate: Approximate = "none") -> Tensor:
     """Same as `geglu`, by the compiled operator."""
-    activated: Tensor = torch.ops.megalite.glu(gate_up, GELU[approximate])
+    activated: Tensor = _glu(gate_up, GELU[approximate])
     return activated
 
 
@@ -80,7 +80,7 @@ def compiled_bias_gelu(inputs: Tensor, bias: Tensor | None, *, approximate: Appr
     One autograd node gives both gradients, so under a schedule that splits the backward the preceding linear adds the
     bias instead.
     """
-    activated: Tensor = torch.ops.megalite.bias_gelu(inputs, bias, GELU[approximate])
+    activated: Tensor = _bias_gelu(inputs, bias, GELU[approximate])
     return activated
 
 
@@ -138,9 +138,9 @@ def _bias_gelu_grads_like(
     return inputs.new_empty(inputs.shape), inputs.new_empty(0 if bias is None else inputs.shape[-1])
 
 
-extension.register("glu", _glu_like, _glu_backward, _keep_gate_up)
+_glu = extension.register("glu", _glu_like, _glu_backward, _keep_gate_up)
 extension.register("glu_backward", lambda grad, gate_up, activation: gate_up.new_empty(gate_up.shape))
-extension.register(
+_bias_gelu = extension.register(
     "bias_gelu",
     lambda inputs, bias, activation: inputs.new_empty(inputs.shape),
     _bias_gelu_backward,

@@ -9,8 +9,9 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ SOURCES = Path(__file__).parents[1] / "csrc"
 # torch versions with the stable ABI, and on which of them the tests have run.
 TORCH_VERSIONS = "2.11 or newer by its stable ABI; run with 2.11, 2.13 and 2.15, not run with 2.12 and 2.14"
 OLDEST_CHIP = (8, 0)
+# As torch.library calls a kernel from its own nodes; without it a call passes autograd's kernel a second time.
+_BELOW_AUTOGRAD: Callable[[], AbstractContextManager[Any]] = getattr(
+    torch._C, "_AutoDispatchBelowAutograd", nullcontext
+)
 REBUILD = "build it: python setup.py build_ext --inplace in a checkout, else install megalite again"
 
 
@@ -185,16 +190,51 @@ def register(
     fake: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
-) -> None:
+) -> Callable[..., Any]:
     """Register the fake (shape-only) implementation and the gradient of operator megalite::<name> with torch.
 
-    Does nothing if the library is not loaded.
+    Returns the operator for calls with all arguments, in order; if the library is not loaded, a function that says so.
     """
-    if load():
-        return
+    if complaint := load():
+        return partial(_refuse, complaint)
     torch.library.register_fake(f"megalite::{name}", fake)
-    if backward is not None:
-        torch.library.register_autograd(f"megalite::{name}", backward, setup_context=setup_context)
+    operator = getattr(torch.ops.megalite, name).default
+    if backward is None or setup_context is None:
+        return operator
+    torch.library.register_autograd(f"megalite::{name}", backward, setup_context=setup_context)
+    return _called_eagerly(name, operator, backward, setup_context)
+
+
+def _refuse(complaint: str, *_: Any) -> Any:
+    raise RuntimeError(f"the library of compiled operators is not loaded: {complaint}")
+
+
+def _called_eagerly(
+    name: str, operator: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., None]
+) -> Callable[..., Any]:
+    """Return an operator with an autograd node of its own.
+
+    That of torch.library enters Python from the dispatcher and packs its arguments again: twice the host's time.
+    """
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        with _BELOW_AUTOGRAD():
+            output = operator(*inputs)
+        setup_context(ctx, inputs, output)
+        return output
+
+    functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    node: Any = type(f"megalite_{name}", (torch.autograd.Function,), functions)
+
+    def call(*inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return operator(*inputs)
+        if torch.is_grad_enabled():
+            return node.apply(*inputs)
+        with _BELOW_AUTOGRAD():
+            return operator(*inputs)
+
+    return call
 
 
 def _runs_on(arch: str, chip: tuple[int, int]) -> bool:

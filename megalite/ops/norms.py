@@ -148,7 +148,7 @@ def compiled_norm(
     if zero_centered_gamma and weight.dtype.itemsize < 4:
         return norm(x, weight, bias, eps, zero_centered_gamma)  # it would round 1 + weight to 16 bits
     factor = 1 + weight if zero_centered_gamma else weight
-    output: Tensor = torch.ops.megalite.norm(x, None, factor, bias, eps)[1]
+    output: Tensor = _norm(x, None, factor, bias, eps)[1]
     return output
 
 
@@ -164,7 +164,7 @@ def compiled_add_norm(
     if zero_centered_gamma and weight.dtype.itemsize < 4:
         return add_norm(x, residual, weight, bias, eps, zero_centered_gamma)
     factor = 1 + weight if zero_centered_gamma else weight
-    total, output, _, _ = torch.ops.megalite.norm(x, residual, factor, bias, eps)
+    total, output, _, _ = _norm(x, residual, factor, bias, eps)
     return total, output
 
 
@@ -224,7 +224,7 @@ def _norm_backward(
     return tuple(each if needed else None for needed, each in gradients)
 
 
-extension.register("norm", _norm_like, _norm_backward, _save)
+_norm = extension.register("norm", _norm_like, _norm_backward, _save)
 extension.register("norm_backward", _norm_backward_like)
 extension.register("norm_input_grad", _norm_input_grad_like)
 extension.register("norm_weight_grad", _norm_weight_grad_like)

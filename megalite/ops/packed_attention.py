@@ -79,7 +79,7 @@ def packed_attention(
         if mask is None
         else (mask.sample_indices, mask.dropped, *mask.key, mask.heads.start)
     )
-    output, lse = torch.ops.megalite.attention_forward(
+    output, lse = _attention(
         query,
         key,
         value,
@@ -127,5 +127,5 @@ def _backward(ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None) -> 
     return (*grads, *(None,) * 13)
 
 
-register("attention_forward", _fake_forward, _backward, _keep)
+_attention = register("attention_forward", _fake_forward, _backward, _keep)
 register("attention_backward", _fake_backward)
