@@ -57,8 +57,8 @@ def drawn() -> Iterator[Drawn]:
     """Count the values that are drawn within."""
     counts, draw = Drawn(), stages.normal_slice
 
-    def counted(*what: Any) -> Tensor:
-        values = draw(*what)
+    def counted(*what: Any, **others: Any) -> Tensor:
+        values = draw(*what, **others)
         counts.total += values.numel()
         return values
 
