@@ -286,6 +286,7 @@ PACKAGES = {
     "pytest": "pytest",
     "rich": "rich",
     "safetensors": "safetensors",
+    "tokenizers": "tokenizers",
     "transformers": "transformers",
 }
 
@@ -317,20 +318,21 @@ class Part:
 
 # Before the clock starts: the library may have to be built.
 FACTS = Part(facts, 900)
-_COMMANDS = ("pydantic", "rich", "safetensors")
+_TRAINING = ("pydantic", "safetensors", "tokenizers")
+_COMMANDS = (*_TRAINING, "rich")
 PARTS: dict[str, Part] = {
     "smoke": Part(smoke, 75, on_cpu=True, needs=(*_COMMANDS, "transformers")),
     "ceilings": Part(ceilings, 30),
-    "training": Part(training, 110, on_cpu=True, needs=("pydantic", "safetensors")),
-    "decoding": Part(decoding, 60, needs=("pydantic", "safetensors", "transformers")),
+    "training": Part(training, 110, on_cpu=True, needs=_TRAINING),
+    "decoding": Part(decoding, 60, needs=(*_TRAINING, "transformers")),
     "ranks": Part(ranks, 150, on_cpu=True, needs=_COMMANDS),
     "selftest": Part(selftest, 75, on_cpu=True, needs=_COMMANDS),
     "checks": Part(checks, 75, on_cpu=True),
-    "parity": Part(parity, 120, needs=("pydantic", "safetensors", "deepspeed", "pytest")),
+    "parity": Part(parity, 120, needs=(*_TRAINING, "deepspeed", "pytest")),
     "queues": Part(queues, 40, needs=("cupy",)),
     "times": Part(times, 150),
-    "fused": Part(fused, 120, on_cpu=True, needs=_COMMANDS),
-    "scaling": Part(scaling, 90, needs=("pydantic", "safetensors")),
+    "fused": Part(fused, 240, on_cpu=True, needs=_COMMANDS),
+    "scaling": Part(scaling, 90, needs=_TRAINING),
 }
 
 
@@ -381,23 +383,31 @@ def _left_out(part: Part, lacking: Sequence[str], seconds: float) -> str:
 
 
 def joined(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One report of several on the same chip: of each part the last report that has rows of it.
+    """One report of several on the same chip and torch: of each part the last with rows, else the last that tried.
 
-    Raises ValueError where the chips are different.
+    Raises ValueError where the chips or the versions of torch are different.
     """
-    if len(chips := {report["chip"] for report in reports}) > 1:
-        raise ValueError(f"the reports are of different chips: {', '.join(sorted(chips))}")
+    for fact in ("chip", "torch"):
+        if len(found := {report.get(fact, "unknown") for report in reports}) > 1:
+            raise ValueError(f"the reports are of different {fact}: {', '.join(sorted(found))}")
     whole: dict[str, Any] = dict(reports[-1]) | {"parts": [], "failed": {}}
     whole["seconds"] = sum(report["seconds"] for report in reports)
+    for report in reports:
+        if "facts" in report["failed"]:
+            whole["failed"]["facts"] = report["failed"]["facts"]
     for name in PARTS:
-        for report in reversed(reports):
-            if rows := report.get(name):
-                [part] = [each for each in report["parts"] if each["part"] == name]
-                whole[name] = rows
-                whole["parts"].append({"commit": report["commit"], **part})
-                if part["failed"]:
-                    whole["failed"][name] = part["failed"]
-                break
+        tried = [
+            (report.get(name, []), {"commit": report.get("commit", "unknown"), **part})
+            for report in reports
+            for part in report["parts"]
+            if part["part"] == name
+        ]
+        if not tried:
+            continue
+        whole[name], part = ([each for each in tried if each[0]] or tried)[-1]
+        whole["parts"].append(part)
+        if part["failed"]:
+            whole["failed"][name] = part["failed"]
     return whole
 
 
@@ -483,7 +493,7 @@ def write(report: Mapping[str, Any], folder: Path) -> None:
     path = folder / f"{report['date']}-gpu-suite-{chip}.json"
     path.write_text(json.dumps(report, indent=2) + "\n")
     (folder / "gpu.md").write_text(markdown(report))
-    if folder == RESULTS:
+    if folder == RESULTS and report.get("training"):
         PERFORMANCE.write_text(with_summary(PERFORMANCE.read_text(), report))
 
 

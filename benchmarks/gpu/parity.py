@@ -43,6 +43,16 @@ JOBS: dict[str, dict[str, Any]] = {
     "compiled, AdamW": WITH_ADAMW | FUSED,
     "compiled, label smoothing, z-loss, chunks": FUSED
     | {"label_smoothing": 0.1, "z_loss": 1e-3, "chunked_loss": 5},
+    # The tiny shapes' heads of 6 are served by torch's plain attention; these by the kernels.
+    **{
+        f"compiled, heads of 64, {name}": {"shape": replace(shape, head_dim=64), "documents": documents}
+        | FUSED
+        for name, shape, documents in (
+            ("causal", tiny_shape(), False),
+            ("documents", tiny_shape(), True),
+            ("windows", FAMILY_SHAPES["mistral"], False),
+        )
+    },
     **{f"ZeRO {stage}": WITH_ADAMW | {"zero_stage": stage} for stage in (1, 2, 3)},
     **{f"family {name}": {"shape": shape} for name, shape in FAMILY_SHAPES.items()},
     **{

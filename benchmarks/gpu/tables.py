@@ -174,7 +174,7 @@ BEGINNING, END = "<!-- gpu_suite: begin -->", "<!-- gpu_suite: end -->"
 def with_summary(page: str, report: Mapping[str, Any]) -> str:
     """Return the page with the report's training and generation between BEGINNING and END."""
     before, _, rest = page.partition(BEGINNING)
-    facts = f"{report['date']}, {report['chip']}, torch {report['torch']}, one card, bf16:"
+    facts = f"{report['date']}, {report['chip']}, torch {report.get('torch', 'unknown')}, one card, bf16:"
     lines = [BEGINNING, facts, "", *_training_table(report), "", *_decoding_table(report), END]
     return before + "\n".join(lines) + rest.partition(END)[2]
 

@@ -208,9 +208,9 @@ def test_a_part_without_its_packages_is_left_out_with_what_to_carry(tmp_path: Pa
     hidden.mkdir()
     # As on a machine where it is not installed: found nowhere.
     (hidden / "sitecustomize.py").write_text(
-        "import sys\nsys.modules['cupy'] = sys.modules['pydantic'] = None\n"
+        "import sys\nsys.modules['cupy'] = sys.modules['tokenizers'] = None\n"
     )
-    words = ["--device", "cpu", "--parts", "smoke", "queues", "checks", "--operators", "^none$"]
+    words = ["--device", "cpu", "--parts", "smoke", "queues", "training", "checks", "--operators", "^none$"]
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.gpu_suite", *words, "--results", str(tmp_path)],
         cwd=ROOT,
@@ -221,9 +221,10 @@ def test_a_part_without_its_packages_is_left_out_with_what_to_carry(tmp_path: Pa
     )
     report = json.loads(next(tmp_path.glob("*.json")).read_text())
     left_out = {row["part"]: row["left_out"] for row in report["parts"]}
-    assert "needs pydantic, which is not installed here (carry wheels:" in left_out["smoke"]
+    said = "needs tokenizers, which is not installed here (carry wheels:"
+    assert said in left_out["smoke"] and said in left_out["training"]
     assert "needs cupy-cuda13x" in left_out["queues"] and not left_out["checks"]
-    assert run.returncode == 0 and report["missing"][:2] == ["cupy-cuda13x", "pydantic"], run.stderr[-2000:]
+    assert run.returncode == 0 and report["missing"] == ["cupy-cuda13x", "tokenizers"], run.stderr[-2000:]
 
 
 def report_of(chip: str, **parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -257,13 +258,46 @@ def test_reports_are_read_back_as_one(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert gpu_suite.main(["--read", *map(str, files)]) == 0
     [path] = (tmp_path / "results").glob("*-gpu-suite-a-chip.json")
     whole = json.loads(path.read_text())
-    assert [part["part"] for part in whole["parts"]] == ["ceilings", "training"]
+    assert [part["part"] for part in whole["parts"]] == ["ceilings", "training", "decoding"]
     assert whole["training"][0]["tokens_per_second"] == 7 and whole["seconds"] == 2
     text = page.read_text()
     assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
     assert "| reference | 0.5 | 7 |" in text
-    with pytest.raises(ValueError, match="different chips: A chip, Another"):
+    with pytest.raises(ValueError, match="different chip: A chip, Another"):
         gpu_suite.joined([report_of("A chip"), report_of("Another")])
+    with pytest.raises(ValueError, match=r"different torch: 2\.11\.0, 2\.13\.0"):
+        gpu_suite.joined([report_of("A chip"), report_of("A chip") | {"torch": "2.13.0"}])
+
+
+def test_a_report_read_back_keeps_what_failed_before_its_first_row() -> None:
+    report = report_of("A chip", smoke=[], training=[], parity=[])
+    report["failed"] = {"facts": "no nvcc"}
+    report["parts"][1]["failed"] = "stopped after its 110 s"
+    report["parts"][2]["left_out"] = "needs deepspeed"
+    whole = gpu_suite.joined([report])
+    assert whole["failed"] == {"facts": "no nvcc", "training": "stopped after its 110 s"}
+    assert [(part["part"], part["left_out"]) for part in whole["parts"]] == [
+        ("smoke", ""),
+        ("training", ""),
+        ("parity", "needs deepspeed"),
+    ]
+
+
+def test_a_report_without_facts_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The first step may crash: the parts after it are kept all the same, and a page keeps the figures that it had."""
+    page = tmp_path / "page.md"
+    page.write_text(f"{tables.BEGINNING}\nold\n{tables.END}\n")
+    monkeypatch.setattr(gpu_suite, "RESULTS", tmp_path)
+    monkeypatch.setattr(gpu_suite, "PERFORMANCE", page)
+    report = {
+        name: value
+        for name, value in report_of("unknown", smoke=[]).items()
+        if name not in ("torch", "commit")
+    }
+    gpu_suite.write(report, tmp_path)
+    assert "old" in page.read_text() and "| smoke | done |" in (tmp_path / "gpu.md").read_text()
+    gpu_suite.write(report | {"training": [{"kernels": "reference"}]}, tmp_path)
+    assert "torch unknown" in page.read_text()
 
 
 def compared_with_the_cpu(folder: Path, names: tuple[str, ...], wrong: bool) -> list[dict[str, Any]]:
@@ -292,7 +326,7 @@ class Commands:
     def __init__(self, *runs: list[float]):
         self.runs = list(runs)
 
-    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def __call__(self, *words: str, seconds: float = 0) -> subprocess.CompletedProcess[str]:
         run = Path(words[words.index("--run.folder") + 1])
         run.mkdir(parents=True)
         records = [
