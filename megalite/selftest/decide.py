@@ -162,7 +162,9 @@ def agreed_kernels(
     choices, note = None, ""
     if needs_choices(config, mesh.device):
         if leads_node:
-            choices, note = proved_choices(workload_of(config, shape, dtype), mesh.device)
+            # The other ranks wait in a collective.
+            seconds = min(FIRST_RUN_SECONDS, config.launch.collective_seconds / 2)
+            choices, note = proved_choices(workload_of(config, shape, dtype), mesh.device, seconds)
         choices = _agreed(choices, mesh)
     return choose_kernels(config.model.kernels, mesh.device.type, choices), note
 
@@ -237,13 +239,16 @@ def _run_cases(workload: Workload) -> list[Case]:
     return cases_of(ENTRIES, workload)
 
 
-def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, OperatorChoice], str]:
+def proved_choices(
+    workload: Workload, device: torch.device, seconds: float | None = None
+) -> tuple[dict[str, OperatorChoice], str]:
     """Return the choices after testing the untested cases, and a line about that test (empty if there was none).
 
-    Takes at most FIRST_RUN_SECONDS; torch computes operators whose test failed or was not reached.
+    Takes at most `seconds` (FIRST_RUN_SECONDS); torch computes operators whose test failed or was not reached.
     """
     from megalite.selftest.run import prove_all
 
+    seconds = FIRST_RUN_SECONDS if seconds is None else seconds
     facts, cases = trust.machine(device), _run_cases(workload)
     findings = trust.read(facts)
     if not (left := untested(cases, findings)):
@@ -253,7 +258,7 @@ def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, 
         new = prove_all(
             left,
             device,
-            total_seconds=FIRST_RUN_SECONDS,
+            total_seconds=seconds,
             tell=lambda case, _, finding: ran.append(case) if finding.verdict != "absent" else None,
         )
     except KernelError as error:
@@ -263,7 +268,7 @@ def proved_choices(workload: Workload, device: torch.device) -> tuple[dict[str, 
         return choices_of(cases, findings), ""  # every candidate is absent: no finding worth keeping
     note = f"tested {len(set(map(id, ran)))} cases of operators on {facts['card']}"
     if rest := untested(cases, findings):
-        note += f"; {len(rest)} were not reached in {FIRST_RUN_SECONDS:.0f} s: run megalite selftest"
+        note += f"; {len(rest)} were not reached in {seconds:.0f} s: run megalite selftest"
     return choices_of(cases, findings), note + _kept(facts, findings)
 
 

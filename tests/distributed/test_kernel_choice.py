@@ -29,10 +29,15 @@ FLAGS = [
 def agree(asked: str, cards: list[str], choices: dict[int, dict[str, OperatorChoice]]) -> tuple[str, str]:
     """Return this rank's choices, or the error; ranks 0 and 2 lead a node each and have tested their cards."""
     mesh = ParallelMesh.over_world(Layout(data=len(cards)))
-    config = load_run(None, [*FLAGS, f"--model.kernels={asked}"], world_size=len(cards)).config
+    config = load_run(
+        None, [*FLAGS, f"--model.kernels={asked}", "--launch.collective_seconds=100"], world_size=len(cards)
+    ).config
+    # The other ranks wait in a collective while one tests.
+    assert config.launch.collective_seconds == 100
     tested: list[int] = []
 
-    def proved(*_: object) -> tuple[dict[str, OperatorChoice], str]:
+    def proved(workload: object, device: object, seconds: float) -> tuple[dict[str, OperatorChoice], str]:
+        assert seconds == 50
         tested.append(mesh.rank)
         return choices[mesh.rank], f"tested by rank {mesh.rank}"
 

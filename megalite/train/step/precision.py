@@ -47,13 +47,19 @@ def choose_precision(asked: str, device: torch.device, resumed: Any = None) -> P
     return Precision(asked)
 
 
-def set_tf32(device: torch.device, tf32: bool) -> None:
-    """Let this process compute fp32 matrix products of a CUDA device in TF32, or exactly; other devices are left alone.
+_chosen: set[str] = set()
+"""Device types whose TF32 a run of this process has let."""
 
-    A process may train one run after another, so both values are set.
+
+def set_tf32(device: torch.device, tf32: bool) -> None:
+    """Let this process compute fp32 matrix products of a CUDA device in TF32; False takes back what an earlier run let.
+
+    Else the user's own choice stays, as an image's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
     """
-    if device.type == "cuda":
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    if device.type == "cuda" and (tf32 or device.type in _chosen):
+        # Sets torch's new switch too; the new one alone makes the old one's getters raise, which inductor calls.
+        torch.backends.cuda.matmul.allow_tf32 = tf32
+        _chosen.add(device.type)
 
 
 def _instructions(precision: str) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megalite.train.step import precision
 from megalite.train.step.precision import Precision, choose_precision, set_tf32
 
 CPU = torch.device("cpu")
@@ -90,12 +91,20 @@ def test_auto_on_a_gpu_is_bf16_where_it_has_it(
 
 def test_tf32_is_set_for_cuda_alone_and_taken_back_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     products, elsewhere = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
-    before = products.fp32_precision, elsewhere.fp32_precision
+    before = products.allow_tf32, elsewhere.fp32_precision
+    monkeypatch.setattr(precision, "_chosen", set())
+    cuda = torch.device("cuda", 0)
     try:
-        for tf32, precision in ((True, "tf32"), (False, "ieee"), (True, "tf32")):
-            set_tf32(torch.device("cuda", 0), tf32)
-            assert products.fp32_precision == precision
+        for users in (True, False):
+            products.allow_tf32 = users
+            set_tf32(cuda, False)
+            assert products.allow_tf32 == users  # nothing was asked for: as the user or the image has it
+        for tf32, name in ((True, "tf32"), (False, "ieee"), (True, "tf32")):
+            set_tf32(cuda, tf32)
+            assert products.fp32_precision == name and products.allow_tf32 == tf32
+            # Inductor reads this one; it raises where one of the two switches was set alone.
+            assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
             set_tf32(CPU, not tf32)
-            assert (products.fp32_precision, elsewhere.fp32_precision) == (precision, before[1])
+            assert (products.fp32_precision, elsewhere.fp32_precision) == (name, before[1])
     finally:
-        products.fp32_precision = before[0]
+        products.allow_tf32 = before[0]
