@@ -81,10 +81,13 @@ def adamw_(tensors: AdamWTensors, rule: AdamWRule) -> None:
     weights = tensors.weights
     if not weights:
         return
-    gradients = [
-        gradient.to(weight.dtype) for weight, gradient in zip(weights, tensors.gradients, strict=True)
-    ]
-    scaled = [*torch._foreach_mul(gradients, rule.gradient_scale)]
+    gradients = [*tensors.gradients]
+    if all(gradient.dtype == weight.dtype for weight, gradient in zip(weights, gradients, strict=True)):
+        scaled = [*torch._foreach_mul(gradients, rule.gradient_scale)]
+    else:  # in place: a second copy of all gradients would be as large as the weights
+        scaled = [torch.empty_like(weight) for weight in weights]
+        torch._foreach_copy_(scaled, gradients)
+        torch._foreach_mul_(scaled, rule.gradient_scale)
     counts = [torch.full((), rule.step, dtype=torch.float32, device=weights[0].device)] * len(weights)
     lists = [[*weights], scaled, [*tensors.exp_avgs], [*tensors.exp_avg_sqs], [], counts]
     numbers: dict[str, Any] = {"lr": rule.learning_rate, "beta1": rule.betas[0], "beta2": rule.betas[1]}
