@@ -142,9 +142,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "run folder (its latest checkpoint), checkpoint, Hugging Face or PEFT folder, or org/name on the Hub"
     )
     parser.add_argument("model", metavar="MODEL", help=about)
-    about = (
-        "type of weights and computation (CPU: float32; accelerator: the weights' 16-bit type, or bfloat16)"
-    )
+    about = "type to run in (CPU: float32; accelerator: 16 bits)"
     parser.add_argument("--dtype", choices=DTYPES, help=about)
     add_value(parser, "--tensor", whole_number(1), "N", "tensor-parallel size", 1)
     add_value(parser, "--pipeline", whole_number(1), "N", "pipeline-parallel size", 1)
