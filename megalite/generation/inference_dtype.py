@@ -10,6 +10,7 @@ from megalite.checkpoint.folder import read_manifest
 from megalite.convert.huggingface.files import headers
 from megalite.convert.weight_source import WeightSource
 from megalite.generation.layout_and_memory import CPU_DTYPE
+from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.dtypes import NUMBER_TYPES
 from megalite.topology.state import WEIGHT
 
@@ -40,6 +41,27 @@ def inference_dtype(
     return getattr(torch, chosen)
 
 
+def agreed_dtype(
+    source: WeightSource, mesh: ParallelMesh, asked: torch.dtype | None = None
+) -> tuple[torch.dtype, str]:
+    """Return the number type, the same on all ranks, and why if the ranks' own ones differ, else ""; collective.
+
+    One job may have cards with and without bfloat16, and a collective between two types never ends. All cards compute
+    in float32.
+    """
+    if asked is not None:
+        return asked, ""
+    gathered = mesh.gather_objects(inference_dtype(source, mesh.device))
+    own = mesh.broadcast_object(None if gathered is None else [*dict.fromkeys(gathered)])
+    if len(own) == 1:
+        return own[0], ""
+    return torch.float32, f"the ranks alone would take {' and '.join(map(_name, own))}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def stored_dtype(source: WeightSource) -> str:
     """Return torch's name of the type that most weights on disk have; beside an adapter, that of its base.
 
@@ -58,15 +80,17 @@ def stored_dtype(source: WeightSource) -> str:
 
 
 def inference_notes(
-    source: WeightSource, device: torch.device, dtype: torch.dtype, *, chosen: bool
+    source: WeightSource, device: torch.device, dtype: torch.dtype, *, chosen: bool, why: str = ""
 ) -> Iterator[str]:
-    """Yield what a user of an accelerator should know before a model is loaded. chosen: they named no type."""
+    """Yield what a user of an accelerator should know before a model is loaded.
+
+    chosen: they named no type. why: that of `agreed_dtype`.
+    """
     if device.type == "cpu":
         return
-    name = str(dtype).removeprefix("torch.")
     if chosen:
-        stored = stored_dtype(source)
-        yield f"note: {source.folder} runs in {name} on {device} (weights: {stored}); --dtype names another type"
+        facts = "; ".join(filter(None, [f"weights: {stored_dtype(source)}", why]))
+        yield f"note: {source.folder} runs in {_name(dtype)} on {device} ({facts}); --dtype names another type"
     if source.int8:
         yield (
             f"warning: {source.folder} has int8 weights, which are dequantised for each product: on an accelerator "

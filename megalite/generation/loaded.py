@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.checkpoint.weights import fill
 from megalite.convert.weights import load_adapters, open_weights
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megalite.generation.inference_dtype import inference_dtype, inference_notes
+from megalite.generation.inference_dtype import agreed_dtype, inference_notes
 from megalite.generation.source import ModelSource, SourceOptions, find_source
 from megalite.generation.stops import Stops, stops_of
 from megalite.model.adapters import Adapters
@@ -104,9 +104,9 @@ def build_model(
 
 def load_shown(source: ModelSource, mesh: ParallelMesh, dtype: str | None) -> LoadedModel:
     """Load this rank's part of a model, as rank 0 shows. dtype: torch's name of it. As `load_source` otherwise."""
-    number_type = inference_dtype(source, mesh.device, None if dtype is None else getattr(torch, dtype))
+    number_type, why = agreed_dtype(source, mesh, None if dtype is None else getattr(torch, dtype))
     if mesh.rank == 0:
-        for note in inference_notes(source, mesh.device, number_type, chosen=dtype is None):
+        for note in inference_notes(source, mesh.device, number_type, chosen=dtype is None, why=why):
             complain(note)
     with working(f"loading {source.folder}", shown=mesh.rank == 0):
         return load_source(source, mesh, number_type)
@@ -115,9 +115,9 @@ def load_shown(source: ModelSource, mesh: ParallelMesh, dtype: str | None) -> Lo
 def load_source(source: ModelSource, mesh: ParallelMesh, dtype: torch.dtype | None = None) -> LoadedModel:
     """Load this rank's part of a model. Collective over the mesh. Raises CheckpointError, DataError.
 
-    dtype: None: as `inference_dtype` chooses.
+    dtype: the same on all ranks; None: as `agreed_dtype` chooses.
     """
-    dtype = inference_dtype(source, mesh.device, dtype)
+    dtype, _ = agreed_dtype(source, mesh, dtype)
     tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
     replica = build_model(source.read_shape, mesh, dtype, int8=source.int8)
     fill(replica, open_weights(source), source.folder)

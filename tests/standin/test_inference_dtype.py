@@ -8,13 +8,15 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megalite.cli import convert
 from megalite.generation.inference_dtype import stored_dtype
-from megalite.generation.loaded import load, load_shown
+from megalite.generation.loaded import load, load_shown, load_source
 from megalite.generation.source import find_source
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.axes import Layout
 from tests.support.ranks import RankPool
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
@@ -83,6 +85,33 @@ def test_a_command_says_what_it_chose(devices: RankPool, folders: dict[str, Path
     )
     assert devices.run(said, folder=folders["float32"], dtype="float32") == [""]
     assert said(folders["float32"], None) == ""
+
+
+def loaded_by_two_cards(folder: Path, without_bf16: int) -> tuple[list[torch.dtype], str]:
+    """Return the types in which a rank of two loads a model, and what it says; one rank's card has no bfloat16."""
+    mesh = ParallelMesh.over_world(Layout(tensor=2), local_device(dist.get_rank(), 2))
+    module = torch.get_device_module("standin")
+    lacks = mesh.rank == without_bf16
+    with (
+        mock.patch.object(module, "is_bf16_supported", lambda including_emulation: not lacks),
+        contextlib.redirect_stderr(io.StringIO()) as stderr,
+    ):
+        models = [load_shown(find_source(folder), mesh, None), load_source(find_source(folder), mesh)]
+    return [each.model.dtype for each in models], stderr.getvalue()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("without_bf16", [0, 1])
+def test_cards_of_two_kinds_load_one_type(
+    devices: RankPool, folders: dict[str, Path], without_bf16: int
+) -> None:
+    folder = folders["bfloat16"]
+    [(first, note), (second, silent)] = devices.run(
+        loaded_by_two_cards, 2, folder=folder, without_bf16=without_bf16
+    )
+    assert first == second == [torch.float32] * 2
+    assert "runs in float32 on standin:0 (weights: bfloat16; the ranks alone would take " in note
+    assert silent == ""
 
 
 @pytest.mark.extended

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from megalite.convert.weight_source import WeightSource
-from megalite.generation.inference_dtype import inference_dtype, inference_notes
+from megalite.generation.inference_dtype import agreed_dtype, inference_dtype, inference_notes
+from megalite.parallel.mesh import ParallelMesh
 from tests.support.tiny import tiny_shape
 
 CPU, CARD = torch.device("cpu"), torch.device("cuda", 0)
@@ -63,3 +64,14 @@ def test_what_is_asked_is_used_and_a_cpu_computes_in_float32(
     assert inference_dtype(source, CPU) == torch.float32
     assert not list(inference_notes(source, CPU, torch.float32, chosen=True))
     assert not list(inference_notes(source, CARD, torch.float32, chosen=False))
+
+
+def test_ranks_with_other_cards_agree_on_float32(card: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source, mesh = weights_of(tmp_path, torch.bfloat16), ParallelMesh.single(CARD)
+    assert agreed_dtype(source, mesh) == (torch.bfloat16, "")
+    card.setattr(ParallelMesh, "gather_objects", lambda self, own: [own, torch.float32, own])
+    chosen, why = agreed_dtype(source, mesh)
+    assert (chosen, why) == (torch.float32, "the ranks alone would take bfloat16 and float32")
+    assert agreed_dtype(source, mesh, torch.float16) == (torch.float16, "")
+    [note] = inference_notes(source, CARD, chosen, chosen=True, why=why)
+    assert f"runs in float32 on cuda:0 (weights: bfloat16; {why})" in note
