@@ -21,8 +21,10 @@ from megalite.parallel.random import key_of
 _FIRST = (1024, 16384)
 # Sums of the same float64 probabilities in another order differ by less.
 _SUM_ERROR = 1e-9
-# Logits that a CPU computes at once: larger temporaries leave its cache, and cost twice the time.
-_CACHED = 1 << 17
+# Logits that are computed at once, in float64. On a CPU larger temporaries leave its cache, and cost twice the time; an
+# accelerator has memory for some of 32 MiB beside the cache of keys and values, and few launches are as fast.
+_AT_ONCE = 1 << 17
+_AT_ONCE_ON_A_CARD = 1 << 22
 
 
 def sampled_width(rows: Sequence[Running]) -> int:
@@ -58,7 +60,8 @@ def sampled_rows(logits: Tensor, rows: Sequence[Running]) -> Tensor:
         columns[places, 0] = next_tokens(chosen, settings, numbers).double()
     for alternatives, own in zip(asked, given, strict=True):
         width = 2 + 2 * alternatives
-        columns[own, :width] = scored_rows(logits[own], columns[own, 0].long(), width)
+        for some in own.split(_rows_at_once(logits)):
+            columns[some, :width] = scored_rows(logits[some], columns[some, 0].long(), width)
     return columns
 
 
@@ -153,14 +156,18 @@ def numbers_of(settings: Sequence[Sampling], positions: Sequence[int], vocabular
 
 def next_tokens(logits: Tensor, settings: Sequence[Sampling], numbers: Tensor) -> Tensor:
     """Return tokens [R] sampled from the logits [R, V], on their device. numbers: `numbers_of` the settings."""
-    cached = max(1, _CACHED // logits.shape[1]) if logits.device.type == "cpu" else len(settings)
-    tokens = []
-    for start in range(0, len(settings), cached):
-        rows = slice(start, start + cached)
+    at_once, tokens = _rows_at_once(logits), []
+    for start in range(0, len(settings), at_once):
+        rows = slice(start, start + at_once)
         cumulated = probabilities(logits[rows], settings[rows], numbers[:, rows]).cumsum(1)
         drawn = numbers[4, rows] * cumulated[:, -1:]
         tokens.append(torch.searchsorted(cumulated, drawn, right=True).clamp(max=cumulated.shape[1] - 1))
     return torch.cat(tokens).squeeze(1)
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    most = _AT_ONCE if logits.device.type == "cpu" else _AT_ONCE_ON_A_CARD
+    return max(1, most // logits.shape[1])
 
 
 def probabilities(logits: Tensor, settings: Sequence[Sampling], numbers: Tensor) -> Tensor:

@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -242,26 +244,58 @@ def test_a_batch_has_the_tokens_of_its_rows_one_after_the_other(ties: bool) -> N
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operators that compute."""
+    """Counts the operators that compute, and the elements of their largest float64 result."""
 
-    count = 0
+    count, most = 0, 0
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **(kwargs or {}))
         self.count += not operator.is_view
-        return operator(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor) and each.dtype == torch.float64 and not operator.is_view:
+                self.most = max(self.most, each.numel())
+        return result
+
+
+def launched(rows: int, settings: Sampling) -> Launches:
+    """Sample rows of 128,256 logits as a device does; meta tensors take its path."""
+    with Launches() as launches:
+        tokens = next_tokens(
+            torch.empty(rows, 128_256, device="meta"),
+            [settings] * rows,
+            torch.empty(5, rows, 1, dtype=torch.float64, device="meta"),
+        )
+    assert tokens.shape == (rows,)
+    return launches
 
 
 def test_more_rows_are_no_more_launches() -> None:
-    """On a device, where a loop over 16 rows would be hundreds of launches; meta tensors take its path."""
-    settings = Sampling(0.9, top_k=40, top_p=0.9, min_p=0.01)
-    counts = []
-    for count in (2, 16):
-        with Launches() as launches:
-            tokens = next_tokens(
-                torch.empty(count, 128_256, device="meta"),
-                [settings] * count,
-                torch.empty(5, count, 1, dtype=torch.float64, device="meta"),
-            )
-        assert tokens.shape == (count,)
-        counts.append(launches.count)
-    assert counts[0] == counts[1] < 40
+    """On a device, where a loop over 16 rows would be hundreds of launches."""
+    few, many = (launched(rows, Sampling(0.9, top_k=40, top_p=0.9, min_p=0.01)).count for rows in (2, 16))
+    assert few == many < 40
+
+
+@pytest.mark.parametrize("settings", [Sampling(0.9), Sampling(0.9, top_k=40, top_p=0.9, min_p=0.01)])
+def test_many_rows_take_no_more_memory_of_a_device(settings: Sampling) -> None:
+    """256 rows at once would take 263 MB for each of several temporaries."""
+    assert 16 * 128_256 <= launched(256, settings).most <= 1 << 22
+
+
+@pytest.mark.parametrize("at_once", [1, 61, 200])
+def test_rows_in_parts_have_the_tokens_and_scores_of_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    draw = random.Random(7)
+    logits = torch.randn(32, 61, generator=torch.Generator().manual_seed(8)) * 3
+    rows = [random_row(draw, 61) for _ in logits]
+    for number, row in enumerate(rows):
+        row.request = replace(row.request, logprobs=number % 4 or None)
+    together = sampled_rows(logits, rows)
+    computed = []
+    scored = sampling.scored_rows
+    monkeypatch.setattr(
+        sampling, "scored_rows", lambda some, *rest: computed.append(len(some)) or scored(some, *rest)
+    )
+    monkeypatch.setattr(sampling, "_AT_ONCE", at_once)
+    assert torch.equal(sampled_rows(logits, rows), together)
+    assert sum(computed) == 24 and max(computed) == max(1, at_once // 61)
