@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from megalite.ops.attention import compiled_attention
 from megalite.ops.choice import COMPILED
 from megalite.selftest import activations, attention, loss, norms, optimizer, rotary
 from megalite.selftest.registry import LOW_PRECISION, Candidate, Entry, Form, Shape
-from megalite.selftest.rotary import packed_elements
+from megalite.selftest.rotary import moved_elements
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,18 @@ ACTIVATIONS = [
     _rows("GeGLU", {"F.gelu(gate) * up": PLAIN}, (1.5, 2.5), **_GATED),
     _rows("bias + GELU (tanh)", {"F.gelu(x + b)": PLAIN}, (2, 3), targets=(0.8, 0.8)),
 ]
+
+
+def _rotary_bytes(entry: Entry, shape: Shape, size: int) -> tuple[float, float]:
+    return (2 * moved_elements(entry, shape) * size,) * 2
+
+
 ROTARY = [
     Operator(
         entry,
         timed=(4, 4096, 8, 128),
         peers={"torch, one node": entry.plain},
-        bytes=lambda shape, size: (2 * packed_elements(shape) * size,) * 2,
+        bytes=partial(_rotary_bytes, entry),
         targets=(0.8, 0.8),
     )
     for entry in rotary.ENTRIES

@@ -48,6 +48,7 @@ def _workload_of_model(shape: ModelShape, dtype: torch.dtype, tensor: int) -> Wo
         gated=shape.gated_mlp,
         hidden_act=shape.hidden_act,
         rotary=shape.position_embedding == "rope",
+        qk_norm=shape.qk_norm is not None,
         full_attention=None in windows,
         window=shape.sliding_window if windows != {None} else None,
         softcap=shape.attn_logit_softcapping is not None,

@@ -48,9 +48,9 @@ class Candidate:
 class Workload:
     """The shapes of one rank of a run, as its operators see them; by default those of a small Llama.
 
-    rows: sequences in a micro batch. heads, key_value_heads, intermediate_size, vocabulary: this rank's share. window:
-    the keys that a token sees in layers with a sliding window. hidden_act: see ModelShape. dropout: whether attention
-    probabilities are dropped.
+    rows: sequences in a micro batch. heads, key_value_heads, intermediate_size, vocabulary: this rank's share. qk_norm:
+    whether queries and keys are normalised. window: the keys that a token sees in layers with a sliding window.
+    hidden_act: see ModelShape. dropout: whether attention probabilities are dropped.
     """
 
     dtype: torch.dtype
@@ -66,6 +66,7 @@ class Workload:
     gated: bool = True
     hidden_act: str = "silu"
     rotary: bool = True
+    qk_norm: bool = False
     full_attention: bool = True
     window: int | None = None
     documents: bool = False

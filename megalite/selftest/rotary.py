@@ -1,4 +1,4 @@
-"""Rotary embedding of the packed projection."""
+"""Rotary embedding: of the packed projection, also in place as in generation, and of heads that were normalised."""
 
 from functools import partial
 from math import prod
@@ -28,31 +28,47 @@ def _make(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
     return [qkv, *tables, qkv.new_empty(group, 0)]
 
 
-def _form(operators: Operators, interleaved: bool) -> Form:
+def _make_heads(shape: Shape, dtype: torch.dtype, random: Form) -> list[Tensor]:
+    """Return query and key, each in memory of its own, as a norm leaves them, and the angles."""
+    qkv, *tables, _ = _make(shape, dtype, random)
+    query, key, _ = qkv.split((_group(shape) * shape[2], shape[2], shape[2]), dim=2)
+    return [query.contiguous(), key.contiguous(), *tables]
+
+
+def _form(operators: Operators, interleaved: bool, *, overwrite: bool = False) -> Form:
     def form(qkv: Tensor, cosines: Tensor, sines: Tensor, group: Tensor) -> tuple[Tensor, ...]:
         key_value_heads = qkv.shape[2] // (len(group) + 2)
         heads = (len(group) * key_value_heads, key_value_heads)
         rotated: tuple[Tensor, ...] = operators.rotary.split_and_rotate(
-            qkv, *heads, Rotation(cosines, sines, interleaved=interleaved)
+            qkv, *heads, Rotation(cosines, sines, interleaved=interleaved), overwrite=overwrite
         )
         return rotated
 
     return form
 
 
-def _own(run: Workload) -> Shape | None:
-    if not run.rotary:
+def _in_place(operators: Operators) -> Form:
+    return torch.no_grad()(_form(operators, False, overwrite=True))
+
+
+def _of_heads(operators: Operators) -> Form:
+    return lambda query, key, *angles: operators.rotary.rotate(query, key, Rotation(*angles))
+
+
+def _own(run: Workload, *, qk_norm: bool = False) -> Shape | None:
+    if not run.rotary or run.qk_norm != qk_norm:
         return None
     group = run.heads // run.key_value_heads
     return run.rows, run.sequence, run.key_value_heads, run.head_dim, group
 
 
-def packed_elements(shape: Shape) -> int:
-    """Return the number of elements of the packed projection."""
-    return prod(shape[:4]) * (_group(shape) + 2)
+def moved_elements(entry: Entry, shape: Shape) -> int:
+    """Return the number of elements that are read and written: the packed projection's, or those that are rotated."""
+    return prod(shape[:4]) * (_group(shape) + (2 if entry in _PACKED else 1))
 
 
-ENTRIES = [
+_SHAPES: tuple[Shape, ...] = ((1, 1, 1, 2), (2, 5, 1, 6), (1, 33, 2, 64), (2, 17, 1, 128))
+_PACKED = [
     Entry(
         name=f"rotary embedding, {name}",
         operator="rotary",
@@ -61,8 +77,30 @@ ENTRIES = [
         form_of=partial(_form, interleaved=interleaved),
         candidates={COMPILED: compiled("rotary_split", "rotary_split_backward")},
         gradients=1,
-        shapes=((1, 1, 1, 2), (2, 5, 1, 6), (1, 33, 2, 64), (2, 17, 1, 128)),
+        shapes=_SHAPES,
         own=lambda run, interleaved=interleaved: None if interleaved else _own(run),  # type: ignore[misc]
     )
     for name, interleaved in (("halves", False), ("interleaved", True))
 ]
+_IN_PLACE = Entry(
+    name="rotary embedding, in place",
+    operator="rotary",
+    make=_make,
+    plain=_form(PLAIN_TORCH, False),
+    form_of=_in_place,
+    candidates={COMPILED: compiled("rotary_")},
+    shapes=_SHAPES,
+    own=_own,
+)
+_OF_HEADS = Entry(
+    name="rotary embedding, split heads",
+    operator="rotary",
+    make=_make_heads,
+    plain=_of_heads(PLAIN_TORCH),
+    form_of=_of_heads,
+    candidates={COMPILED: compiled("rotary")},
+    gradients=2,
+    shapes=_SHAPES,
+    own=partial(_own, qk_norm=True),
+)
+ENTRIES = [*_PACKED, _IN_PLACE, _OF_HEADS]

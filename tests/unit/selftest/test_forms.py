@@ -27,6 +27,8 @@ LLAMA = Workload(torch.float32, 2, 12, 48, 76, 8, 4, 6, 101)
 GPT = dataclasses.replace(
     LLAMA, norm="layer_norm", gated=False, hidden_act="gelu_pytorch_tanh", rotary=False, key_value_heads=8
 )
+OF_LLAMA = {"norm", "add_norm", "rotary", "glu", "attention", "cross_entropy"}
+QWEN = dataclasses.replace(LLAMA, qk_norm=True)
 Call = tuple[str, Any]
 """An operator, and the function that computed it."""
 
@@ -104,10 +106,11 @@ def of_the_self_test(workload: Workload, monkeypatch: pytest.MonkeyPatch) -> set
 @pytest.mark.parametrize(
     ("shape", "workload", "operators"),
     [
-        (tiny_shape(layers=1), LLAMA, {"norm", "add_norm", "rotary", "glu", "attention", "cross_entropy"}),
+        (tiny_shape(layers=1), LLAMA, OF_LLAMA),
         (FAMILY_SHAPES["gpt2"], GPT, {"norm", "add_norm", "bias_gelu", "attention", "cross_entropy"}),
+        (FAMILY_SHAPES["qwen3"], QWEN, OF_LLAMA),
     ],
-    ids=["llama", "gpt2"],
+    ids=["llama", "gpt2", "qwen3"],
 )
 def test_what_is_timed_is_what_a_model_runs(
     calls: set[Call],
