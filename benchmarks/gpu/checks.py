@@ -7,15 +7,18 @@ import torch
 from benchmarks.gpu.operators import Operator
 from megalite.ops.choice import COMPILED
 from megalite.selftest.check import check as compared
+from megalite.selftest.check import inputs_of
 from megalite.selftest.registry import Shape
 
 
 def check(operator: Operator, shape: Shape, dtype: torch.dtype, device: str, seed: int = 0) -> dict[str, Any]:
     """One row: the worst error of outputs and gradients over what is allowed, and whether a repeat is equal.
 
-    Raises LookupError where the library has no such operator.
+    Raises LookupError where the library has no such operator, or none for these inputs: torch would be compared with
+    itself.
     """
-    if complaint := operator.ours.why_not_on(device):
+    inputs = inputs_of(operator.entry, shape, dtype, device, seed)
+    if complaint := operator.ours.why_not_on(device) or operator.ours.why_not(inputs):
         raise LookupError(complaint)
     found = compared(operator.entry, COMPILED, shape, dtype, device, seed)
     return {

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.ops.attention import compiled_attention, why_not_compiled
 from megalite.ops.attention_backends import CANDIDATES, Backend
 from megalite.ops.attention_form import CAUSAL, AttentionForm
 from megalite.ops.choice import COMPILED, PLAIN_TORCH, Operators
@@ -118,18 +119,24 @@ def _entry(
     seen: Seen,
     applies: Callable[[Workload], bool],
     candidates: Mapping[str, Candidate],
+    operator: str,
     **fields: Any,
 ) -> Entry:
     """Return the entry of attention. seen: query and the inputs after the heads -> the form of attention."""
 
     def form_of(operators: Operators) -> Form:
         def form(query: Tensor, key: Tensor, value: Tensor, *more: Tensor) -> Tensor:
-            return operators.attend(query, key, value, seen(query, *more))
+            heads, seen_form = (query, key, value), seen(query, *more)
+            # Where torch is faster on a CPU `attend` leaves the call to torch: torch would be compared with itself.
+            if operators.uses(operator) and not why_not_compiled(query, seen_form):
+                return compiled_attention(*heads, seen_form)
+            return operators.attend(*heads, seen_form)
 
         return form
 
     return Entry(
         name=f"attention, {name}",
+        operator=operator,
         make=make,
         form_of=form_of,
         candidates=candidates,
@@ -167,7 +174,7 @@ ENTRIES = [
         _causal,
         lambda run: run.full_attention and _plainly(run),
         {**_ours(), **_theirs(_causal)},
-        operator="attention",
+        "attention",
         plain=plain_causal,
     ),
     _entry(
@@ -176,7 +183,7 @@ ENTRIES = [
         _in_window,
         lambda run: run.window is not None and _plainly(run),
         {**_ours(), **_theirs(_in_window)},
-        operator="attention_windows",
+        "attention_windows",
     ),
     _entry(
         "packed documents",
@@ -184,7 +191,7 @@ ENTRIES = [
         _in_documents,
         lambda run: run.documents and not run.dropout and not run.softcap,
         {**_ours(), **_theirs(_in_documents)},
-        operator="attention_documents",
+        "attention_documents",
     ),
     _entry(
         "soft-capped",
@@ -192,7 +199,7 @@ ENTRIES = [
         _capped,
         lambda run: run.softcap and not run.dropout,
         _theirs(_capped),
-        operator="attention_softcap",
+        "attention_softcap",
     ),
     _entry(
         "dropped",
@@ -200,6 +207,6 @@ ENTRIES = [
         _drops,
         lambda run: run.dropout and not run.softcap,
         _ours(dropout=True),
-        operator="attention_dropout",
+        "attention_dropout",
     ),
 ]

@@ -148,6 +148,14 @@ def test_a_planted_fault_is_seen(form: Callable[[Tensor], Tensor], gradients: in
 
 
 @needs_library
+def test_what_would_be_left_to_torch_is_not_right() -> None:
+    left = compiled("sum_of_squares", why_not=lambda inputs: f"not for {inputs[0].shape[1]} columns")
+    planted = replace(DOUBLED, entry=replace(DOUBLED.entry, candidates={COMPILED: left}))
+    with pytest.raises(LookupError, match="not for 7 columns"):
+        checks.check(planted, (300, 7), torch.float32, "cpu")
+
+
+@needs_library
 def test_an_operator_that_fails_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_replica
-from megalite.ops import rotary
+from megalite.ops import attention, rotary
 from megalite.ops.choice import ALL_COMPILED, COMPILED
 from megalite.parallel.mesh import ParallelMesh
 from megalite.selftest.check import check
 from megalite.selftest.decide import _workload_of_model
 from megalite.selftest.prove import prove
-from megalite.selftest.registry import Case, cases_of
+from megalite.selftest.registry import FLOATS, Case, cases_of
 from megalite.selftest.table import ENTRIES
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
@@ -89,3 +89,14 @@ def test_a_wrong_rotation_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) 
     }
     of_llama = {("rotary embedding, halves", "right"), ("rotary embedding, in place", "wrong")}
     assert verdicts == (of_llama if fault == "in place" else {("rotary embedding, split heads", "wrong")})
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("form", ["causal", "sliding window", "packed documents", "dropped"])
+def test_a_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, form: str, dtype: torch.dtype) -> None:
+    """Also where a model on a CPU leaves the call to torch, which is faster there."""
+    [entry] = [each for each in ENTRIES if each.name == f"attention, {form}"]
+    packed = attention._packed
+    assert check(entry, COMPILED, entry.shapes[1], dtype, CPU).share <= 1
+    monkeypatch.setattr(attention, "_packed", lambda *inputs: packed(*inputs) * 0)
+    assert check(entry, COMPILED, entry.shapes[1], dtype, CPU).share > 1
