@@ -17,7 +17,7 @@ from megalite.checkpoint.folder import partial_name, published_name
 from megalite.checkpoint.manifest import Base, Manifest, Stream
 from megalite.checkpoint.publish import remove_stale
 from megalite.checkpoint.unpublished import Draft, by_key, pieces_of
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, MemoryExhausted
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import ParallelMesh, all_or_none
 from megalite.topology.state import OptimizerState
@@ -55,7 +55,7 @@ def write_draft(draft: Draft, mesh: ParallelMesh, then: Callable[[], None] = lam
         tables = mesh.gather_objects(table)
         last = (lambda: None) if tables is None else partial(finish, tables)
         all_or_none(mesh, last, explain(mesh, "publish", draft.partial))
-    except CheckpointError:
+    except (CheckpointError, MemoryExhausted):
         if mesh.rank == 0:
             remove_stale(draft.partial.parent)
         raise

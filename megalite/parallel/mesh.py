@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup as ProcessGroup
 from torch.distributed import Store as Store
 
-from megalite.errors import CheckpointError, LaunchError
+from megalite.errors import CheckpointError, LaunchError, MemoryExhausted
 from megalite.launcher.control.progress import progress
 from megalite.parallel.device import accelerator_id, require_distinct_accelerators
 from megalite.topology.axes import COPIES, Layout
@@ -257,6 +257,7 @@ class ParallelMesh(RankPlace):
 def all_or_none(mesh: ParallelMesh, action: Callable[[], T], explain: Callable[[Exception], str]) -> T:
     """Run `action` on every rank; if it fails on any rank, raise the same CheckpointError on all. Collective.
 
+    MemoryExhausted instead where that rank's device has no memory left, which is no fault of the checkpoint.
     explain: exception of `action` -> message of the error; the first failed rank's message is raised.
     """
     failure, cause, result = None, None, None
@@ -265,11 +266,12 @@ def all_or_none(mesh: ParallelMesh, action: Callable[[], T], explain: Callable[[
     # Every exception: otherwise the other ranks would wait forever.
     except Exception as error:
         cause = error
-        failure = explain(error)
-    failures = [text for text in mesh.gather_objects(failure) or [] if text is not None]
+        kind = MemoryExhausted if isinstance(error, torch.OutOfMemoryError) else CheckpointError
+        failure = kind(explain(error))
+    failures = [each for each in mesh.gather_objects(failure) or [] if each is not None]
     first = mesh.broadcast_object(failures[0] if failures else None)
     if first is not None:
-        raise CheckpointError(first) from cause
+        raise first from cause
     return result  # type: ignore[return-value]
 
 

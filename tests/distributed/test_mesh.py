@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megalite.errors import CheckpointError, MegaliteError, MemoryExhausted
 from megalite.launcher.control.progress import progress
 from megalite.parallel.collectives import all_reduce
-from megalite.parallel.mesh import ParallelMesh
+from megalite.parallel.mesh import ParallelMesh, all_or_none
 from megalite.topology.axes import AXES, ROLES, Layout
 
 
@@ -85,3 +86,27 @@ def test_a_rank_holds_a_run_of_the_positions(ranks):
     refused = "a sequence of 7 is not divisible by 2 tensor parallel ranks"
     split = ranks.run(positions_on_rank, world_size=4, sequence_parallel=True)
     assert split == [(range(3), refused), (range(3, 6), refused)] * 2
+
+
+def failed_together(error: Exception) -> tuple[type[MegaliteError], str, str]:
+    """Return what a rank of two raises where the other one, or itself, fails."""
+    mesh = ParallelMesh.over_world(Layout(tensor=2))
+
+    def action() -> None:
+        if mesh.rank == 1:
+            raise error
+
+    with pytest.raises(MegaliteError) as raised:
+        all_or_none(mesh, action, lambda error: f"rank 1: {error}")
+    return raised.type, str(raised.value), repr(raised.value.__cause__)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [(torch.OutOfMemoryError("full"), MemoryExhausted), (OSError("gone"), CheckpointError)],
+    ids=["memory", "file"],
+)
+def test_what_fails_on_one_rank_fails_alike_on_all(ranks, error, kind):
+    other, failed = ranks.run(failed_together, world_size=2, error=error)
+    assert other == (kind, f"rank 1: {error}", "None")
+    assert failed == (kind, f"rank 1: {error}", repr(error))
