@@ -21,8 +21,8 @@ from megalite.parallel.random import key_of
 _FIRST = (1024, 16384)
 # Sums of the same float64 probabilities in another order differ by less.
 _SUM_ERROR = 1e-9
-# Logits that are computed at once, in float64. On a CPU larger temporaries leave its cache, and cost twice the time. On an
-# accelerator fewer would be more launches; several temporaries of 32 MiB fit beside the cache of keys and values.
+# Logits that are computed at once, in float64. On a CPU larger temporaries leave its cache, and cost twice the time.
+# On an accelerator fewer would be more launches; several temporaries of 32 MiB fit beside the cache of keys and values.
 _AT_ONCE = 1 << 17
 _AT_ONCE_ON_A_CARD = 1 << 22
 
