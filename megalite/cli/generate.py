@@ -46,7 +46,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(too_large, "the request")
     if job.task == "chat" and job.layout.world_size > 1:  # the standard input of a forked rank is closed
         job = replace(job, keyboard=os.dup(sys.stdin.fileno()))
-    memory = InferenceMemory(source, job.layout, job.dtype, *_cache_size(job))
+    memory = generation_memory(job)
     preload = ["megalite.generation.text"]
     return on_local_ranks(job.layout, _TASKS[job.task], job, name="generate", preload=preload, memory=memory)
 
@@ -83,6 +83,13 @@ def _job(options: argparse.Namespace, source: ModelSource) -> GenerationJob:
         problems = [replace(problem, key=flag(problem.key)) for problem in error.problems]
         raise ConfigError(problems, error.source) from error
     return replace(job, request=request, prompt=options.prompt)
+
+
+def generation_memory(job: GenerationJob) -> InferenceMemory:
+    """Return the memory that the job needs on its accelerators."""
+    # A chat keeps its whole context, whatever --tokens says.
+    settable = 0 if job.task == "chat" else job.request.max_tokens
+    return InferenceMemory(job.source, job.layout, job.dtype, *_cache_size(job), settable=settable)
 
 
 def _cache_size(job: GenerationJob) -> tuple[tuple[str, int], tuple[str, int]]:

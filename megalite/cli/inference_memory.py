@@ -21,7 +21,8 @@ class InferenceMemory:
     """The memory of a command on its accelerators: a model, and keys and values of its requests.
 
     dtype: torch's name of the type that was asked for. requests, tokens: flag and value: requests at a time, and tokens
-    of each. cached: whether the keys and values of all of them are kept.
+    of each. cached: whether the keys and values of all of them are kept. settable: how many of `tokens` its flag sets:
+    the others are the prompt's; None: all of them.
     """
 
     source: ModelSource
@@ -30,6 +31,7 @@ class InferenceMemory:
     requests: tuple[str, int]
     tokens: tuple[str, int]
     cached: bool = True
+    settable: int | None = None
 
     def lines(self, device: "torch.device") -> list[str]:
         """Return the lines for `exhausted_memory_explained`: the kinds of memory, and the flags that lower them."""
@@ -39,7 +41,10 @@ class InferenceMemory:
 
         asked = None if self.dtype is None else getattr(torch, self.dtype)
         dtype = str(inference_dtype(self.source, device, asked)).removeprefix("torch.")
-        return [self._kinds(dtype), f"to lower it: {', or '.join(self._remedies(dtype))}"]
+        return [
+            self._kinds(dtype),
+            f"to lower it: {', or '.join(self._remedies(dtype)) or 'use a smaller model'}",
+        ]
 
     def _kinds(self, dtype: str) -> str:
         shape, layout = self.source.shape, self.layout
@@ -54,9 +59,14 @@ class InferenceMemory:
         return f"this rank needs by estimate: {kinds}, and activations"
 
     def _remedies(self, dtype: str) -> Iterator[str]:
-        for flag, value in (self.requests, self.tokens):
-            if value > 1:
-                yield f"{flag} {value // 2}"
+        (flag, count), (of_tokens, length) = self.requests, self.tokens
+        if count > 1:
+            yield f"{flag} {count // 2}"
+        settable = length if self.settable is None else self.settable
+        if settable > max(1, length // 2):
+            yield f"{of_tokens} {settable // 2}"
+        elif length > settable > 0:
+            yield "a shorter prompt"
         shape = self.source.shape
         wider = [
             size

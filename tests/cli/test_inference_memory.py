@@ -2,12 +2,18 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
+import pytest
 import torch
 
+from megalite.cli.generate import generation_memory
+from megalite.cli.generate_run import GenerationJob
 from megalite.cli.inference_memory import InferenceMemory
 from megalite.config.output.summary import memory_text
 from megalite.generation.layout_and_memory import cache_bytes
+from megalite.generation.request import Request, Sampling
+from megalite.generation.request_file import FileRequest
 from megalite.generation.source import ModelSource
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import parameter_count
@@ -47,3 +53,25 @@ def test_what_cannot_be_lowered_is_not_advised() -> None:
     kinds, remedies = lines(InferenceMemory(int8, Layout(), "bfloat16", *one, cached=False))
     assert "in int8, and activations" in kinds and "keys and values" not in kinds
     assert remedies.startswith("to lower it: --window 32") and "int8 export" not in remedies
+
+
+@pytest.mark.parametrize(
+    ("task", "prompt", "tokens", "advice"),
+    [
+        ("prompt", 6000, 100, "a shorter prompt"),
+        ("prompt", 20, 100, "--tokens 50"),
+        ("prompt", 20, 1, "a shorter prompt"),
+        ("batch", 6000, 100, "--max-requests 2, or a shorter prompt"),
+        ("batch", 20, 100, "--max-requests 2, or --tokens 50"),
+        ("chat", 0, 8192, "use a smaller model"),
+    ],
+)
+def test_the_advice_never_asks_for_more_tokens(
+    task: Literal["prompt", "batch", "chat"], prompt: int, tokens: int, advice: str
+) -> None:
+    request = Request((0,) * prompt, tokens, Sampling(), frozenset())
+    source = replace(SOURCE, int8=True)
+    job = GenerationJob(
+        task, source, Layout(tensor=4), "bfloat16", request, file=(FileRequest(1, None, request),) * 4
+    )
+    assert lines(generation_memory(job))[1] == f"to lower it: {advice}"
