@@ -72,6 +72,11 @@ def test_the_advice_never_asks_for_more_tokens(
     request = Request((0,) * prompt, tokens, Sampling(), frozenset())
     source = replace(SOURCE, int8=True)
     job = GenerationJob(
-        task, source, Layout(tensor=4), "bfloat16", request, file=(FileRequest(1, None, request),) * 4
+        task,
+        source,
+        Layout(tensor=SOURCE.shape.num_attention_heads),
+        "bfloat16",
+        request,
+        file=(FileRequest(1, None, request),) * 4,
     )
     assert lines(generation_memory(job))[1] == f"to lower it: {advice}"
