@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from megalite.config.output.summary import memory_text
 from megalite.errors import MemoryExhausted
-from megalite.launcher.rank.environment import variables
+from megalite.launcher.rank.environment import ALLOCATOR_VARIABLES, SEGMENTS_STAY, variables
 
 if TYPE_CHECKING:
     import torch
@@ -92,8 +92,9 @@ class ExhaustedCard:
             f"the card has {memory_text(self.total)}, of which {memory_text(self.free)} are free now; torch used up to "
             f"{used} and reserved {reserved}"
         )
-        settings = "".join(text for name, text in variables().items() if name.endswith("_ALLOC_CONF"))
-        if self.reserved - self.used > self.total / 20 and "expandable_segments:True" not in settings:
+        environ = variables()
+        chosen = any("expandable_segments" in environ.get(name, "") for name in ALLOCATOR_VARIABLES)
+        if self.reserved - self.used > self.total / 20 and not chosen and SEGMENTS_STAY not in environ:
             unused = memory_text(self.reserved - self.used)
             yield f"{unused} of that are unused pieces: set PYTORCH_ALLOC_CONF=expandable_segments:True"
 

@@ -18,6 +18,10 @@ from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.mpi import master_over_mpi
 from megalite.launcher.rank.placement import bind_cores
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""The variables in which users configure torch's allocator of an accelerator."""
+SEGMENTS_STAY = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
+"""The variable with which NCCL registers torch's segments, which must then stay as they are."""
 # The device files of all accelerators that DeepSpeed would otherwise look for by importing their libraries.
 _ACCELERATORS = (
     "nvidia[0-9]*",
@@ -110,8 +114,8 @@ def grow_segments(environ: MutableMapping[str, str] | None = None, devices: Path
     allocator, or registers its segments with NCCL, which needs segments that stay as they are.
     """
     environ = os.environ if environ is None else environ
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK")
-    if any(devices.glob("nvidia[0-9]*")) and not any(name in environ for name in names):
+    configured = any(name in environ for name in (*ALLOCATOR_VARIABLES, SEGMENTS_STAY))
+    if any(devices.glob("nvidia[0-9]*")) and not configured:
         environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 

@@ -76,8 +76,24 @@ def test_other_errors_stay_as_they_are(error: Exception, device: torch.device) -
     assert raised.value is error
 
 
-def test_unused_pieces_are_said_unless_segments_grow(card: pytest.MonkeyPatch) -> None:
-    fragmented = ExhaustedCard("card", 80 * GIB, 0, 60 * GIB, 70 * GIB, "")
-    assert any("10.0 GiB of that are unused pieces" in line for line in fragmented.lines)
-    card.setattr(memory, "variables", lambda: {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
-    assert len(list(fragmented.lines)) == 1
+FRAGMENTED = ExhaustedCard("card", 80 * GIB, 0, 60 * GIB, 70 * GIB, "")
+
+
+@pytest.mark.parametrize("environ", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}])
+def test_unused_pieces_are_said(card: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+    card.setattr(memory, "variables", lambda: environ)
+    assert any("10.0 GiB of that are unused pieces" in line for line in FRAGMENTED.lines)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:False"},
+        {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "1"},
+    ],
+    ids=["they grow", "the user does not want it", "NCCL does not bear it"],
+)
+def test_segments_are_not_advised_to_grow(card: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+    card.setattr(memory, "variables", lambda: environ)
+    assert len(list(FRAGMENTED.lines)) == 1
