@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megalite.errors import LaunchError
+from megalite.errors import LaunchError, MemoryExhausted
 
 CPU = torch.device("cpu")
 # mps has no float64 and no collective library, so a Mac trains on its CPU.
@@ -20,7 +20,8 @@ def local_device(local_rank: int, local_ranks: int) -> torch.device:
 
     Local rank n takes the n-th visible accelerator. If exactly one is visible, every rank takes that one: with
     `srun --gpus-per-task=1` each rank sees a different one.
-    Raises LaunchError if a node starts more ranks than it has visible accelerators.
+    Raises LaunchError if a node starts more ranks than it has visible accelerators, MemoryExhausted if others leave no
+    memory of it for this process.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or accelerator.type in _UNUSABLE:
@@ -32,7 +33,17 @@ def local_device(local_rank: int, local_ranks: int) -> torch.device:
             f"{count} ranks per node, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU"
         )
     device = torch.device(accelerator.type, local_rank if count > 1 else 0)
-    torch.accelerator.set_device_index(device)
+    try:
+        torch.accelerator.set_device_index(
+            device
+        )  # CUDA 12 makes its context here, for which it needs memory
+    except RuntimeError as error:
+        if "out of memory" not in str(error).lower():
+            raise
+        raise MemoryExhausted(
+            f"out of memory on {device}, of which this rank has used nothing yet: {str(error).splitlines()[0]}\n"
+            "  end the other processes on that card, or choose another with CUDA_VISIBLE_DEVICES"
+        ) from error
     return device
 
 

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megalite.errors import LaunchError
+from megalite.errors import LaunchError, MemoryExhausted
 from megalite.parallel.device import (
     CPU,
     accelerator_id,
@@ -52,6 +52,27 @@ def test_more_ranks_than_cards_are_refused() -> None:
     )
     with pytest.raises(LaunchError, match=said):
         taken("cuda", 4, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("error", "raised"), [("CUDA error: out of memory\nhints", MemoryExhausted), ("no driver", RuntimeError)]
+)
+def test_a_card_that_others_have_filled_is_named(error: str, raised: type[Exception]) -> None:
+    failing = mock.Mock(side_effect=RuntimeError(error))
+    with (
+        mock.patch.multiple(
+            torch.accelerator,
+            is_available=lambda: True,
+            current_accelerator=lambda: torch.device("cuda"),
+            device_count=lambda: 2,
+            set_device_index=failing,
+        ),
+        pytest.raises(raised) as exhausted,
+    ):
+        local_device(1, 2)
+    said = str(exhausted.value)
+    assert type(exhausted.value) is raised and "hints" not in said
+    assert raised is RuntimeError or ("out of memory on cuda:1" in said and "CUDA_VISIBLE_DEVICES" in said)
 
 
 def test_ranks_that_share_a_card_are_refused() -> None:
