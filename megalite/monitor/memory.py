@@ -101,20 +101,29 @@ class ExhaustedCard:
 
 @contextmanager
 def exhausted_memory_explained(
-    device: "torch.device", explain: Callable[[ExhaustedCard], Sequence[str]]
+    device: "torch.device", explain: Callable[[ExhaustedCard | None], Sequence[str]]
 ) -> Iterator[None]:
     """Turn an accelerator's out-of-memory error inside of the `with` block into MemoryExhausted.
 
-    explain: returns the lines behind those on the device: what is kept there, and the settings that lower it.
+    explain: returns the lines behind those on the device: what is kept there, and the settings that lower it. Its
+    argument is None if the device does not say how much memory it has. Whatever fails here, the error stays that of
+    the memory.
     """
     try:
         yield
     except Exception as error:
         if device.type == "cpu" or (cause := _out_of_memory(error)) is None:
             raise
-        card = ExhaustedCard.of(device, cause)
-        more = f": {card.asked} more do not fit" if card.asked else ""
-        lines = [f"out of memory on {card.name}{more}", *card.lines, *explain(card)]
+        try:
+            card = ExhaustedCard.of(device, cause)
+            more = f": {card.asked} more do not fit" if card.asked else ""
+            lines = [f"out of memory on {card.name}{more}", *card.lines]
+        except Exception:  # the driver may allocate for a question, too
+            card, lines = None, [f"out of memory on {device}: {cause}"]
+        try:
+            lines += explain(card)
+        except Exception as unexplained:
+            lines.append(f"what is kept there is not known: {unexplained!r}")
         raise MemoryExhausted("\n  ".join(lines)) from error
 
 

@@ -1,5 +1,7 @@
 """The message of a rank whose accelerator has no memory left: when, what it keeps there, and what is saved."""
 
+import math
+
 from megalite.config.output.out_of_memory import out_of_memory_lines
 from megalite.config.sections.schema import RunConfig
 from megalite.launcher.control.progress import progress
@@ -19,10 +21,11 @@ class KnownRun:
         """Note the settings with their precision, and the number of rows of the vocabulary."""
         self._config, self._vocab_size = config, vocab_size
 
-    def lines(self, card: ExhaustedCard) -> list[str]:
+    def lines(self, card: ExhaustedCard | None) -> list[str]:
         """Return the lines for `exhausted_memory_explained`."""
         when = "before the first step" if progress.step is None else f"after step {progress.step}"
         kinds = []
         if self._vocab_size is not None:
-            kinds = out_of_memory_lines(self._config, self._vocab_size, self._stage, card.total)
+            total = math.inf if card is None else card.total
+            kinds = out_of_memory_lines(self._config, self._vocab_size, self._stage, total)
         return [f"{when}: {progress.activity}", *kinds, what_is_left(self._config)]

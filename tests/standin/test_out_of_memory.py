@@ -21,7 +21,8 @@ from tests.unit.convert.exporting import lively_stage, save_stage
 MEGABYTE = 1 << 20
 
 
-def explained(card: ExhaustedCard) -> list[str]:
+def explained(card: ExhaustedCard | None) -> list[str]:
+    assert card is not None
     return [f"asked for {card.asked} of {card.total} bytes"]
 
 

@@ -14,11 +14,11 @@ _CHUNK = 256
 """Tokens whose logits `model.chunked_loss` is advised to compute at a time."""
 
 
-def out_of_memory_lines(config: RunConfig, vocab_size: int, stage: int, total: int) -> list[str]:
+def out_of_memory_lines(config: RunConfig, vocab_size: int, stage: int, total: float) -> list[str]:
     """Return the lines on the memory of a rank of pipeline stage `stage`, and how to lower it.
 
-    config: a run whose precision is known. total: the bytes of the card. The settings of what takes more of the card
-    come first.
+    config: a run whose precision is known. total: the bytes of the card; inf: unknown. The settings of what takes more
+    of the card come first.
     """
     memory = list(memory_of_stages(config, vocab_size))[stage]
     states = [f"for weights, gradients and optimizer state: {_joined(state_remedies(config))}"]
@@ -82,7 +82,7 @@ def _highest_zero_stage(config: RunConfig) -> int:
     return 2 if config.training.compile or optimizer.ema_decay or shared_heads else 3
 
 
-def _kinds(config: RunConfig, memory: RankMemory, total: int) -> str:
+def _kinds(config: RunConfig, memory: RankMemory, total: float) -> str:
     sizes = [memory.weights, memory.gradients, memory.optimizer]
     names = ["weights", "gradients", config.optimizer.name]
     text = ", ".join(f"{name} {memory_text(size)}" for name, size in zip(names, sizes, strict=True))

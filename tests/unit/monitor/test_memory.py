@@ -29,7 +29,7 @@ def message(error: Exception, device: torch.device = CARD) -> str:
     """Return what MemoryExhausted says in place of an error."""
     with (
         pytest.raises(MemoryExhausted) as exhausted,
-        exhausted_memory_explained(device, lambda card: [card.name]),
+        exhausted_memory_explained(device, lambda card: [card.name if card else "no card"]),
     ):
         raise error
     assert exhausted.value.__cause__ is error and exhausted.value.exit_code == 1
@@ -60,6 +60,29 @@ def test_the_cause_of_another_error_is_found() -> None:
     wrapped = CheckpointError("rank 0 could not load model")
     wrapped.__cause__ = torch.OutOfMemoryError(ASKED)
     assert "2.50 GiB more do not fit" in message(wrapped)
+
+
+@pytest.mark.parametrize("fails", ["mem_get_info", "get_device_name", "device_memory"])
+def test_a_card_that_does_not_answer_leaves_torchs_own_words(card: pytest.MonkeyPatch, fails: str) -> None:
+    def fail(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    card.setattr(memory if fails == "device_memory" else torch.get_device_module(CARD), fails, fail)
+    assert message(torch.OutOfMemoryError(ASKED)).splitlines() == [
+        f"out of memory on cuda:1: {ASKED}",
+        "  no card",
+    ]
+
+
+def test_a_failing_explanation_does_not_replace_the_error() -> None:
+    error = torch.OutOfMemoryError(ASKED)
+    with (
+        pytest.raises(MemoryExhausted) as exhausted,
+        exhausted_memory_explained(CARD, lambda _: [{}["size"]]),
+    ):
+        raise error
+    assert exhausted.value.__cause__ is error
+    assert "2.50 GiB more do not fit" in str(exhausted.value) and "KeyError('size')" in str(exhausted.value)
 
 
 @pytest.mark.parametrize(
