@@ -4,6 +4,7 @@ As torch's DistributedDataParallel does (Li et al. 2020), at the moment that FSD
 complete once the gradient of its input is.
 """
 
+from collections import deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from megalite.parallel.mesh import RankGroup
 
 # About DDP's: large enough for the bandwidth, small enough that the first sum starts early.
 _BUCKET_BYTES = 25 << 20
+# Sums in another type that may be under way: each holds a converted copy of its gradients until its end.
+_MOST_CONVERTED = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +55,7 @@ class GradientBuckets:
         self._copies, self._dtype = copies, dtype
         self._bucket_bytes = bucket_bytes or _BUCKET_BYTES
         self._watched = False
-        self._pending: list[Pending] = []
+        self._pending = deque[Pending]()
         self._started: set[_Bucket] = set()
         kept_back = {id(tensor) for tensor in late}
         self._chunks = {chunk: [*self._fill(layers, kept_back)] for chunk, layers in chunks.items()}
@@ -75,10 +78,8 @@ class GradientBuckets:
         """Start the sums of all other gradients, and wait for all sums. Collective over the copies."""
         begun = {id(tensor) for bucket in self._started for tensor in bucket.tensors}
         rest = [each for each in self._copies if id(each) not in begun]
-        self._pending += start_sums(rest, self._copies, self._dtype)
-        for finish in self._pending:
-            finish()
-        self._pending.clear()
+        start_sums(rest, self._copies, self._pending, self._dtype)
+        _finish_all_but(0, self._pending)
         self._started.clear()
 
     def _fill(self, layers: Sequence[nn.Module], kept_back: Collection[int]) -> Iterator[_Bucket]:
@@ -103,17 +104,19 @@ class GradientBuckets:
     def _start(self, bucket: _Bucket) -> None:
         if bucket not in self._started:
             self._started.add(bucket)
-            self._pending += start_sums(bucket.tensors, self._copies, self._dtype)
+            start_sums(bucket.tensors, self._copies, self._pending, self._dtype)
 
 
 @torch.no_grad()
 def start_sums(
     tensors: Iterable[nn.Parameter],
     copies: Mapping[nn.Parameter, RankGroup],
+    pending: deque[Pending],
     dtype: torch.dtype | None = None,
-) -> list[Pending]:
+) -> None:
     """Start the sums of the gradients over `copies`; `.grad` becomes a view of the buffer that holds the sum.
 
+    pending: gets the sums; a sum in another type first finishes all but the newest few of them.
     dtype: the type in which they are summed; by default their own.
     """
 
@@ -121,7 +124,6 @@ def start_sums(
         tensor, gradient = item
         return (copies[tensor].ranks, gradient.dtype), gradient.numel() * gradient.element_size()
 
-    pending = []
     # Frozen parameters have neither gradient nor copies.
     gradients = [(each, each.grad) for each in tensors if each.grad is not None and copies[each].size > 1]
     for bucket in buckets(gradients, measure):
@@ -129,8 +131,14 @@ def start_sums(
         parts = flat.split([gradient.numel() for _, gradient in bucket])
         for (tensor, _), part in zip(bucket, parts, strict=True):
             tensor.grad = part.view_as(tensor)
+        if dtype not in (None, flat.dtype):
+            _finish_all_but(_MOST_CONVERTED - 1, pending)
         pending.append(_start_sum(flat, copies[bucket[0][0]], dtype or flat.dtype))
-    return pending
+
+
+def _finish_all_but(newest: int, pending: deque[Pending]) -> None:
+    while len(pending) > newest:
+        pending.popleft()()
 
 
 def _start_sum(flat: Tensor, ranks: RankGroup, dtype: torch.dtype) -> Pending:
