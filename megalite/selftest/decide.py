@@ -24,7 +24,7 @@ FIRST_RUN_SECONDS = 300.0
 def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Workload:
     """Return the workload of a run's rank with the largest shards."""
     return replace(
-        _workload_of_model(shape, dtype, config.layout.tensor),
+        workload_of_model(shape, dtype, config.layout.tensor),
         rows=config.batch.micro_batch_size,
         sequence=config.training.sequence_length,
         documents=config.data.masks_documents,
@@ -32,7 +32,7 @@ def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Wor
     )
 
 
-def _workload_of_model(shape: ModelShape, dtype: torch.dtype, tensor: int) -> Workload:
+def workload_of_model(shape: ModelShape, dtype: torch.dtype, tensor: int) -> Workload:
     """Return the workload of one token. tensor: the size of the tensor parallel axis."""
     windows = {shape.window_of(layer) for layer in range(shape.num_hidden_layers)}
     return Workload(
@@ -194,7 +194,7 @@ def kernels_without_training(shape: ModelShape, dtype: torch.dtype, mesh: Parall
     if not trust.needs_proof(mesh.device.type):
         return choose_kernels("auto", mesh.device.type)
     findings = trust.read(trust.machine(mesh.device))
-    cases = _run_cases(_workload_of_model(shape, dtype, mesh.tp.size))
+    cases = _run_cases(workload_of_model(shape, dtype, mesh.tp.size))
     choices = choices_of(
         [case for case in cases if case.entry.operator in _GENERATES], findings, any_tokens=True
     )

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_replica
-from megalite.ops import attention, rotary
+from megalite.ops import attention
 from megalite.ops.choice import ALL_COMPILED, COMPILED
 from megalite.parallel.mesh import ParallelMesh
 from megalite.selftest.check import check
-from megalite.selftest.decide import _workload_of_model
+from megalite.selftest.decide import workload_of_model
 from megalite.selftest.prove import prove
 from megalite.selftest.registry import FLOATS, Case, cases_of
 from megalite.selftest.table import ENTRIES
@@ -32,7 +32,7 @@ pytestmark = needs_library
 
 def cases_for(shape: ModelShape) -> list[Case]:
     """Return the cases of a run of two rows that have a compiled form."""
-    run = replace(_workload_of_model(shape, torch.float32, 1), rows=2, sequence=8)
+    run = replace(workload_of_model(shape, torch.float32, 1), rows=2, sequence=8)
     return [case for case in cases_of(ENTRIES, run) if COMPILED in case.entry.candidates]
 
 
@@ -81,7 +81,8 @@ def test_a_wrong_rotation_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) 
     if fault == "in place":
         monkeypatch.setattr(torch.ops.megalite, "rotary_", lambda *inputs: None)
     else:
-        monkeypatch.setattr(rotary, "_rotary", _off(rotary._rotary, inverse=fault == "backward"))
+        wrong = _off(torch.ops.megalite.rotary, inverse=fault == "backward")
+        monkeypatch.setattr("megalite.ops.rotary._rotary", wrong)
     verdicts = {
         (case.entry.name, prove(case, COMPILED, CPU).verdict)
         for case in cases
@@ -96,7 +97,9 @@ def test_a_wrong_rotation_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) 
 def test_a_wrong_attention_is_found(monkeypatch: pytest.MonkeyPatch, form: str, dtype: torch.dtype) -> None:
     """Also where a model on a CPU leaves the call to torch, which is faster there."""
     [entry] = [each for each in ENTRIES if each.name == f"attention, {form}"]
-    packed = attention._packed
+    packed = attention.packed_attention
     assert check(entry, COMPILED, entry.shapes[1], dtype, CPU).share <= 1
-    monkeypatch.setattr(attention, "_packed", lambda *inputs: packed(*inputs) * 0)
+    monkeypatch.setattr(
+        attention, "packed_attention", lambda *given, **more: [each * 0 for each in packed(*given, **more)]
+    )
     assert check(entry, COMPILED, entry.shapes[1], dtype, CPU).share > 1
