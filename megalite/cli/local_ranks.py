@@ -13,6 +13,7 @@ from megalite.launcher.rank.environment import grow_segments, prepare_process
 from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:
+    from megalite.monitor.memory import ExhaustedCard
     from megalite.parallel.mesh import ParallelMesh
 
 R = TypeVar("R")
@@ -83,5 +84,8 @@ def _with_memory(
     """Do the work of one rank. Raises MemoryExhausted in place of an accelerator's own error."""
     from megalite.monitor.memory import exhausted_memory_explained
 
-    with exhausted_memory_explained(mesh.device, lambda _: memory.lines(mesh.device)):
+    def explain(card: "ExhaustedCard | None") -> list[str]:
+        return memory.lines(mesh.device) if card is None or card.full else []
+
+    with exhausted_memory_explained(mesh.device, explain):
         return work(request, mesh)

@@ -61,6 +61,7 @@ class ExhaustedCard:
 
     asked: the allocation that failed, in torch's words; "" if torch does not say. free: of `total`, at the moment.
     used: the most that torch has used. reserved: the most that it has taken from the device for that.
+    full: whether the device has no room; False: page-locked host memory, or another allocation, failed.
     """
 
     name: str
@@ -69,6 +70,7 @@ class ExhaustedCard:
     used: int
     reserved: int
     asked: str
+    full: bool = True
 
     @classmethod
     def of(cls, device: "torch.device", error: BaseException) -> "ExhaustedCard":
@@ -80,13 +82,24 @@ class ExhaustedCard:
         memory = device_memory(device) or MemoryUse(0, 0)
         asked = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
         name = f"{module.get_device_name(device)} ({device})"
+        # Page-locked memory of the host fails with the same words, and so does a killed worker.
+        full = isinstance(error, torch.OutOfMemoryError) or free <= total / 10
         return cls(
-            name, total, free, memory.peak_bytes, memory.reserved_bytes or 0, asked[1] if asked else ""
+            name, total, free, memory.peak_bytes, memory.reserved_bytes or 0, asked[1] if asked else "", full
+        )
+
+    def free_lines(self, error: BaseException) -> Iterator[str]:
+        """Yield the state of a device that is not full, after `error`."""
+        yield f"out of memory, but much of {self.name} is free: {error}"
+        yield (
+            f"{memory_text(self.free)} of the card's {memory_text(self.total)} are free now: page-locked host memory "
+            "or another allocation failed; see the host's free memory, and the limit of locked memory (ulimit -l)"
         )
 
     @property
-    def lines(self) -> Iterator[str]:
-        """The state, and advice if much of the reserved memory is unused."""
+    def full_lines(self) -> Iterator[str]:
+        """The state of a full device, and advice if much of the reserved memory is unused."""
+        yield f"out of memory on {self.name}" + (f": {self.asked} more do not fit" if self.asked else "")
         used, reserved = memory_text(self.used), memory_text(self.reserved)
         yield (
             f"the card has {memory_text(self.total)}, of which {memory_text(self.free)} are free now; torch used up to "
@@ -116,8 +129,7 @@ def exhausted_memory_explained(
             raise
         try:
             card = ExhaustedCard.of(device, cause)
-            more = f": {card.asked} more do not fit" if card.asked else ""
-            lines = [f"out of memory on {card.name}{more}", *card.lines]
+            lines = list(card.full_lines if card.full else card.free_lines(cause))
         except Exception:  # the driver may allocate for a question, too
             card, lines = None, [f"out of memory on {device}: {cause}"]
         try:

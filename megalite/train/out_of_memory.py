@@ -25,7 +25,7 @@ class KnownRun:
         """Return the lines for `exhausted_memory_explained`."""
         when = "before the first step" if progress.step is None else f"after step {progress.step}"
         kinds = []
-        if self._vocab_size is not None:
+        if self._vocab_size is not None and (card is None or card.full):
             total = math.inf if card is None else card.total
             kinds = out_of_memory_lines(self._config, self._vocab_size, self._stage, total)
         return [f"{when}: {progress.activity}", *kinds, what_is_left(self._config)]

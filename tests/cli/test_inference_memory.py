@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Literal
 
 import pytest
@@ -10,11 +11,14 @@ import torch
 from megalite.cli.generate import generation_memory
 from megalite.cli.generate_run import GenerationJob
 from megalite.cli.inference_memory import InferenceMemory
+from megalite.cli.local_ranks import on_local_ranks
 from megalite.config.output.summary import memory_text
+from megalite.errors import MemoryExhausted
 from megalite.generation.layout_and_memory import cache_bytes
 from megalite.generation.request import Request, Sampling
 from megalite.generation.request_file import FileRequest
 from megalite.generation.source import ModelSource
+from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import parameter_count
 from tests.support.tiny import tiny_shape
@@ -80,3 +84,22 @@ def test_the_advice_never_asks_for_more_tokens(
         file=(FileRequest(1, None, request),) * 4,
     )
     assert lines(generation_memory(job))[1] == f"to lower it: {advice}"
+
+
+@pytest.mark.parametrize(("free", "advised"), [(0, True), (9, False)])
+def test_the_flags_are_advised_for_a_full_card_alone(
+    monkeypatch: pytest.MonkeyPatch, free: int, advised: bool
+) -> None:
+    module = SimpleNamespace(mem_get_info=lambda _: (free, 10), get_device_name=lambda _: "card")
+    monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+    monkeypatch.setattr("megalite.monitor.memory.device_memory", lambda _: None)
+    monkeypatch.setattr("megalite.parallel.device.local_device", lambda *_: CARD)
+
+    def work(request: str, mesh: ParallelMesh) -> int:
+        raise RuntimeError(request)
+
+    cache = ("--max-requests", 16), ("--context-length", 4096)
+    memory = InferenceMemory(SOURCE, Layout(), "float32", *cache)
+    with pytest.raises(MemoryExhausted) as exhausted:
+        on_local_ranks(Layout(), work, "CUDA error: out of memory", name="x", preload=[], memory=memory)
+    assert ("--max-requests 8" in str(exhausted.value)) == advised

@@ -56,6 +56,30 @@ def test_libraries_beside_torchs_allocator_are_heard_too(error: Exception) -> No
     assert message(error).startswith("out of memory on NVIDIA H100 (cuda:1)\n")
 
 
+@pytest.mark.parametrize(
+    ("error", "free", "full"),
+    [
+        (RuntimeError("CUDA error: out of memory"), 9, False),
+        (RuntimeError("CUDA error: out of memory"), 8, True),
+        (torch.OutOfMemoryError(ASKED), 40, True),
+    ],
+)
+def test_a_card_with_free_memory_is_not_blamed(
+    card: pytest.MonkeyPatch, error: Exception, free: int, full: bool
+) -> None:
+    card.setattr(torch.get_device_module(CARD), "mem_get_info", lambda _: (free * GIB, 80 * GIB))
+    said = []
+    with (
+        pytest.raises(MemoryExhausted) as exhausted,
+        exhausted_memory_explained(CARD, lambda card: said.append(card) or []),
+    ):
+        raise error
+    assert said[0].full == full
+    text = str(exhausted.value)
+    assert ("page-locked host memory or another allocation failed" in text) != full
+    assert ("out of memory on NVIDIA" in text) == full
+
+
 def test_the_cause_of_another_error_is_found() -> None:
     wrapped = CheckpointError("rank 0 could not load model")
     wrapped.__cause__ = torch.OutOfMemoryError(ASKED)
@@ -105,7 +129,7 @@ FRAGMENTED = ExhaustedCard("card", 80 * GIB, 0, 60 * GIB, 70 * GIB, "")
 @pytest.mark.parametrize("environ", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}])
 def test_unused_pieces_are_said(card: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
     card.setattr(memory, "variables", lambda: environ)
-    assert any("10.0 GiB of that are unused pieces" in line for line in FRAGMENTED.lines)
+    assert any("10.0 GiB of that are unused pieces" in line for line in FRAGMENTED.full_lines)
 
 
 @pytest.mark.parametrize(
@@ -119,4 +143,4 @@ def test_unused_pieces_are_said(card: pytest.MonkeyPatch, environ: dict[str, str
 )
 def test_segments_are_not_advised_to_grow(card: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
     card.setattr(memory, "variables", lambda: environ)
-    assert len(list(FRAGMENTED.lines)) == 1
+    assert len(list(FRAGMENTED.full_lines)) == 2
