@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megalite.config.deepspeed.json_file import AUTO, Block
-from megalite.config.deepspeed.keys import EFFECTS, KEYS, VERSION, Idle, PassedOn, Refused, Removed
+from megalite.config.deepspeed.keys import EFFECTS, KEYS, VERSION, Idle, KeyEffect, PassedOn, Refused, Removed
 from megalite.config.deepspeed.values import problem_of
 from megalite.config.sections.toml import shown
 from megalite.config.sections.unchecked import did_you_mean
@@ -50,12 +50,18 @@ def idle_notes(block: Block) -> Iterator[str]:
     """Yield one line for each reason why keys have no effect, with all keys that it holds for."""
     reasons: dict[str, list[str]] = {}
     for path, value in _walk(block.values, ""):
-        effect = EFFECTS.get(path)
-        if isinstance(effect, Idle) and not _is_off(value):
-            reasons.setdefault(effect.reason, []).append(path)
+        if (reason := _idle_reason(EFFECTS.get(path), _stage(block))) and not _is_off(value):
+            reasons.setdefault(reason, []).append(path)
     for reason, paths in reasons.items():
         have = "have" if len(paths) > 1 else "has"
         yield f"{block.key(', '.join(paths))} {have} no effect: {reason}"
+
+
+def _idle_reason(effect: KeyEffect | None, stage: Any) -> str:
+    """Return why a key has no effect; empty: it has one."""
+    if isinstance(effect, Idle):
+        return effect.reason
+    return effect.idle_under_zero_1 if isinstance(effect, PassedOn) and stage == 1 else ""
 
 
 def passed_on(block: Block) -> dict[str, Any]:

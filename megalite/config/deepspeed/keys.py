@@ -37,9 +37,13 @@ class Silent(KeyEffect):
 
 @dataclass(frozen=True)
 class PassedOn(KeyEffect):
-    """DeepSpeed is handed the value unchanged. kind: the kind of value, a word of values.py."""
+    """DeepSpeed is handed the value unchanged. kind: the kind of value, a word of values.py.
+
+    idle_under_zero_1: why the key has no effect at stage 1: a note as that of Idle; empty: it has one.
+    """
 
     kind: str
+    idle_under_zero_1: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class Removed(KeyEffect):
 _REPORTS = "megalite reports every step itself (monitor.every)"
 _CHECKPOINTS = "megalite writes its own checkpoints"
 _SUMS = "gradients are summed, and the loss is the mean over the global batch"
+_OUR_SUMS = "under ZeRO 1 megalite sums the gradients itself, by all-reduce"
 _LEAVES = "the models of megalite need no leaf modules"
 _METRICS = "megalite writes metrics.jsonl, and TensorBoard with monitor.tensorboard"
 
@@ -217,7 +222,7 @@ EFFECTS: dict[str, KeyEffect] = {
     "zero_optimization.allgather_partitions": PassedOn("bool"),
     "zero_optimization.allgather_sequential": PassedOn("bool"),
     "zero_optimization.compute_grad_norm": Refused("remove it: every step reports the norm", (True,)),
-    "zero_optimization.contiguous_gradients": PassedOn("bool"),
+    "zero_optimization.contiguous_gradients": PassedOn("bool", idle_under_zero_1=_OUR_SUMS),
     "zero_optimization.cpu_offload": Read(),
     "zero_optimization.cpu_offload_param": Read(),
     "zero_optimization.cpu_offload_use_pin_memory": Idle(
@@ -263,7 +268,7 @@ EFFECTS: dict[str, KeyEffect] = {
     "zero_optimization.pipeline_loading_checkpoint": Idle(_CHECKPOINTS),
     "zero_optimization.prefetch_bucket_size": PassedOn("count"),
     "zero_optimization.reduce_bucket_size": PassedOn("positive"),
-    "zero_optimization.reduce_scatter": PassedOn("bool"),
+    "zero_optimization.reduce_scatter": PassedOn("bool", idle_under_zero_1=_OUR_SUMS),
     "zero_optimization.round_robin_gradients": PassedOn("bool"),
     "zero_optimization.save_muon_momentum_buffer_in_memory": Idle("the optimizer is not Muon"),
     "zero_optimization.stage": Read(),
@@ -279,7 +284,7 @@ EFFECTS: dict[str, KeyEffect] = {
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": PassedOn("bool"),
     "zero_optimization.sub_group_size": PassedOn("count"),
     "zero_optimization.use_all_reduce_for_fetch_params": PassedOn("bool"),
-    "zero_optimization.use_multi_rank_bucket_allreduce": PassedOn("bool"),
+    "zero_optimization.use_multi_rank_bucket_allreduce": PassedOn("bool", idle_under_zero_1=_OUR_SUMS),
     "zero_optimization.zenflow": Refused(
         "remove it",
         keys="auto_ratio full_warm_up_rounds offload overlap_step pt_reserved_cores_perc select_interval "

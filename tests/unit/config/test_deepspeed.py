@@ -542,6 +542,19 @@ def test_what_has_no_effect_is_noted(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_keys_of_deepspeed_s_reduction_have_no_effect_under_zero_1(tmp_path: Path, stage: int) -> None:
+    keys = {"contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True}
+    zero = {**keys, "use_multi_rank_bucket_allreduce": True}
+    notes = load(tmp_path, ds_json={"zero_optimization": {"stage": stage, **zero}}).notes
+    note = (
+        "ds.json: zero_optimization.contiguous_gradients, zero_optimization.reduce_scatter, "
+        "zero_optimization.use_multi_rank_bucket_allreduce have no effect: "
+        "under ZeRO 1 megalite sums the gradients itself, by all-reduce"
+    )
+    assert notes == ((note,) if stage == 1 else ())
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
