@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.parallel.collectives import Pending, start_all_reduce
-from megalite.parallel.gradients import buckets
+from megalite.parallel.gradients import COLLECTIVE_BYTES, buckets
 from megalite.parallel.mesh import RankGroup
 
 # About DDP's: large enough for the bandwidth, small enough that the first sum starts early.
@@ -50,10 +50,11 @@ class GradientBuckets:
         chunks: chunk -> its layers in forward order; a layer's first argument is its hidden states.
         copies: parameter of the rank -> the ranks with the same shard. late: the parameters that other ranks' parts are
         added to before `finish`. bucket_bytes: of the weights of a bucket, at least; 0: about DDP's.
+        Above COLLECTIVE_BYTES, into which larger ones are cut anyway, a bucket would only start later.
         dtype: the type in which gradients are summed; by default their own.
         """
         self._copies, self._dtype = copies, dtype
-        self._bucket_bytes = bucket_bytes or _BUCKET_BYTES
+        self._bucket_bytes = min(bucket_bytes or _BUCKET_BYTES, COLLECTIVE_BYTES)
         self._watched = False
         self._pending = deque[Pending]()
         self._started: set[_Bucket] = set()

@@ -20,7 +20,7 @@ from megalite.topology.sharding import Part
 T = TypeVar("T")
 
 # Large enough to hide the latency of a collective, small enough not to double the gradients' memory.
-_BUCKET_BYTES = 64 << 20
+COLLECTIVE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def clip_gradients(gradients: Sequence[Tensor], *, norm: float, max_norm: float)
 
 
 def buckets(items: Iterable[T], measure: Callable[[T], tuple[Hashable, int]]) -> Iterator[list[T]]:
-    """Yield consecutive items, about _BUCKET_BYTES together.
+    """Yield consecutive items, about COLLECTIVE_BYTES together.
 
     measure: item -> what is the same for a bucket, as dtype and ranks are, and bytes.
     """
@@ -252,7 +252,7 @@ def buckets(items: Iterable[T], measure: Callable[[T], tuple[Hashable, int]]) ->
     same, size_bytes = None, 0
     for item in items:
         item_same, item_bytes = measure(item)
-        if bucket and (size_bytes >= _BUCKET_BYTES or item_same != same):
+        if bucket and (size_bytes >= COLLECTIVE_BYTES or item_same != same):
             yield bucket
             bucket, size_bytes = [], 0
         bucket.append(item)

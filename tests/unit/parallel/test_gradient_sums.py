@@ -50,7 +50,7 @@ def test_sums_in_another_type_hold_few_converted_copies(early):
     layers(inputs).sum().backward()
     own = [each.grad for each in layers.parameters()]
     layers.zero_grad()
-    with sums_with_an_equal_rank() as in_use, mock.patch("megalite.parallel.gradients._BUCKET_BYTES", 1):
+    with sums_with_an_equal_rank() as in_use, mock.patch("megalite.parallel.gradients.COLLECTIVE_BYTES", 1):
         if early:
             trained(buckets, layers, inputs)
             assert len(in_use) > LAYERS // 2
@@ -69,3 +69,21 @@ def test_sums_in_place_wait_for_no_earlier_one():
     with sums_with_an_equal_rank() as in_use:
         trained(buckets, layers, torch.randn(4, 8))
         assert in_use == [*range(1, LAYERS + 1)]
+
+
+def test_a_bucket_larger_than_the_model_starts_before_the_first_layer_s_gradients():
+    """As with DeepSpeed's default of reduce_bucket_size, 5e8, which many files copy."""
+    layers = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(LAYERS)))
+    copies = dict.fromkeys(layers.parameters(), PAIR)
+    of_a_layer = layers[0].weight.nbytes
+    with mock.patch.object(gradient_buckets, "COLLECTIVE_BYTES", 4 * of_a_layer):
+        buckets = GradientBuckets({0: [*layers]}, copies, [], bucket_bytes=4 * 500_000_000)
+    sums: list[tuple[int, bool]] = []
+
+    def start(values: Tensor, _: RankGroup) -> Callable[[], Tensor]:
+        sums.append((values.nbytes // of_a_layer, layers[0].weight.grad is None))
+        return lambda: values
+
+    with mock.patch.object(gradient_buckets, "start_all_reduce", start):
+        trained(buckets, layers, torch.randn(4, 8))
+    assert sums == [(4, True), (4, True), (1, False)]
