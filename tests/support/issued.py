@@ -11,12 +11,16 @@ from tests.support.hardware_queues import Issued, Meeting
 
 COLLECTIVES = (
     "all_gather",
+    "all_gather_into_tensor",
     "all_gather_single",
     "all_reduce",
     "all_to_all_single",
     "broadcast",
+    "reduce",
     "reduce_scatter_single",
+    "reduce_scatter_tensor",
 )
+MESSAGES = ("irecv", "isend", "recv", "send")
 
 
 class _Work:
@@ -39,19 +43,21 @@ def recorded() -> Iterator[Issued]:
     issued = Issued()
     with ExitStack() as patches:
         for name in COLLECTIVES:
-            patches.enter_context(mock.patch.object(dist, name, _collective(getattr(dist, name), issued)))
-        for name in ("isend", "irecv"):
-            patches.enter_context(mock.patch.object(dist, name, _message(getattr(dist, name), issued)))
+            patches.enter_context(mock.patch.object(dist, name, _collective(name, issued)))
+        for name in MESSAGES:
+            patches.enter_context(mock.patch.object(dist, name, _message(name, issued)))
         yield issued
 
 
-def _collective(original: Callable[..., Any], issued: Issued) -> Callable[..., Any]:
+def _collective(operator: str, issued: Issued) -> Callable[..., Any]:
+    original = getattr(dist, operator)
+
     def call(*arguments: Any, group: Any = None, async_op: bool = False, **options: Any) -> Any:
         work = original(*arguments, group=group, async_op=async_op, **options)
         if dist.get_backend(group) == "gloo":
             return work
         name = _name(group)
-        end = issued.start(Meeting(name, tuple(dist.get_process_group_ranks(group))), name)
+        end = issued.start(Meeting(f"{operator} in {name}", tuple(dist.get_process_group_ranks(group))), name)
         if async_op:
             return _Work(work, issued, end)
         issued.wait(end)
@@ -60,13 +66,28 @@ def _collective(original: Callable[..., Any], issued: Issued) -> Callable[..., A
     return call
 
 
-def _message(original: Callable[..., Any], issued: Issued) -> Callable[..., Any]:
-    def call(values: Any, peer: int, group: Any = None, tag: int = 0) -> Any:
-        work = original(values, peer, group, tag=tag)
+def _message(operator: str, issued: Issued) -> Callable[..., Any]:
+    original = getattr(dist, operator)
+
+    def call(
+        values: Any,
+        peer: int | None = None,
+        group: Any = None,
+        tag: int = 0,
+        *,
+        src: int | None = None,
+        dst: int | None = None,
+    ) -> Any:
+        [other] = (each for each in (peer, src, dst) if each is not None)
+        result = original(values, other, group, tag=tag)
         here, name = dist.get_rank(), _name(group)
-        ranks = (here, peer) if original.__name__ == "isend" else (peer, here)
+        ranks = (here, other) if operator.endswith("send") else (other, here)
         # A communicator for each pair of a group, with one stream for both directions.
-        return _Work(work, issued, issued.start(Meeting(name, ranks), (name, *sorted(ranks))))
+        end = issued.start(Meeting(f"message in {name}", ranks), (name, *sorted(ranks)))
+        if operator.startswith("i"):
+            return _Work(result, issued, end)
+        issued.wait(end)
+        return result
 
     return call
 
