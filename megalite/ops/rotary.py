@@ -105,7 +105,7 @@ def compiled_rotate(query: Tensor, key: Tensor, rotation: Rotation) -> tuple[Ten
     if 2 * rotation.cosines.shape[-1] < query.shape[-1]:
         return rotate(query, key, rotation)
     turned: Tensor
-    turned, turned_key = _rotary(query, key, *rotation, False)
+    turned, turned_key = rotated_pair(query, key, *rotation, False)
     return turned, turned_key
 
 
@@ -239,11 +239,11 @@ def _keep_angles(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) 
 
 
 def _rotate_back(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    turned_back = _rotary(*grads, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse)
+    turned_back = rotated_pair(*grads, *ctx.saved_tensors, ctx.interleaved, not ctx.inverse)
     return *turned_back, *(None for _ in range(5))
 
 
 _rotary_split = extension.register("rotary_split", _split_like, _split_backward, _keep_split_angles)
 extension.register("rotary_split_backward", _packed_like)
-_rotary = extension.register("rotary", _pair_like, _rotate_back, _keep_angles)
+rotated_pair = extension.register("rotary", _pair_like, _rotate_back, _keep_angles)
 extension.register("rotary_", _nothing)

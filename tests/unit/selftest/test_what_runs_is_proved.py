@@ -82,7 +82,7 @@ def test_a_wrong_rotation_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) 
         monkeypatch.setattr(torch.ops.megalite, "rotary_", lambda *inputs: None)
     else:
         wrong = _off(torch.ops.megalite.rotary, inverse=fault == "backward")
-        monkeypatch.setattr("megalite.ops.rotary._rotary", wrong)
+        monkeypatch.setattr("megalite.ops.rotary.rotated_pair", wrong)
     verdicts = {
         (case.entry.name, prove(case, COMPILED, CPU).verdict)
         for case in cases
