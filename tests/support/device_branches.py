@@ -15,7 +15,7 @@ ON_THE_STANDIN = {
     "data/batches/transfer.py:BatchTransfer.__init__",
     "monitor/memory.py:device_memory",
     "generation/sampling.py:_most_likely",
-    "generation/sampling.py:next_tokens",
+    "generation/sampling.py:_rows_at_once",
     "ops/choice.py:Operators.documents",
     "ops/attention_backends.py:served_on_device",
     "ops/chunked_attention.py:_pieces",

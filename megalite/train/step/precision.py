@@ -47,7 +47,7 @@ def choose_precision(asked: str, device: torch.device, resumed: Any = None) -> P
     return Precision(asked)
 
 
-_chosen: set[str] = set()
+tf32_let_on: set[str] = set()
 """Device types whose TF32 a run of this process has let."""
 
 
@@ -56,10 +56,10 @@ def set_tf32(device: torch.device, tf32: bool) -> None:
 
     Else the user's own choice stays, as an image's TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
     """
-    if device.type == "cuda" and (tf32 or device.type in _chosen):
+    if device.type == "cuda" and (tf32 or device.type in tf32_let_on):
         # Sets torch's new switch too; the new one alone makes the old one's getters raise, which inductor calls.
         torch.backends.cuda.matmul.allow_tf32 = tf32
-        _chosen.add(device.type)
+        tf32_let_on.add(device.type)
 
 
 def _instructions(precision: str) -> list[str]:

@@ -92,7 +92,7 @@ def test_auto_on_a_gpu_is_bf16_where_it_has_it(
 def test_tf32_is_set_for_cuda_alone_and_taken_back_by_the_next_run(monkeypatch: pytest.MonkeyPatch) -> None:
     products, elsewhere = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
     before = products.allow_tf32, elsewhere.fp32_precision
-    monkeypatch.setattr(precision, "_chosen", set())
+    monkeypatch.setattr(precision, "tf32_let_on", set())
     cuda = torch.device("cuda", 0)
     try:
         for users in (True, False):
