@@ -185,14 +185,14 @@ def start_gather(shard: Tensor, ranks: RankGroup) -> Pending:
     return finish
 
 
-def start_reduce_scatter(partial_sums: Tensor, ranks: RankGroup) -> Pending:
-    """Start the reduce-scatter of dim 1: [B, S, ...] -> [B, S / n, ...]."""
+def start_reduce_scatter(partial_sums: Tensor, ranks: RankGroup, sums: Tensor | None = None) -> Pending:
+    """Start the reduce-scatter of dim 1: [B, S, ...] -> [B, S / n, ...]; sums: contiguous, takes the result."""
     by_rank = partial_sums.unflatten(1, (ranks.size, -1)).transpose(0, 1).contiguous()
-    scattered: Tensor = by_rank.new_empty(by_rank.shape[1:])
+    scattered: Tensor = by_rank.new_empty(by_rank.shape[1:]) if sums is None else sums
     progress.collective("reduce_scatter", ranks.role)
     work = dist.reduce_scatter_single(scattered, by_rank.flatten(0, 1), group=ranks.group, async_op=True)
 
-    def finish() -> Tensor:
+    def finish(_: Tensor = by_rank) -> Tensor:  # the collective reads it until then
         work.wait()
         return scattered
 

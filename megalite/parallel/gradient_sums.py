@@ -90,6 +90,17 @@ def deferring() -> bool:
     return _deferred is not None
 
 
+def product_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of a linear's inputs and weight, its function's first two arguments, both saved in `ctx`."""
+    inputs, weight = ctx.saved_tensors
+    for_inputs, for_weight, *_ = ctx.needs_input_grad
+    flat_grad, for_product = grad.flatten(0, -2), ctx.gradients.of_product
+    return (
+        grad @ weight if for_inputs else None,
+        for_product(ctx.parameter, flat_grad, lambda: inputs.flatten(0, -2)) if for_weight else None,
+    )
+
+
 class _SummingLinear(torch.autograd.Function):
     """A linear whose backward adds the weight's gradient to `weight.grad` in place, or leaves it for later."""
 
@@ -104,15 +115,8 @@ class _SummingLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        inputs, weight = ctx.saved_tensors
-        for_inputs, for_weight, for_bias, _ = ctx.needs_input_grad
-        flat_grad, for_product = grad.flatten(0, -2), ctx.gradients.of_product
-        return (
-            grad @ weight if for_inputs else None,
-            for_product(ctx.parameter, flat_grad, lambda: inputs.flatten(0, -2)) if for_weight else None,
-            flat_grad.sum(dim=0) if for_bias else None,
-            None,
-        )
+        bias_grad = grad.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[2] else None
+        return *product_gradients(ctx, grad), bias_grad, None
 
 
 def linear(

@@ -20,7 +20,14 @@ from megalite.parallel.collectives import (
     start_gather,
     start_reduce_scatter,
 )
-from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients, deferring, embedding, linear
+from megalite.parallel.gradient_sums import (
+    BY_AUTOGRAD,
+    WeightGradients,
+    deferring,
+    embedding,
+    linear,
+    product_gradients,
+)
 from megalite.parallel.lora import ColumnLora, RowLora
 from megalite.parallel.lora_bank import LoraBank, Selection
 from megalite.parallel.mesh import ParallelMesh
@@ -140,6 +147,67 @@ class ColumnParallelLinear(nn.Module):
         return self.bank.add_to(product, hidden_states, adapters)
 
 
+# Most chunks of a row-parallel product: the collectives of all but the last run beside the next chunk's product.
+_CHUNKS = 4
+# The fewest tokens of a chunk: with 4096 features they are 128 tiles of 128 x 256, one wave of an H100's 132
+# multiprocessors, and 8 MiB in bf16, about where NCCL reaches its bandwidth.
+_CHUNK_TOKENS = 1024
+
+
+def _chunks_per_sequence(inputs: Tensor, mesh: ParallelMesh) -> int:
+    """Return the chunks of each sequence in a row-parallel product of [B, S, in]; 0: one product of all tokens."""
+    if mesh.tp.size == 1 or inputs.device.type == "cpu" or torch.compiler.is_compiling():
+        return 0  # gloo's threads would take the cores from the product
+    sequences, length, _ = inputs.shape
+    chunks = min(max(_CHUNKS // sequences, 1), length // _CHUNK_TOKENS)
+    return chunks if sequences * chunks > 1 else 0
+
+
+class _ChunkedRowLinear(torch.autograd.Function):
+    """A row-parallel linear whose forward sums each chunk of tokens over tp while it multiplies the next one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, mesh: ParallelMesh, gradients: WeightGradients, chunks: int
+    ) -> Tensor:
+        ctx.save_for_backward(inputs if weight.requires_grad else None, weight)
+        # As in _OverlappedColumnLinear.
+        ctx.mesh, ctx.parameter, ctx.gradients = mesh, weight, gradients
+        # A chunk holds the same part of every rank's positions, so its sums are a range of each rank's output.
+        by_rank = inputs.unflatten(1, (mesh.tp.size if mesh.splits_sequence else 1, -1))
+        output = inputs.new_empty(len(inputs), by_rank.shape[2], len(weight))
+        # bmm reads a part of each rank's positions where it lies, and one weight for all.
+        weights, pending = weight.t().expand(by_rank.shape[1], -1, -1), []
+        for sequence, summed in zip(by_rank, output.unsqueeze(1), strict=True):
+            parts = zip(sequence.tensor_split(chunks, 1), summed.tensor_split(chunks, 1), strict=True)
+            for part, sums in parts:
+                if mesh.splits_sequence:
+                    product = torch.bmm(part, weights).view(1, -1, len(weight))
+                    pending.append(start_reduce_scatter(product, mesh.tp, sums))
+                else:
+                    pending.append(start_all_reduce(torch.bmm(part, weights, out=sums), mesh.tp))
+        for finish in pending:
+            finish()
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        if ctx.mesh.splits_sequence:
+            grad = start_gather(grad, ctx.mesh.tp)()
+        return *product_gradients(ctx, grad), None, None, None
+
+
+def row_linear(
+    inputs: Tensor, weight: Tensor, *, mesh: ParallelMesh, gradients: WeightGradients = BY_AUTOGRAD
+) -> Tensor:
+    """Compute a linear whose inputs are split over tp: [B, S, this rank's inputs] -> [B, S or S / tp, out]."""
+    chunks = _chunks_per_sequence(inputs, mesh)
+    if not chunks:
+        return row_output(linear(inputs, weight, gradients=gradients), mesh)
+    output: Tensor = _ChunkedRowLinear.apply(inputs, weight, mesh, gradients, chunks)  # type: ignore[no-untyped-call]
+    return output
+
+
 class RowParallelLinear(nn.Module):
     """Y = X W^T with the input features split over tp; the partial products are summed.
 
@@ -171,11 +239,11 @@ class RowParallelLinear(nn.Module):
         """Map [B, S, in / tp] to [B, S or S / tp, out]; mask, adapters: as of ColumnParallelLinear."""
         if self.lora is not None and adapters is None:
             summed: Tensor = self.lora(hidden_states, lambda: self.weight, mask)
-        else:
+        elif self.bank is not None and adapters is not None:
             product = linear(hidden_states, self.weight, gradients=self.gradients)
-            if self.bank is not None and adapters is not None:
-                product = self.bank.add_to(product, hidden_states, adapters)
-            summed = row_output(product, self.mesh)
+            summed = row_output(self.bank.add_to(product, hidden_states, adapters), self.mesh)
+        else:
+            summed = row_linear(hidden_states, self.weight, mesh=self.mesh, gradients=self.gradients)
         # After the reduction, so that the replicated bias counts once.
         return summed if self.bias is None else summed.add_(self.bias)
 
