@@ -154,7 +154,7 @@ _CHUNKS = 4
 _CHUNK_TOKENS = 1024
 
 
-def _chunks_per_sequence(inputs: Tensor, mesh: ParallelMesh) -> int:
+def chunks_per_sequence(inputs: Tensor, mesh: ParallelMesh) -> int:
     """Return the chunks of each sequence in a row-parallel product of [B, S, in]; 0: one product of all tokens."""
     if mesh.tp.size == 1 or inputs.device.type == "cpu" or torch.compiler.is_compiling():
         return 0  # gloo's threads would take the cores from the product
@@ -204,7 +204,7 @@ def row_linear(
     inputs: Tensor, weight: Tensor, *, mesh: ParallelMesh, gradients: WeightGradients = BY_AUTOGRAD
 ) -> Tensor:
     """Compute a linear whose inputs are split over tp: [B, S, this rank's inputs] -> [B, S or S / tp, out]."""
-    chunks = _chunks_per_sequence(inputs, mesh)
+    chunks = chunks_per_sequence(inputs, mesh)
     if not chunks:
         return row_output(linear(inputs, weight, gradients=gradients), mesh)
     output: Tensor = _ChunkedRowLinear.apply(inputs, weight, mesh, gradients, chunks)  # type: ignore[no-untyped-call]

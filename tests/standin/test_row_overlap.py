@@ -19,7 +19,7 @@ from megalite.topology.axes import Layout
 from tests.support.hardware_queues import COMPUTES, Command, Issued, Meeting
 from tests.support.issued import recorded
 from tests.support.options import Dropout, Recompute
-from tests.support.parity import assert_close, assert_same_tensors, layout_bounds
+from tests.support.parity import OPERATOR_RTOL, assert_close, assert_same_tensors, layout_bounds
 from tests.support.ranks import RankPool
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
@@ -137,3 +137,28 @@ def test_chunks_train_as_one_product_does(ranks: RankPool, devices: RankPool, na
         for each in (chunked, whole)
     ]
     assert_same_tensors(*weights, rtol=rtol)
+
+
+def outputs_without_gradients(sequence_parallel: bool) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return a long prompt's output without autograd: in chunks, by one product, and the number of chunks."""
+    here = local_device(dist.get_rank(), dist.get_world_size())
+    mesh = ParallelMesh.over_world(Layout(tensor=2), here, sequence_parallel=sequence_parallel)
+    random = torch.Generator().manual_seed(dist.get_rank())
+    inputs = torch.randn(1, 2048, 4, generator=random, dtype=torch.float64).to(here)
+    with torch.device(here):
+        linear = RowParallelLinear(4, 3, mesh=mesh, dtype=torch.float64)
+    with torch.no_grad():
+        linear.weight.copy_(torch.randn(3, 4, generator=random, dtype=torch.float64))
+        chunked, count = linear(inputs), layers.chunks_per_sequence(inputs, mesh)
+        with mock.patch.object(layers, "chunks_per_sequence", return_value=0):
+            whole = linear(inputs)
+    return chunked.cpu(), whole.cpu(), count
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "split"])
+def test_a_prompt_without_gradients_has_the_same_output(devices: RankPool, sequence_parallel: bool) -> None:
+    for chunked, whole, count in devices.run(
+        outputs_without_gradients, world_size=2, sequence_parallel=sequence_parallel
+    ):
+        assert count == 2 and whole.abs().min() > 0
+        assert_close(chunked, whole, rtol=OPERATOR_RTOL, what="the output")

@@ -89,7 +89,7 @@ TESTED = {
     (
         "tests/standin/test_row_overlap.py",
         "test_a_chunk_is_summed_while_the_next_one_is_multiplied",
-    ): ("parallel/layers.py:_chunks_per_sequence",),
+    ): ("parallel/layers.py:chunks_per_sequence",),
     (
         "tests/standin/test_selftest.py",
         "test_operators_prove_themselves_on_an_accelerator",
