@@ -1,17 +1,16 @@
-"""megalite convert import: write a Hugging Face, Megatron-LM or DeepSpeed universal checkpoint as a megalite one."""
+"""megalite convert import: write a Hugging Face folder, or another program's checkpoint, as a megalite one."""
 
 import argparse
 import json
 from pathlib import Path
 
-from megalite.checkpoint.folder import find_latest, require_whole
+from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.manifest import MANIFEST
 from megalite.cli.arguments import add_value
 from megalite.config.sources.hub import HubName
 from megalite.config.sources.huggingface import notes_of, shape_of_folder
+from megalite.convert.formats import FORMATS, ForeignFormat, find_format
 from megalite.convert.huggingface.files import local_folder
-from megalite.convert.megatron.folder import is_megatron_folder
-from megalite.convert.universal.folder import LATEST_UNIVERSAL, ZERO, find_config, find_universal
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
 from megalite.monitor.work import working
@@ -22,18 +21,18 @@ def add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     """Add `import` to the commands of `megalite convert`."""
     importing = commands.add_parser(
         "import",
-        help="write a Hugging Face, Megatron-LM or DeepSpeed universal checkpoint as a megalite checkpoint",
+        help="write a Hugging Face folder, or another program's checkpoint, as a megalite checkpoint",
     )
     importing.add_argument(
         "folder",
         metavar="FOLDER",
-        help="Hugging Face folder with config.json and safetensors files, or org/name[@revision] on its Hub; folder"
-        " with mp_rank_* folders (Megatron-LM, --ckpt-format torch); DeepSpeed universal folder",
+        help="Hugging Face folder with config.json and safetensors files, or org/name[@revision] on its Hub; or a"
+        f" checkpoint folder: {', '.join(known.name for known in FORMATS)}",
     )
     importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write")
-    about = "config.json of the model, or its folder; needed if a universal folder has none"
+    about = "config.json of the model, or its folder, for checkpoints that do not describe their model"
     add_value(importing, "--hf-config", Path, "PATH", about)
-    about = "vocabulary size, if a Megatron-LM checkpoint does not record the size before padding"
+    about = "vocabulary size, for checkpoints that do not record the size before padding"
     add_value(importing, "--vocab-size", int, "TOKENS", about)
     importing.set_defaults(command=run_import)
 
@@ -45,28 +44,20 @@ def run_import(options: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{options.folder} is not a folder; name one here, or org/name of the Hugging Face Hub"
         )
-    universal = find_universal(folder)
-    megatron = universal is None and is_megatron_folder(folder)
-    if megatron and options.hf_config is not None:
-        raise CheckpointError(
-            f"{folder} is a Megatron-LM checkpoint, whose args give the model's shape; leave out --hf-config"
-        )
-    if not megatron and options.vocab_size is not None:
-        raise CheckpointError(
-            f"{options.folder} is not a Megatron-LM checkpoint, the only kind --vocab-size is for; leave it out"
-        )
-    if universal is not None:
-        return _import_universal(universal, options)
-    if megatron:
-        return _import_megatron(folder, options)
+    found = find_format(folder)
+    for option in ("hf_config", "vocab_size"):
+        if getattr(options, option) is not None and not _takes(found and found[0], option):
+            raise CheckpointError(_unused(options.folder, found and found[0], option))
+    if found is not None:
+        return _import_foreign(*found, options)
     if (folder / MANIFEST).is_file() or find_latest(folder / "checkpoints") is not None:
         raise CheckpointError(
             f"{options.folder} is a megalite checkpoint already; name it in checkpoint.resume or megalite generate"
         )
     if options.hf_config is None and folder.is_dir() and not (folder / "config.json").is_file():
         raise CheckpointError(
-            f"{options.folder} has no config.json (Hugging Face), no {LATEST_UNIVERSAL} file or {ZERO} folder"
-            " (DeepSpeed universal), and no mp_rank_* folders (Megatron-LM); name a folder with one of them"
+            f"{options.folder} has no config.json and safetensors files (Hugging Face), and is none of"
+            f" {', '.join(known.name for known in FORMATS)}; name a folder with one of them"
         )
     shape = shape_of_folder(str(options.hf_config or options.folder))
     from megalite.convert.huggingface.load import import_checkpoint
@@ -82,31 +73,36 @@ def run_import(options: argparse.Namespace) -> int:
     return 0
 
 
-def _import_universal(universal: Path, options: argparse.Namespace) -> int:
-    if (hf_config := options.hf_config or find_config(universal)) is None:
-        raise CheckpointError(
-            f"{universal} has no config.json, which gives the model's shape; name it with --hf-config"
-        )
-    shape = shape_of_folder(str(hf_config))
-    from megalite.convert.universal.load import import_universal
-
-    with working(f"importing {universal}"):
-        checkpoint = import_universal(universal, shape, hf_config, options.output)
-    settings = require_whole(checkpoint).config["optimizer"].items()
-    print(f"{checkpoint}: weights and AdamW's state of a {shape.family} from {universal}")
-    print("the position in the data is not known: a run that resumes from it starts at its first sample")
-    print("trained with " + ", ".join(f"optimizer.{name} = {value}" for name, value in settings))
-    return 0
+def _takes(kind: ForeignFormat | None, option: str) -> bool:
+    """Whether the option means something: a Hugging Face folder takes another config.json."""
+    return option == "hf_config" if kind is None else option in kind.takes
 
 
-def _import_megatron(folder: Path, options: argparse.Namespace) -> int:
-    from megalite.convert.megatron.load import import_megatron
+def _unused(folder: str, kind: ForeignFormat | None, option: str) -> str:
+    flag = f"--{option.replace('_', '-')}"
+    name = "a Hugging Face folder" if kind is None else f"{kind.name}, which says that itself"
+    return f"{folder} is {name}; leave out {flag}"
 
-    with working(f"importing {folder}"):
-        done = import_megatron(folder, options.output, options.vocab_size)
-    count, kind = parameter_count(done.shape), str(done.dtype).removeprefix("torch.")
-    print(f"{done.checkpoint}: {count:,} parameters of {kind}, iteration {done.iteration} of {folder}")
-    for note in done.notes:
+
+def _import_foreign(kind: ForeignFormat, place: Path, options: argparse.Namespace) -> int:
+    from megalite.convert.foreign import ImportOptions, import_foreign
+
+    loader = kind.loader()
+    with working(f"importing {place}"):
+        opened = loader.open_checkpoint(place, ImportOptions(options.hf_config, options.vocab_size))
+        checkpoint = import_foreign(opened, options.output)
+    run, dtype = opened.run, str(opened.run.dtype).removeprefix("torch.")
+    step = "" if opened.step is None else f", step {opened.step:,}"
+    print(f"{options.folder}: {kind.name}{step}")
+    print(f"{checkpoint}: {parameter_count(run.shape):,} parameters of {dtype}, a {run.shape.family}")
+    for note in opened.notes:
         print(f"  {note}")
-    print("  weights only: a run that starts from it begins with a new optimizer state")
+    if len(run.state_keys) == 1:
+        print("  weights only: a run that starts from it begins with a new optimizer state")
+    elif not run.trainer_state["samples"]:
+        print(
+            "  with the optimizer's state; the position in the data is not known: a run begins with its first sample"
+        )
+    else:
+        print(f"  with the optimizer's state, after {run.trainer_state['samples']:,} samples")
     return 0

@@ -9,24 +9,17 @@ from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_checkpoint, require_whole
 from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest
 from megalite.config.sources.peft import ADAPTER_CONFIG, ADAPTER_FILE
+from megalite.convert.formats import find_format
 from megalite.convert.huggingface.files import header_of, headers, is_folder_of_weights
 from megalite.convert.huggingface.origin import read_object
 from megalite.convert.huggingface.packed_header import INT8, SCALE, weights_of
-from megalite.convert.megatron.folder import is_megatron_folder
-from megalite.convert.universal.folder import find_universal
 
 
 def inspect_checkpoint(options: argparse.Namespace) -> int:
     """Print what a folder of any known format holds. Raises CheckpointError."""
-    if (universal := find_universal(options.checkpoint)) is not None:
-        from megalite.convert.universal.load import describe_universal
-
-        print(*describe_universal(universal), sep="\n")
-        return 0
-    if is_megatron_folder(options.checkpoint):
-        from megalite.convert.megatron.load import described
-
-        print(*described(options.checkpoint), sep="\n")
+    if (found := find_format(options.checkpoint)) is not None:
+        kind, place = found
+        print(*kind.loader().describe(place), sep="\n")
         return 0
     if is_folder_of_weights(options.checkpoint) and not (options.checkpoint / MANIFEST).is_file():
         return _inspect_huggingface(options.checkpoint)

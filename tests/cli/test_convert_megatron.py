@@ -39,7 +39,8 @@ def test_a_checkpoint_is_shown_and_imported(tmp_path: Path, capsys: pytest.Captu
     ):
         assert fact in shown
     done = said(capsys, "import", str(folder), str(tmp_path / "run"))
-    assert f"{tmp_path}/run/checkpoints/step-000000: 81,552 parameters of bfloat16, iteration 1000 of" in done
+    assert f"{folder}: a Megatron-LM checkpoint, step 1,000" in done
+    assert f"{tmp_path}/run/checkpoints/step-000000: 81,552 parameters of bfloat16, a llama" in done
     assert done.endswith("weights only: a run that starts from it begins with a new optimizer state")
     with CheckpointReader(tmp_path / "run" / "checkpoints" / "step-000000") as reader:
         assert {entry.dtype for entry in reader.manifest.tensors[WEIGHT].values()} == {"bfloat16"}

@@ -214,7 +214,9 @@ def test_no_two_threads_race(race, kernel) -> None:
 def test_a_deleted_barrier_is_a_race(race, kernel) -> None:
     # ThreadSanitizer remembers the last accesses alone: on a busy machine a run can miss a race that is there.
     tries = [late for _ in range(10) for late in (True, False)]
-    harmless = [n for n in BARRIERS[kernel] if not any(_races(race, kernel, late=late, left_out=n) for late in tries)]
+    harmless = [
+        n for n in BARRIERS[kernel] if not any(_races(race, kernel, late=late, left_out=n) for late in tries)
+    ]
     assert not harmless
 
 

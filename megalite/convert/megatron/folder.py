@@ -38,14 +38,15 @@ class MegatronFolder:
         return 1 + max(tp for _, tp in self.files)
 
 
-def is_megatron_folder(folder: Path) -> bool:
-    """Whether this looks like a Megatron-LM checkpoint, complete or not."""
+def megatron_place(folder: Path) -> Path | None:
+    """Return `folder` if it looks like a Megatron-LM checkpoint, complete or not; None for another kind."""
     try:
         names = {each.name for each in folder.iterdir()}
     except OSError:
-        return False
+        return None
     of_an_iteration = any(name.startswith("mp_rank_") for name in names) or set(_SHARDED[:2]) <= names
-    return _TRACKER in names or of_an_iteration or any(_ITERATION.fullmatch(name) for name in names)
+    one = _TRACKER in names or of_an_iteration or any(_ITERATION.fullmatch(name) for name in names)
+    return folder if one else None
 
 
 def find_megatron_folder(folder: Path) -> MegatronFolder:

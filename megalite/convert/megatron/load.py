@@ -1,50 +1,31 @@
-"""A Megatron-LM checkpoint as a run's step 0, and what one says of itself."""
+"""A Megatron-LM checkpoint's weights as a run's step 0, and the lines that describe a checkpoint."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST, not_built
 from megalite.convert.megatron.folder import find_megatron_folder
 from megalite.convert.megatron.rank_files import open_megatron, open_rank
-from megalite.convert.new_run import new_run
-from megalite.convert.streamed import ImportedRun, write_streamed
-from megalite.topology.shape import ModelShape
+from megalite.convert.streamed import ImportedRun
 
 
-@dataclass(frozen=True)
-class MegatronImport:
-    """The checkpoint that was written; notes: where copies of a tensor were not quite the same."""
+def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
+    """Open a Megatron-LM checkpoint's weights, in their type.
 
-    checkpoint: Path
-    shape: ModelShape
-    dtype: torch.dtype
-    iteration: int | None
-    notes: tuple[str, ...]
-
-
-def import_megatron(folder: Path, run_folder: Path, vocab_size: int | None = None) -> MegatronImport:
-    """Write a Megatron-LM checkpoint's weights, in their type, as step 0 of a run; one process.
-
-    vocab_size: rows of the padded table that are tokens, where its arguments do not say it.
-    Raises CheckpointError where it cannot be expressed or is not whole, and where the run has a checkpoint.
+    Raises CheckpointError where the model cannot be expressed, or the files are damaged or not whole.
     """
-    reader = open_megatron(folder, vocab_size)
-    for path in find_megatron_folder(folder).files.values():
+    reader = open_megatron(place, options.vocab_size)
+    for path in find_megatron_folder(place).files.values():
         require_undamaged(path)
-
-    run = ImportedRun(reader.shape, {"model": {"weights": str(folder)}}, reader.dtype)
-    with new_run(run_folder), reader:
-        written = write_streamed(run_folder, run, reader)
-    return MegatronImport(written, reader.shape, reader.dtype, reader.iteration, tuple(reader.notes))
+    run = ImportedRun(reader.shape, {"model": {"weights": str(place)}}, reader.dtype)
+    return ForeignCheckpoint(run, reader, reader.iteration, notes=reader.notes)
 
 
-def described(folder: Path) -> Iterator[str]:
+def describe(place: Path) -> Iterator[str]:
     """Lines on a checkpoint, be it one that can be built here or not; no tensor is read."""
-    ranks = find_megatron_folder(folder)
+    ranks = find_megatron_folder(place)
     stages = [open_rank(ranks.files[stage, 0]) for stage in range(ranks.pipeline)]
     first, chunks = stages[0], len(stages[0].chunks)
     size_bytes = sum(path.stat().st_size for path in ranks.files.values())

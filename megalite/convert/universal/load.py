@@ -13,12 +13,12 @@ from torch import Tensor
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.regions import full_slice, index_in
 from megalite.checkpoint.weights import WeightReader, require_no_others
+from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.finite import require_finite
+from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import load_pickle, require_undamaged
-from megalite.convert.huggingface.load import BUFFERS, take_tokenizer
-from megalite.convert.huggingface.origin import CONFIG, keep_origin
-from megalite.convert.new_run import new_run
-from megalite.convert.streamed import ImportedRun, write_streamed
+from megalite.convert.huggingface.load import BUFFERS
+from megalite.convert.streamed import ImportedRun
 from megalite.convert.universal.folder import (
     MODEL_STATES,
     MOMENTS,
@@ -27,6 +27,7 @@ from megalite.convert.universal.folder import (
     STEP,
     WEIGHTS,
     ZERO,
+    find_config,
 )
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
@@ -150,12 +151,12 @@ def _number(value: object, path: Path) -> float:
     return number
 
 
-def describe_universal(folder: Path) -> Iterator[str]:
-    """What `convert inspect` shows of one, a line each."""
-    content = UniversalFolder(folder)
+def describe(place: Path) -> Iterator[str]:
+    """Yield the lines of `megalite convert inspect`."""
+    content = UniversalFolder(place)
     tensors = ((name, content.tensor(name, WEIGHTS)) for name in content.names)
     entries = {name: (values.shape, values.dtype) for name, values in tensors}
-    yield f"{folder}: a DeepSpeed universal checkpoint, {len(entries):,} parameters"
+    yield f"{place}: a DeepSpeed universal checkpoint, {len(entries):,} parameters"
     yield f"  step {content.counters['step']:,}, {content.step:g} updates; {content.size_bytes:,} bytes"
     for name, value in content.settings.items():
         yield f"  optimizer.{name} = {value}"
@@ -228,20 +229,25 @@ class UniversalReader(WeightReader):
         return name.endswith(BUFFERS)
 
 
-def import_universal(folder: Path, shape: ModelShape, hf_config: Path, run_folder: Path) -> Path:
-    """Write a universal folder's weights, moments and step as a checkpoint that any layout resumes.
+def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
+    """Open a universal folder's weights, moments and step; its data begins anew.
 
-    folder: with zero/ in it. hf_config: the model's config.json or its folder, whose tokenizer files come along. Its
-    data begins anew. Raises CheckpointError when it does not hold exactly the model.
+    Raises CheckpointError when it does not hold exactly the model of its config.json, or no config.json is known.
     """
-    model_folder = hf_config if hf_config.is_dir() else hf_config.parent
-    with new_run(run_folder), UniversalReader(folder, shape) as reader:
-        content = reader.folder
-        optimizer, counters = {"step": content.step}, {**content.counters, "samples": 0, "tokens": 0}
-        settings = content.settings
-        keep_origin(model_folder / CONFIG if hf_config.is_dir() else hf_config, run_folder)
-        tokenizer = take_tokenizer(model_folder, run_folder)
-        config = {"optimizer": {"name": "adamw", **settings}, "tokenizer": tokenizer}
-        states = (WEIGHT, *MOMENTS)
-        run = ImportedRun(shape, config, state_keys=states, trainer_state=counters, optimizer=optimizer)
-        return write_streamed(run_folder, run, reader)
+    hf_config = options.hf_config or find_config(place)
+    if hf_config is None:
+        raise CheckpointError(
+            f"{place} has no config.json, which gives the model's shape; name it with --hf-config"
+        )
+    reader = UniversalReader(place, shape := shape_of_folder(str(hf_config)))
+    content = reader.folder
+    run = ImportedRun(
+        shape,
+        {"optimizer": {"name": "adamw", **content.settings}},
+        state_keys=(WEIGHT, *MOMENTS),
+        trainer_state={**content.counters, "samples": 0, "tokens": 0},
+        optimizer={"step": content.step},
+    )
+    settings = ", ".join(f"optimizer.{name} = {value}" for name, value in content.settings.items())
+    notes = [f"trained with {settings}"] if settings else []
+    return ForeignCheckpoint(run, reader, content.counters["step"], hf_config, notes)

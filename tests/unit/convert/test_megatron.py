@@ -13,13 +13,13 @@ from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.weights import fill
-from megalite.convert.megatron.load import MegatronImport, import_megatron
 from megalite.errors import CheckpointError
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.stages import pipeline_split
+from tests.support.foreign import Imported, import_folder
 from tests.support.megatron_writer import Written, write_megatron
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
@@ -44,9 +44,9 @@ def weights_of(checkpoint: Path) -> dict[str, Tensor]:
         return {name: reader.read(WEIGHT, name, full_slice(entry.shape)) for name, entry in entries.items()}
 
 
-def imported(tmp_path: Path, shape: ModelShape, how: Written, **changes: Any) -> MegatronImport:
+def imported(tmp_path: Path, shape: ModelShape, how: Written, **changes: Any) -> Imported:
     write_megatron(tmp_path / "megatron", shape, numbered(shape), how, **changes)
-    return import_megatron(tmp_path / "megatron", tmp_path / "run")
+    return import_folder(tmp_path / "megatron", tmp_path / "run")
 
 
 WAYS = {
@@ -82,14 +82,14 @@ WAYS = {
 def test_each_element_lands_exactly_once(tmp_path: Path, way: str) -> None:
     shape, how = WAYS[way]
     done = imported(tmp_path, shape, how)
-    assert done.shape == shape and done.iteration == 1000 and not done.notes
+    assert done.shape == shape and done.step == 1000 and not done.notes
     found, expected = weights_of(done.checkpoint), numbered(shape)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype is torch.float64 and torch.equal(found[name], tensor), name
 
 
-def logits_of(done: MegatronImport, input_ids: Tensor) -> Tensor:
+def logits_of(done: Imported, input_ids: Tensor) -> Tensor:
     mesh, split = ParallelMesh.single(), pipeline_split(done.shape.num_hidden_layers)
     replica = build_replica(done.shape, mesh, split, seed=None)
     replica.stage.to(done.dtype)
@@ -153,7 +153,7 @@ def test_logits_are_those_of_transformers_gpt2(tmp_path: Path, names: str, fused
     folder = write_megatron(
         tmp_path / "megatron", shape, weights, Written(2, 2, names=names), bias_gelu_fusion=fused
     )
-    done = import_megatron(folder, tmp_path / "run")
+    done = import_folder(folder, tmp_path / "run")
     assert done.shape.hidden_act == ("gelu_pytorch_tanh" if fused else "gelu")
     ids = torch.randint(101, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
         qk_norm="head" if kind == "qwen3" else None,
     )
     weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    done = import_megatron(
+    done = import_folder(
         write_megatron(tmp_path / "megatron", shape, weights, Written(4, 2)), tmp_path / "run"
     )
     assert done.shape == shape
@@ -198,7 +198,7 @@ def test_logits_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
 def test_weights_keep_their_type(tmp_path: Path, dtype: torch.dtype) -> None:
     weights = {name: (tensor % 251).to(dtype) for name, tensor in numbered(LLAMA).items()}
     write_megatron(tmp_path / "megatron", LLAMA, weights, Written(2))
-    done = import_megatron(tmp_path / "megatron", tmp_path / "run")
+    done = import_folder(tmp_path / "megatron", tmp_path / "run")
     assert done.dtype is dtype
     for name, tensor in weights_of(done.checkpoint).items():
         assert tensor.dtype is dtype and torch.equal(tensor, weights[name])
@@ -223,17 +223,17 @@ def test_every_form_of_the_folder_is_found(tmp_path: Path, form: str) -> None:
     else:
         for path in iteration.glob("*/model_optim_rng.pt"):
             path.rename(path.with_name("model_rng.pt"))
-    assert import_megatron(folder, tmp_path / "run").shape == LLAMA
+    assert import_folder(folder, tmp_path / "run").shape == LLAMA
 
 
 def test_a_vocabulary_whose_size_is_not_said_has_to_be_given(tmp_path: Path) -> None:
     folder = write_megatron(tmp_path / "megatron", LLAMA, numbered(LLAMA), Written(2), vocab_size=None)
     with pytest.raises(CheckpointError, match=r"padded to 128 rows.*--vocab-size \(128 keeps them all\)"):
-        import_megatron(folder, tmp_path / "run")
+        import_folder(folder, tmp_path / "run")
     with pytest.raises(CheckpointError, match="128 rows, but --vocab-size or its args give 129 tokens"):
-        import_megatron(folder, tmp_path / "run", vocab_size=129)
-    assert import_megatron(folder, tmp_path / "run", vocab_size=101).shape == LLAMA
-    whole = import_megatron(folder, tmp_path / "all", vocab_size=128)
+        import_folder(folder, tmp_path / "run", vocab_size=129)
+    assert import_folder(folder, tmp_path / "run", vocab_size=101).shape == LLAMA
+    whole = import_folder(folder, tmp_path / "all", vocab_size=128)
     assert torch.all(weights_of(whole.checkpoint)["model.embed_tokens.weight"][101:] == -7)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.convert.megatron.load import import_megatron
+from tests.support.foreign import import_folder
 from tests.support.megatron_core_model import SHAPES, input_ids
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.unit.convert.test_megatron import logits_of
@@ -39,7 +39,7 @@ def test_logits_are_those_of_megatron_core(tmp_path: Path, kind: str, ranks: int
         for process in processes:
             process.kill()
     assert all(process.returncode == 0 for process in processes), "\n".join(errors)
-    done = import_megatron(tmp_path / "iter_0000007", tmp_path / "run")
-    assert done.shape == SHAPES[kind] and done.iteration == 7 and not done.notes
+    done = import_folder(tmp_path / "iter_0000007", tmp_path / "run")
+    assert done.shape == SHAPES[kind] and done.step == 7 and not done.notes
     theirs = torch.load(tmp_path / "logits.pt")[..., :101]
     assert_close(logits_of(done, input_ids()), theirs, rtol=FLOAT32_RTOL)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.convert.megatron.load import described, import_megatron
+from megalite.convert.megatron.load import describe
 from megalite.errors import CheckpointError
+from tests.support.foreign import import_folder
 from tests.support.megatron_writer import Written, arguments_of, write_megatron
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.unit.convert.test_megatron import numbered, weights_of
@@ -32,7 +33,7 @@ def written(tmp_path: Path, how: Written = TWO_BY_TWO, **changes: Any) -> Path:
 
 def refusal(tmp_path: Path, folder: Path) -> str:
     with pytest.raises(CheckpointError) as refused:
-        import_megatron(folder, tmp_path / "run")
+        import_folder(folder, tmp_path / "run")
     assert not (tmp_path / "run").exists()
     return str(refused.value)
 
@@ -61,7 +62,7 @@ def test_what_is_not_built_is_named(tmp_path: Path, name: str) -> None:
     folder = written(tmp_path, Written(), **{name: NOT_BUILT[name]})
     said = refusal(tmp_path, folder)
     assert "megalite does not support" in said and f"{name} = {NOT_BUILT[name]!r}" in said
-    assert any("not supported: " in line and name in line for line in described(folder))
+    assert any("not supported: " in line and name in line for line in describe(folder))
 
 
 def test_all_of_what_is_not_built_is_named_at_once(tmp_path: Path) -> None:
@@ -285,7 +286,7 @@ def test_copies_that_drifted_apart_are_told(tmp_path: Path) -> None:
     folder = write_megatron(tmp_path / "megatron", shape, weights, Written(2, 2))
     changed_file(folder, "mp_rank_01_001", of_model(NORM, lambda tensor: tensor * 1.001))
     changed_file(folder, "mp_rank_01_001", of_model("output_layer.weight", lambda tensor: tensor * 1.001))
-    done = import_megatron(folder, tmp_path / "run")
+    done = import_folder(folder, tmp_path / "run")
     head, norm = done.notes
     assert NORM in norm and "on tensor rank 1 differs from the first copy, which was used, by up to" in norm
     assert "output_layer.weight of the last stage differs" in head
@@ -294,14 +295,14 @@ def test_copies_that_drifted_apart_are_told(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"on tensor rank 1 differs from the first copy by up to .*, more than"
     ):
-        import_megatron(folder, tmp_path / "again")
+        import_folder(folder, tmp_path / "again")
 
 
 def test_a_run_that_has_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
     folder = written(tmp_path)
-    import_megatron(folder, tmp_path / "run")
+    import_folder(folder, tmp_path / "run")
     with pytest.raises(CheckpointError, match="step-000000 exists already; name another folder"):
-        import_megatron(folder, tmp_path / "run")
+        import_folder(folder, tmp_path / "run")
 
 
 def test_older_arguments_say_less(tmp_path: Path) -> None:
@@ -313,7 +314,7 @@ def test_older_arguments_say_less(tmp_path: Path) -> None:
     folder = write_megatron(tmp_path / "megatron", shape, numbered(shape), how)
     for rank in ("mp_rank_00", "mp_rank_01"):
         changed_file(folder, rank, lambda content: content.update(args=Namespace(**table)))
-    done = import_megatron(folder, tmp_path / "run", vocab_size=101)
+    done = import_folder(folder, tmp_path / "run", vocab_size=101)
     assert done.shape == shape
     for name, tensor in weights_of(done.checkpoint).items():
         assert torch.equal(tensor, numbered(shape)[name])

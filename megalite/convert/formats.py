@@ -1,0 +1,60 @@
+"""The formats of other programs' checkpoints that are read, each with its finder and its loader. No torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.convert.megatron.folder import megatron_place
+from megalite.convert.universal.folder import find_universal
+
+if TYPE_CHECKING:
+    from megalite.convert.foreign import Loader
+
+
+@dataclass(frozen=True)
+class ForeignFormat:
+    """A format of checkpoints.
+
+    name: as users know it, with its article. find: the place in a folder that its loader opens, None for a folder of
+    another kind; reads no more than names and small files; raises CheckpointError for a folder of this kind that cannot
+    be read at all. loader: imports the module that loads torch. takes: the names of the ImportOptions that mean
+    something here.
+    """
+
+    name: str
+    find: Callable[[Path], Path | None]
+    loader: Callable[[], "Loader"]
+    takes: frozenset[str] = frozenset()
+
+
+def _universal() -> "Loader":
+    from megalite.convert.universal import load
+
+    return load
+
+
+def _megatron() -> "Loader":
+    from megalite.convert.megatron import load
+
+    return load
+
+
+FORMATS = (
+    ForeignFormat(
+        "a DeepSpeed universal checkpoint", find_universal, _universal, takes=frozenset({"hf_config"})
+    ),
+    ForeignFormat("a Megatron-LM checkpoint", megatron_place, _megatron, takes=frozenset({"vocab_size"})),
+)
+"""In the order in which they are asked; the first that finds its place has the folder."""
+
+
+def find_format(folder: Path) -> tuple[ForeignFormat, Path] | None:
+    """Return the format of a folder's checkpoint and the place that its loader opens; None for any other folder.
+
+    Raises CheckpointError for a checkpoint that no loader can open, with what to do.
+    """
+    for known in FORMATS:
+        if (place := known.find(folder)) is not None:
+            return known, place
+    return None
