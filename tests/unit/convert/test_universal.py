@@ -338,7 +338,9 @@ def test_an_import_on_a_full_disk_leaves_nothing(
 
 
 def test_an_option_of_another_kind_of_folder_is_refused(tmp_path: Path, left: Path) -> None:
-    with pytest.raises(CheckpointError, match="is a DeepSpeed universal checkpoint, .* leave out --vocab-size"):
+    with pytest.raises(
+        CheckpointError, match="is a DeepSpeed universal checkpoint, .* leave out --vocab-size"
+    ):
         convert.run(["import", str(left), str(tmp_path / "run"), "--vocab-size", "5"])
     (tmp_path / "iter_0000001").mkdir()
     with pytest.raises(CheckpointError, match="is a Megatron-LM checkpoint, .* leave out --hf-config"):
