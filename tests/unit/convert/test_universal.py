@@ -339,11 +339,11 @@ def test_an_import_on_a_full_disk_leaves_nothing(
 
 def test_an_option_of_another_kind_of_folder_is_refused(tmp_path: Path, left: Path) -> None:
     with pytest.raises(
-        CheckpointError, match="is a DeepSpeed universal checkpoint, .* leave out --vocab-size"
+        CheckpointError, match=r"is a DeepSpeed universal checkpoint, .* leave out --vocab-size"
     ):
         convert.run(["import", str(left), str(tmp_path / "run"), "--vocab-size", "5"])
     (tmp_path / "iter_0000001").mkdir()
-    with pytest.raises(CheckpointError, match="is a Megatron-LM checkpoint, .* leave out --hf-config"):
+    with pytest.raises(CheckpointError, match=r"is a Megatron-LM checkpoint, .* leave out --hf-config"):
         convert.run(["import", str(tmp_path), str(tmp_path / "run"), "--hf-config", str(left)])
 
 
