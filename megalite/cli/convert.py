@@ -1,4 +1,4 @@
-"""megalite convert: export to Hugging Face or DeepSpeed, import from these or Megatron-LM, inspect checkpoints."""
+"""megalite convert: export to Hugging Face or DeepSpeed, import from these or other programs, inspect checkpoints."""
 
 import argparse
 import re
@@ -15,6 +15,7 @@ from megalite.checkpoint.folder import (
 )
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.cli.arguments import Parser, add_value, whole_number
+from megalite.cli.convert_foreign import add_foreign_flags, imported_for_export
 from megalite.cli.convert_import import add_import
 from megalite.cli.convert_inspect import inspect_checkpoint
 from megalite.cli.convert_quantise import add_quantise, check_quantise, export_quantised
@@ -38,6 +39,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
+    named = options.checkpoint
+    with imported_for_export(options) as run:
+        options.checkpoint = named if run is None else [run]
+        return _export_checkpoints(options, source=None if run is None else named[0])
+
+
+def _export_checkpoints(options: argparse.Namespace, source: Path | None) -> int:
+    """Export the chosen checkpoints; source: the folder of another program that they were imported from."""
     checkpoints = _chosen(options)
     newest = max(checkpoints, key=lambda checkpoint: require_whole(checkpoint).step)
     tokenizer = options.tokenizer or find_tokenizer(newest, require_whole(newest))
@@ -56,8 +65,9 @@ def _export(options: argparse.Namespace) -> int:
     weights = ExportedWeights(checkpoints, options.weights, options.base)
     with working(f"exporting to {options.output}"):
         result = export_quantised(options, write) if options.quantise else write(options.output)
-    source = str(newest) if len(checkpoints) == 1 else f"the average of {', '.join(map(str, checkpoints))}"
-    print(f"{options.output}: from {source}, {len(result.files)} weight file(s) of {result.stored}")
+    one = str(source or newest)
+    origin = one if len(checkpoints) == 1 else f"the average of {', '.join(map(str, checkpoints))}"
+    print(f"{options.output}: from {origin}, {len(result.files)} weight file(s) of {result.stored}")
     if tokenizer is None:
         print("no tokenizer was found for this checkpoint, so the export has none; name one with --tokenizer")
     before = ", before quantisation" if options.quantise else ""
@@ -133,7 +143,8 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     export = commands.add_parser(
         "export", help="write a Hugging Face folder and check it against transformers"
     )
-    _add_checkpoint(export, nargs="+", more="; several: the average of their weights")
+    more = "; several: the average of their weights; or a checkpoint of another program, as `import` reads it"
+    _add_checkpoint(export, nargs="+", more=more)
     export.add_argument(
         "output", type=Path, metavar="OUTPUT", help="folder to write; an earlier export is replaced"
     )
@@ -155,6 +166,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add_value(export, "--shard-size", _size_bytes, "SIZE", "maximum size of a weight file", "5GB")
     add_value(export, "--tokenizer", Path, "FOLDER", "tokenizer to include (default: the run's)")
     add_quantise(export)
+    add_foreign_flags(export)
     export.set_defaults(command=_export)
 
 
@@ -181,7 +193,7 @@ def _parser() -> argparse.ArgumentParser:
     families.set_defaults(command=_families)
     inspect = commands.add_parser(
         "inspect",
-        help="print step, layout, sizes and tensors of a megalite, Hugging Face, Megatron-LM or universal checkpoint",
+        help="print step, layout, sizes and tensors of a megalite, Hugging Face or other program's checkpoint",
     )
     _add_checkpoint(inspect)
     inspect.add_argument("--all", action="store_true", help="also list the optimizer's tensors")

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.manifest import MANIFEST
-from megalite.cli.arguments import add_value
+from megalite.cli.convert_foreign import add_foreign_flags, find_foreign, import_found
 from megalite.config.sources.hub import HubName
 from megalite.config.sources.huggingface import notes_of, shape_of_folder
-from megalite.convert.formats import FORMATS, ForeignFormat, find_format
+from megalite.convert.formats import FORMATS, ForeignFormat
 from megalite.convert.huggingface.files import local_folder
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
@@ -30,10 +30,7 @@ def add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         f" checkpoint folder: {', '.join(known.name for known in FORMATS)}",
     )
     importing.add_argument("output", type=Path, metavar="RUN", help="run folder to write")
-    about = "config.json of the model, or its folder, for checkpoints that do not describe their model"
-    add_value(importing, "--hf-config", Path, "PATH", about)
-    about = "vocabulary size, for checkpoints that do not record the size before padding"
-    add_value(importing, "--vocab-size", int, "TOKENS", about)
+    add_foreign_flags(importing)
     importing.set_defaults(command=run_import)
 
 
@@ -44,12 +41,10 @@ def run_import(options: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{options.folder} is not a folder; name one here, or org/name of the Hugging Face Hub"
         )
-    found = find_format(folder)
-    for option in ("hf_config", "vocab_size"):
-        if getattr(options, option) is not None and not _takes(found and found[0], option):
-            raise CheckpointError(_unused(options.folder, found and found[0], option))
-    if found is not None:
+    if (found := find_foreign(folder, options)) is not None:
         return _import_foreign(*found, options)
+    if options.vocab_size is not None:
+        raise CheckpointError(f"{options.folder} is a Hugging Face folder; leave out --vocab-size")
     if (folder / MANIFEST).is_file() or find_latest(folder / "checkpoints") is not None:
         raise CheckpointError(
             f"{options.folder} is a megalite checkpoint already; name it in checkpoint.resume or megalite generate"
@@ -73,24 +68,8 @@ def run_import(options: argparse.Namespace) -> int:
     return 0
 
 
-def _takes(kind: ForeignFormat | None, option: str) -> bool:
-    """Whether the option means something: a Hugging Face folder takes another config.json."""
-    return option == "hf_config" if kind is None else option in kind.takes
-
-
-def _unused(folder: str, kind: ForeignFormat | None, option: str) -> str:
-    flag = f"--{option.replace('_', '-')}"
-    name = "a Hugging Face folder" if kind is None else f"{kind.name}, which says that itself"
-    return f"{folder} is {name}; leave out {flag}"
-
-
 def _import_foreign(kind: ForeignFormat, place: Path, options: argparse.Namespace) -> int:
-    from megalite.convert.foreign import ImportOptions, import_foreign
-
-    loader = kind.loader()
-    with working(f"importing {place}"):
-        opened = loader.open_checkpoint(place, ImportOptions(options.hf_config, options.vocab_size))
-        checkpoint = import_foreign(opened, options.output)
+    checkpoint, opened = import_found(kind, place, options.output, options)
     run, dtype = opened.run, str(opened.run.dtype).removeprefix("torch.")
     step = "" if opened.step is None else f", step {opened.step:,}"
     print(f"{options.folder}: {kind.name}{step}")

@@ -57,9 +57,16 @@ def test_what_it_imports_is_exported_for_transformers(tmp_path: Path) -> None:
     folder = write_megatron(tmp_path / "megatron", tiny_shape(), weights, Written(2))
     assert convert.run(["import", str(folder), str(tmp_path / "run")]) == 0
     assert convert.run(["export", str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
+    # In one command, too, which leaves nothing else.
+    assert convert.run(["export", str(folder), str(tmp_path / "out" / "hf")]) == 0
+    assert [each.name for each in (tmp_path / "out").iterdir()] == ["hf"]
+    assert not list(tmp_path.glob("*.import-*"))
     from safetensors.torch import load_file
 
     exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert (tmp_path / "out" / "hf" / "model.safetensors").read_bytes() == (
+        tmp_path / "hf" / "model.safetensors"
+    ).read_bytes()
     assert exported.keys() == weights.keys()
     for name, tensor in weights.items():
         assert torch.equal(exported[name], tensor)

@@ -1,0 +1,73 @@
+"""Another program's checkpoint on the command line: its flags, its import, and a temporary run for an export of it."""
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalite.cli.arguments import add_value
+from megalite.convert.formats import ForeignFormat, find_format
+from megalite.errors import CheckpointError
+from megalite.monitor.work import working
+
+if TYPE_CHECKING:
+    from megalite.convert.foreign import ForeignCheckpoint
+
+
+def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what another program's checkpoint does not say itself."""
+    about = "config.json of the model, or its folder, for checkpoints that do not describe their model"
+    add_value(parser, "--hf-config", Path, "PATH", about)
+    about = "vocabulary size, for checkpoints that do not record the size before padding"
+    add_value(parser, "--vocab-size", int, "TOKENS", about)
+
+
+def find_foreign(folder: Path, options: argparse.Namespace) -> tuple[ForeignFormat, Path] | None:
+    """Return what `find_format` returns. Raises CheckpointError for a flag that its format has no use for."""
+    found = find_format(folder)
+    for option in ("hf_config", "vocab_size"):
+        if found is not None and getattr(options, option) is not None and option not in found[0].takes:
+            flag = f"--{option.replace('_', '-')}"
+            raise CheckpointError(f"{folder} is {found[0].name}, which says that itself; leave out {flag}")
+    return found
+
+
+def import_found(
+    kind: ForeignFormat, place: Path, run_folder: Path, options: argparse.Namespace
+) -> tuple[Path, "ForeignCheckpoint"]:
+    """Write the checkpoint at `place` as the first one of a run; return the new checkpoint and what was opened."""
+    from megalite.convert.foreign import ImportOptions, import_foreign
+
+    with working(f"importing {place}"):
+        opened = kind.loader().open_checkpoint(place, ImportOptions(options.hf_config, options.vocab_size))
+        return import_foreign(opened, run_folder), opened
+
+
+@contextmanager
+def imported_for_export(options: argparse.Namespace) -> Iterator[Path | None]:
+    """Import another program's checkpoint beside the export's folder for the time of the `with` block.
+
+    Returns the temporary run folder; None if options.checkpoint is no single folder of another program.
+    """
+    folder = options.checkpoint[0]
+    found = find_foreign(folder, options) if len(options.checkpoint) == 1 and folder.is_dir() else None
+    if found is None:
+        for option in ("hf_config", "vocab_size"):
+            if getattr(options, option) is not None:
+                flag = f"--{option.replace('_', '-')}"
+                raise CheckpointError(f"{folder} is no checkpoint of another program; leave out {flag}")
+        yield None
+        return
+    above = next(parent for parent in options.output.resolve().parents if parent.is_dir())
+    try:
+        run = Path(tempfile.mkdtemp(prefix=f"{options.output.name}.import-", dir=above))
+    except OSError as error:
+        raise CheckpointError(f"{above} cannot be written ({error}); name another OUTPUT") from error
+    try:
+        import_found(*found, run, options)
+        yield run
+    finally:
+        shutil.rmtree(run, ignore_errors=True)
