@@ -37,10 +37,10 @@ def describe(place: Path) -> Iterator[str]:
     yield f"  args: {', '.join(f'{name} {table[name]}' for name in OF_INTEREST if name in table)}"
     if foreign := list(not_built(first.arguments)):
         yield f"  not supported: {', '.join(foreign)}"
-    for place, stage in enumerate(stages):
+    for number, stage in enumerate(stages):
         for chunk, entries in enumerate(stage.entries):
             which = f", chunk {chunk}" if chunks > 1 else ""
-            yield f"stage {place}{which}: {len(entries)} tensors, as tensor rank 0 has them"
+            yield f"stage {number}{which}: {len(entries)} tensors, as tensor rank 0 has them"
             width = max(map(len, entries), default=0)
             for name, (shape, dtype) in entries.items():
                 size = " x ".join(map(str, shape))
