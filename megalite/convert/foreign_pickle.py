@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
@@ -64,21 +64,45 @@ def load_pickle(path: Path) -> Any:
             is_zip = file.read(len(_ZIP)) == _ZIP
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return _load(path, path, mmap=is_zip)
+
+
+def load_pickled_bytes(file: IO[bytes], name: object) -> Any:
+    """Load what torch.save wrote to an open file as `load_pickle` does, but read and not mapped. name: for errors.
+
+    Raises CheckpointError too where a checksum does not match, or the content would be larger than the file.
+    """
+    try:
+        with zipfile.ZipFile(file) as content:
+            if any(record.compress_type != zipfile.ZIP_STORED for record in content.infolist()):
+                raise CheckpointError(f"{name} is compressed, which torch.save does not do; write it again")
+            damaged = content.testzip()
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise CheckpointError(
+            f"{name} is not a complete file of torch.save ({error}); fetch or write it again"
+        ) from error
+    if damaged is not None:
+        raise CheckpointError(f"{name} is damaged: {damaged} does not match its checksum; fetch it again")
+    file.seek(0)
+    return _load(file, name, mmap=False)
+
+
+def _load(source: Path | IO[bytes], name: object, *, mmap: bool) -> Any:
     try:
         # torch warns before it fails on a damaged file; the error below is enough.
         with _only_stand_ins(), warnings.catch_warnings(action="ignore"):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+            return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except Exception as error:  # a hostile or damaged file can make the unpickler raise anything
         if forbidden := _FORBIDDEN.search(str(error)):
             raise CheckpointError(
-                f"{path} asks for {forbidden[1]}, which is not among the classes allowed in such files; no code was"
+                f"{name} asks for {forbidden[1]}, which is not among the classes allowed in such files; no code was"
                 " run. If you trust the file, load it with torch and save it again with only tensors and plain values"
             ) from None
         # torch's text advises weights_only=False, which would run the file's code; it is cut off.
         text = str(error).rpartition("WeightsUnpickler error: ")[2].strip() or type(error).__name__
         first = text.splitlines()[0]
         raise CheckpointError(
-            f"{path} is not a complete file of torch.save ({first}); fetch or write it again"
+            f"{name} is not a complete file of torch.save ({first}); fetch or write it again"
         ) from error
 
 
