@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megalite.convert.megatron.folder import megatron_place
+from megalite.convert.torch_dcp.folder import find_dcp
 from megalite.convert.universal.folder import find_universal
 
 if TYPE_CHECKING:
@@ -40,11 +41,18 @@ def _megatron() -> "Loader":
     return load
 
 
+def _torch_dcp() -> "Loader":
+    from megalite.convert.torch_dcp import load
+
+    return load
+
+
 FORMATS = (
     ForeignFormat(
         "a DeepSpeed universal checkpoint", find_universal, _universal, takes=frozenset({"hf_config"})
     ),
     ForeignFormat("a Megatron-LM checkpoint", megatron_place, _megatron, takes=frozenset({"vocab_size"})),
+    ForeignFormat("a torch distributed checkpoint", find_dcp, _torch_dcp, takes=frozenset({"hf_config"})),
 )
 """In the order in which they are asked; the first that finds its place has the folder."""
 

@@ -1,0 +1,72 @@
+"""The hyperparameters and step counters of torch's AdamW, as other programs' checkpoints have them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megalite.errors import CheckpointError
+from megalite.topology.optimizers import OPTIMIZERS
+
+MOMENTS = OPTIMIZERS["adamw"].keys
+STEP = "step"
+
+
+def number(value: object) -> float | None:
+    """Return a number, which may stand in a tensor; None for anything else."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def settings_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of parameter groups in our words: those of the first, and the largest weight decay.
+
+    The learning rate is the one from which a scheduler starts (initial_lr), else the group's.
+    """
+    if not groups:
+        return {}
+    first = groups[0]
+    betas = [number(beta) for beta in first.get("betas") or ()]
+    decays = [number(group.get("weight_decay")) for group in groups]
+    values = {
+        "learning_rate": number(first.get("initial_lr", first.get("lr"))),
+        "betas": betas if len(betas) == 2 and None not in betas else None,
+        "eps": number(first.get("eps")),
+        "weight_decay": max((decay for decay in decays if decay is not None), default=None),
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def require_adamw(groups: Sequence[Mapping[str, Any]], source: object) -> None:
+    """Raise CheckpointError for a variant whose next update differs from AdamW's."""
+    for key in ("amsgrad", "maximize"):
+        if any(group.get(key) is True for group in groups):
+            raise CheckpointError(
+                f"{source} was trained with {key}, which AdamW here does not have; import the weights alone"
+            )
+    if any(
+        group.get("decoupled_weight_decay") is False and number(group.get("weight_decay")) for group in groups
+    ):
+        raise CheckpointError(
+            f"{source} was trained with Adam, whose weight decay is part of the gradient; only AdamW's continues here"
+        )
+
+
+def common_step(steps: Iterable[tuple[str, object]], source: object) -> float:
+    """Return the number of updates that all parameters had. Raises CheckpointError where they differ or have none."""
+    first: tuple[str, float] | None = None
+    for name, value in steps:
+        count = number(value)
+        if count is None or not 0 <= count < 2**53:
+            raise CheckpointError(f"{source}: {name} has no number of updates; write the checkpoint again")
+        if first is None:
+            first = (name, count)
+        elif count != first[1]:
+            raise CheckpointError(
+                f"{source}: {first[0]} had {first[1]:g} and {name} {count:g} updates; parameters with different"
+                " numbers of updates are not supported"
+            )
+    if first is None:
+        raise CheckpointError(f"{source} has no number of updates; write the checkpoint again")
+    return first[1]
