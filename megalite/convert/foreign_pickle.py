@@ -1,7 +1,7 @@
 """Load pickled checkpoints of other projects without running their code: tensors, plain values and stand-ins.
 
 torch's restricted unpickler calls only what it is given. It is given stand-ins under the full names of the classes that
-Megatron-LM and DeepSpeed write, so neither has to be installed.
+Megatron-LM, DeepSpeed and transformers write, so none has to be installed.
 """
 
 import re
@@ -221,11 +221,33 @@ _DEEPSPEED = [
     *_named("deepspeed.utils.tensor_fragment", "fragment_address"),
     *_named("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
 ]
+_TRANSFORMERS = [
+    *_named("transformers.training_args", "TrainingArguments", "OptimizerNames", "ParallelMode"),
+    *_named("transformers.training_args_seq2seq", "Seq2SeqTrainingArguments"),
+    *_named(
+        "transformers.trainer_utils",
+        *(
+            "EvaluationStrategy",
+            "FSDPOption",
+            "HubStrategy",
+            "IntervalStrategy",
+            "SaveStrategy",
+            "SchedulerType",
+        ),
+    ),
+    *_named("transformers.debug_utils", "DebugOption"),
+    *_named("transformers.trainer_pt_utils", "AcceleratorConfig"),
+    *_named("accelerate.state", "PartialState"),
+    *_named("accelerate.utils.dataclasses", "DistributedType"),
+    *_named("trl.trainer.sft_config", "SFTConfig"),
+    *_named("axolotl.core.training_args", "AxolotlTrainingArguments"),
+    *_named("llamafactory.hparams.training_args", "TrainingArguments"),
+]
 
 _STAND_INS: dict[str, Callable[..., Any]] = {
     **{
         name: type(name.rsplit(".", 1)[1], (Foreign,), {"type_name": name})
-        for name in [*_PYTHON, *_NUMPY, *_MEGATRON, *_DEEPSPEED]
+        for name in [*_PYTHON, *_NUMPY, *_MEGATRON, *_DEEPSPEED, *_TRANSFORMERS]
     },
     "collections.defaultdict": _dictionary,
     "numpy.core.multiarray.scalar": _number,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megalite.convert.megatron.folder import megatron_place
 from megalite.convert.torch_dcp.folder import find_dcp
+from megalite.convert.trainer.folder import find_trainer
 from megalite.convert.universal.folder import find_universal
 
 if TYPE_CHECKING:
@@ -47,12 +48,19 @@ def _torch_dcp() -> "Loader":
     return load
 
 
+def _trainer() -> "Loader":
+    from megalite.convert.trainer import load
+
+    return load
+
+
 FORMATS = (
     ForeignFormat(
         "a DeepSpeed universal checkpoint", find_universal, _universal, takes=frozenset({"hf_config"})
     ),
     ForeignFormat("a Megatron-LM checkpoint", megatron_place, _megatron, takes=frozenset({"vocab_size"})),
     ForeignFormat("a torch distributed checkpoint", find_dcp, _torch_dcp, takes=frozenset({"hf_config"})),
+    ForeignFormat("a Hugging Face Trainer checkpoint", find_trainer, _trainer),
 )
 """In the order in which they are asked; the first that finds its place has the folder."""
 

@@ -120,4 +120,7 @@ def assert_next_step(
     weights = states_of(checkpoint.parent / published_name(step))["weight"]
     assert weights.keys() == expected.weights.keys()
     for name, values in expected.weights.items():
+        # Softmax cancels a key's bias: its gradient is rounding noise, which AdamW divides by its own size.
+        if name.endswith("k_proj.bias"):
+            continue
         assert_close(weights[name], values, rtol=FLOAT32_RTOL, what=name)

@@ -158,9 +158,10 @@ def resaved(program: Program, folder: Path, change: Callable[[dict[str, Any]], o
     return folder
 
 
-def _renamed(content: dict[str, Any], old: str, new: str) -> None:
-    for name in [name for name in content if name.startswith(old)]:
-        content[new + name.removeprefix(old)] = content.pop(name)
+def _numbered(content: dict[str, Any]) -> None:
+    """As optimizer.state_dict() has it."""
+    for index, name in enumerate([name for name in content if ".state." in name]):
+        content[f"optim.state.{index}.{name.rpartition('.')[2]}"] = content.pop(name)
 
 
 def _q_proj(content: dict[str, Any], ending: str) -> str:
@@ -219,10 +220,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         "has several models, at .*ema",
     ),
     "numbered parameters": (
-        lambda content: [
-            _renamed(content, name, f"optim.state.{index}.{name.rpartition('.')[2]}")
-            for index, name in enumerate([name for name in content if ".state." in name])
-        ],
+        _numbered,
         "numbers the parameters in its optimizer state .*get_optimizer_state_dict",
     ),
     "another optimizer": (_of_sgd, r"has momentum_buffer, step of .*, which is not AdamW's state"),

@@ -1,0 +1,1 @@
+"""Checkpoint folders of Hugging Face's Trainer: found, and imported with the optimizer's state."""

@@ -1,0 +1,53 @@
+"""Find checkpoint folders of Hugging Face's Trainer, which axolotl, LLaMA-Factory and TRL use too. No torch.
+
+checkpoint-N/config.json, model.safetensors      the weights, as a Hugging Face folder
+             optimizer.pt                        state_dict of the optimizer; optimizer.bin: of FSDP, by name
+             trainer_state.json                  global_step, train_batch_size, num_input_tokens_seen
+             rng_state.pth, or rng_state_R.pth   one for each process
+             training_args.bin, scheduler.pt, scaler.pt
+"""
+
+import re
+from pathlib import Path
+
+from megalite.errors import CheckpointError
+
+STATE = "trainer_state.json"
+CONFIG = "config.json"
+ARGUMENTS = "training_args.bin"
+SCALER = "scaler.pt"
+_OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
+_ADAPTER = "adapter_config.json"
+_STEP = re.compile(r"checkpoint-(\d{1,15})", re.ASCII)
+_RANDOM_STATES = re.compile(r"rng_state(_\d+)?\.pth", re.ASCII)
+
+
+def find_trainer(folder: Path) -> Path | None:
+    """Return the folder of one step: `folder`, or its latest checkpoint-N if it has no model itself; None for others.
+
+    A folder without an optimizer's file is one of Hugging Face weights. Raises CheckpointError for an adapter.
+    """
+    if (folder / STATE).is_file():
+        if (folder / _ADAPTER).is_file():
+            raise CheckpointError(
+                f"{folder} holds an adapter, not a whole model; name it in adapter.path to go on from its weights, or"
+                " merge it into its model with peft's merge_and_unload and import that"
+            )
+        return folder if (folder / CONFIG).is_file() and optimizer_file(folder) is not None else None
+    if (folder / CONFIG).is_file():
+        return None
+    try:
+        inside = {int(match[1]): path for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))}
+    except OSError:
+        return None
+    return find_trainer(inside[max(inside)]) if inside else None
+
+
+def optimizer_file(folder: Path) -> Path | None:
+    """Return the file of the optimizer's state; None if there is none."""
+    return next((folder / name for name in _OPTIMIZERS if (folder / name).is_file()), None)
+
+
+def process_count(folder: Path) -> int:
+    """Return how many processes have left their random state; 0 if none has."""
+    return sum(_RANDOM_STATES.fullmatch(path.name) is not None for path in folder.iterdir())

@@ -1,0 +1,165 @@
+"""A checkpoint folder of Hugging Face's Trainer: weights, AdamW's moments, step, and the position in the data."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megalite.checkpoint.manifest import WEIGHT
+from megalite.checkpoint.weights import WeightReader
+from megalite.config.sources.huggingface import shape_of_folder
+from megalite.convert.adamw import MOMENTS, STEP, common_step, number, require_adamw, settings_of
+from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign_pickle import Foreign, load_pickle, require_undamaged
+from megalite.convert.huggingface.files import headers
+from megalite.convert.huggingface.load import HuggingFaceReader
+from megalite.convert.huggingface.origin import read_object
+from megalite.convert.streamed import ImportedRun
+from megalite.convert.trainer.folder import ARGUMENTS, SCALER, STATE, optimizer_file, process_count
+from megalite.convert.trainer.parameters import match_parameters
+from megalite.convert.whole_tensors import WholeTensorReader
+from megalite.errors import CheckpointError
+from megalite.families.registry import FAMILIES, family_tensors
+from megalite.families.tensors import FamilyTensor
+from megalite.topology.shape import ModelShape
+from megalite.topology.sharding import TensorSlice
+
+_AGAIN = "fetch the checkpoint again"
+
+
+class TrainerReader(WeightReader):
+    """The weights of the folder's safetensors files, and moments from the optimizer's file, which is mapped."""
+
+    block_elements = WholeTensorReader.block_elements
+
+    def __init__(self, weights: HuggingFaceReader, moments: WholeTensorReader):
+        self._weights, self._moments = weights, moments
+        self.weight_dtypes = weights.dtypes
+
+    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
+        """Return a region of a canonical tensor: the weights (state key WEIGHT) or a moment."""
+        return (self._weights if state_key == WEIGHT else self._moments).read(state_key, name, region)
+
+    def close(self) -> None:
+        self._weights.close()
+
+
+def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
+    """Open a folder's weights, moments, step and position.
+
+    Raises CheckpointError when it does not hold exactly the model of its config.json, or not AdamW's state of it.
+    """
+    counters = _counters(place)
+    shape = shape_of_folder(str(place))
+    content = _optimizer(place, checked=True)
+    groups = content["param_groups"]
+    require_adamw(groups, place)
+    states = match_parameters(content, place, family_tensors(shape), FAMILIES[shape.family].names.in_models)
+    step = common_step(((name, state[STEP]) for name, state in states.items()), place)
+    samples = counters["step"] * (_sequences_of_step(place) or 0)
+    run = ImportedRun(
+        shape,
+        {"optimizer": {"name": "adamw", **settings_of(groups)}},
+        state_keys=(WEIGHT, *MOMENTS),
+        trainer_state={**counters, "samples": samples},
+        optimizer={STEP: step, **_loss_scale(place)},
+    )
+    reader = TrainerReader(HuggingFaceReader(place, shape), _moments(place, shape, states))
+    return ForeignCheckpoint(run, reader, counters["step"], place, list(_notes(reader, place, groups)))
+
+
+def describe(place: Path) -> Iterator[str]:
+    """Yield the lines of `megalite convert inspect`."""
+    counters, content = _counters(place), _optimizer(place)
+    tensors = {name: entry for entries in headers(place).values() for name, entry in entries.items()}
+    states = content["state"]
+    keys = sorted({str(key) for state in states.values() if isinstance(state, Mapping) for key in state})
+    yield f"{place}: a Hugging Face Trainer checkpoint, {len(tensors):,} tensors"
+    sequences = _sequences_of_step(place)
+    batch = "" if sequences is None else f", {sequences:,} sequences a step"
+    yield f"  step {counters['step']:,}{batch}; {process_count(place)} random states"
+    sizes = " and ".join(str(len(group["params"])) for group in content["param_groups"])
+    yield f"  optimizer: groups of {sizes} parameters with {', '.join(keys)}"
+    for name, value in settings_of(content["param_groups"]).items():
+        yield f"  optimizer.{name} = {value}"
+    width = max(map(len, tensors), default=0)
+    for name, entry in tensors.items():
+        yield f"  {name:<{width}}  {' x '.join(map(str, entry.shape)):>16}  {entry.dtype}"
+
+
+def _moments(place: Path, shape: ModelShape, states: Mapping[str, Mapping[str, Any]]) -> WholeTensorReader:
+    def load(state_key: str, tensor: FamilyTensor) -> Tensor:
+        values: Tensor = states[tensor.name][state_key]
+        return values
+
+    return WholeTensorReader(shape, load, optimizer_file(place))
+
+
+def _optimizer(place: Path, *, checked: bool = False) -> Mapping[str, Any]:
+    """Return the optimizer's state_dict; its tensors are mapped."""
+    path = optimizer_file(place)
+    if path is None:
+        raise CheckpointError(f"{place} has no optimizer.pt; {_AGAIN}")
+    if checked:
+        require_undamaged(path)
+    content = load_pickle(path)
+    groups = content.get("param_groups") if isinstance(content, Mapping) else None
+    sound = isinstance(groups, list) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+    )
+    if not sound or not groups or not isinstance(content.get("state"), Mapping):
+        raise CheckpointError(f"{path} holds no state and param_groups of an optimizer; {_AGAIN}")
+    return content
+
+
+def _counters(place: Path) -> dict[str, int]:
+    content = read_object(place / STATE, _AGAIN)
+    step, tokens = (content.get(key) for key in ("global_step", "num_input_tokens_seen"))
+    if not isinstance(step, int) or not 0 <= step < 2**53:
+        raise CheckpointError(f"{place / STATE} has no global_step; {_AGAIN}")
+    return {"step": step, "tokens": tokens if isinstance(tokens, int) and 0 <= tokens < 2**53 else 0}
+
+
+def _sequences_of_step(place: Path) -> int | None:
+    """Return the global batch: sequences of a process x accumulation x processes; None where one is not known."""
+    batch = read_object(place / STATE, _AGAIN).get("train_batch_size")
+    try:
+        arguments = load_pickle(place / ARGUMENTS)
+    except (
+        CheckpointError
+    ):  # it is only asked for a count, and other libraries have classes of their own in it
+        return None
+    accumulation = (
+        arguments.fields.get("gradient_accumulation_steps") if isinstance(arguments, Foreign) else None
+    )
+    factors = (batch, accumulation, process_count(place))
+    if not all(isinstance(factor, int) and 0 < factor < 2**24 for factor in factors):
+        return None
+    return int(factors[0] * factors[1] * factors[2])  # type: ignore[operator]
+
+
+def _loss_scale(place: Path) -> dict[str, float]:
+    """Return the state of torch's GradScaler, which fp16 has."""
+    if not (place / SCALER).is_file():
+        return {}
+    content = load_pickle(place / SCALER)
+    scale, since = (
+        number(content.get(key)) if isinstance(content, Mapping) else None
+        for key in ("scale", "_growth_tracker")
+    )
+    if scale is None or since is None:
+        return {}
+    return {"loss_scale": scale, "loss_scale_steps_since_change": int(since), "loss_scale_overflows_left": 1}
+
+
+def _notes(reader: TrainerReader, place: Path, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    yield f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in settings_of(groups).items())}"
+    rate = number(groups[0].get("lr"))
+    if rate is not None and rate != number(groups[0].get("initial_lr", rate)):
+        yield f"the scheduler's learning rate was {rate:g}; learning_rate above is the one that it starts from"
+    kinds = sorted(str(dtype).removeprefix("torch.") for dtype in reader.weight_dtypes)
+    if kinds != ["float32"]:
+        yield f"weights of {', '.join(kinds)}; they are written as float32 with these values"
+    if _sequences_of_step(place) is None:
+        yield f"the global batch is not known from {STATE} and {ARGUMENTS}"
