@@ -1,0 +1,1 @@
+"""Folders that DeepSpeed's engine saved (engine.save_checkpoint), read without DeepSpeed."""
