@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalite.convert.deepspeed.pipeline_folder import pipeline_place
 from megalite.convert.megatron.folder import megatron_place
 from megalite.convert.torch_dcp.folder import find_dcp
 from megalite.convert.trainer.folder import find_trainer
@@ -54,7 +55,19 @@ def _trainer() -> "Loader":
     return load
 
 
+def _pipeline() -> "Loader":
+    from megalite.convert.deepspeed import pipeline_load
+
+    return pipeline_load
+
+
 FORMATS = (
+    ForeignFormat(
+        "a checkpoint of DeepSpeed's pipeline engine (GPT-NeoX, Megatron-DeepSpeed)",
+        pipeline_place,
+        _pipeline,
+        takes=frozenset({"hf_config", "vocab_size"}),
+    ),
     ForeignFormat(
         "a DeepSpeed universal checkpoint", find_universal, _universal, takes=frozenset({"hf_config"})
     ),
