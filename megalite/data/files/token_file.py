@@ -3,7 +3,8 @@
 X.idx, little-endian: b"MMIDIDX\\0\\0", uint64 version 1, uint8 dtype code, uint64 sequences, uint64 documents + 1;
 then the int32 length of each sequence in tokens, the int64 offset of each sequence in X.bin in bytes, the int64 first
 sequence of each document and, last, the number of sequences. This is the format of megatron-core's IndexedDataset. Its
-multimodal data sets append an int8 mode per sequence; only mode 0, text, is supported here.
+multimodal data sets append an int8 mode per sequence; only mode 0, text, is supported here. The older index of Megatron
+(`legacy_index`) is read too.
 """
 
 import os
@@ -17,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.data.files.legacy_index import LEGACY_MAGIC, read_legacy_index
 from megalite.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -187,7 +189,7 @@ class TokenWriter:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """A memory-mapped token file; opening it reads the header only.
+    """A memory-mapped token file; opening it reads the header only, but the whole of an index of the older kind.
 
     tokens: the ids of all documents end to end. sequence_lengths (tokens), sequence_offsets (bytes): per sequence.
     document_indices: the first sequence of each document and, last, the number of sequences.
@@ -208,12 +210,9 @@ class TokenFile:
             if not path.is_file():
                 raise DataError(f"{path} does not exist; prepare the corpus first (megalite data prepare)")
         try:
-            dtype, sequences, documents = _read_header(idx)
-            lengths = _mapped(idx, "<i4", _HEADER.size, sequences)
-            offsets = _mapped(idx, "<i8", _HEADER.size + 4 * sequences, sequences)
-            starts = _mapped(idx, "<i8", _HEADER.size + 12 * sequences, documents + 1)
+            dtype, lengths, offsets, starts = _read_index(idx)
             size = data.stat().st_size
-            expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize if sequences else 0
+            expected = int(offsets[-1]) + int(lengths[-1]) * dtype.itemsize if len(lengths) else 0
             if size != expected:
                 raise DataError(f"{data} has {size} bytes where {idx} says {expected}; {_PREPARE_AGAIN}")
             tokens = _mapped(data, dtype.newbyteorder("<"), 0, size // dtype.itemsize)
@@ -283,6 +282,19 @@ class TokenFile:
 
 
 _PREPARE_AGAIN = "the pair is damaged or half copied: prepare or copy both files again"
+
+
+def _read_index(
+    idx: Path,
+) -> tuple[np.dtype[Any], NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+    """Return (dtype, lengths, offsets, document_indices) of either kind of index. Raises DataError, OSError."""
+    with idx.open("rb") as file:
+        if file.read(len(LEGACY_MAGIC)) == LEGACY_MAGIC:
+            return read_legacy_index(idx)
+    dtype, sequences, documents = _read_header(idx)
+    lengths = _mapped(idx, "<i4", _HEADER.size, sequences)
+    offsets = _mapped(idx, "<i8", _HEADER.size + 4 * sequences, sequences)
+    return dtype, lengths, offsets, _mapped(idx, "<i8", _HEADER.size + 12 * sequences, documents + 1)
 
 
 def _read_header(idx: Path) -> tuple[np.dtype[Any], int, int]:

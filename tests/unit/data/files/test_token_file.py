@@ -252,3 +252,62 @@ def test_the_writer_leaves_no_other_file(tmp_path: Path) -> None:
     write(tmp_path / "x", [[1, 2]])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.bin", "x.idx"]
     assert isinstance(TokenFile.open(tmp_path / "x").tokens, np.memmap)
+
+
+def legacy_idx(lengths: list[int], document_indices: list[int], code: int = 4, item_bytes: int = 4) -> bytes:
+    """As `IndexedDatasetBuilder.finalize` of Megatron-DeepSpeed and GPT-NeoX writes it, spelled out."""
+    offsets = [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
+    numbers = [range(len(lengths) + 1), offsets, lengths, document_indices]
+    return (
+        b"TNTIDX\x00\x00"
+        + struct.pack("<Q", 1)
+        + struct.pack("<QQ", code, item_bytes)
+        + struct.pack("<QQ", len(lengths), len(lengths))
+        + struct.pack("<Q", len(document_indices))
+        + b"".join(np.array(part, dtype=np.int64).tobytes() for part in numbers)
+    )
+
+
+@pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (3, "<i2"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
+def test_megatrons_former_index_is_read(tmp_path: Path, code: int, dtype: str) -> None:
+    tokens = np.arange(1, 11, dtype=dtype)
+    (tmp_path / "x.bin").write_bytes(tokens.tobytes())
+    (tmp_path / "x.idx").write_bytes(legacy_idx([4, 3, 0, 3], [0, 2, 4], code, tokens.itemsize))
+    file = TokenFile.open(tmp_path / "x")
+    file.check_index()
+    assert [file.document(index).tolist() for index in range(2)] == [list(range(1, 8)), [8, 9, 10]]
+    assert file.dtype == np.dtype(dtype)
+
+
+LEGACY = legacy_idx([2, 2], [0, 1, 2])
+HEADER = 56
+
+
+@pytest.mark.parametrize(
+    ("idx", "complaint"),
+    [
+        (LEGACY[:20], "20 bytes, fewer than its header; .*prepare or copy both files again"),
+        (LEGACY[:-1], r"has \d+ bytes where its header says"),
+        (LEGACY[:48] + LEGACY[HEADER:], r"has \d+ bytes where its header says"),
+        (damage(LEGACY, 8, struct.pack("<Q", 2)), "version 2; only version 1"),
+        (damage(LEGACY, 16, struct.pack("<Q", 7)), "dtype code 7, which holds no token ids"),
+        (damage(LEGACY, 24, struct.pack("<Q", 8)), "8 bytes for a int32"),
+        (damage(LEGACY, 32, struct.pack("<Q", 2**60)), r"has \d+ bytes where its header says"),
+        (damage(LEGACY, HEADER + 8, struct.pack("<q", 2)), "more than one dimension"),
+        (damage(LEGACY, HEADER + 32, struct.pack("<q", 2**60)), "do not lie end to end"),
+        (damage(LEGACY, HEADER + 48, struct.pack("<q", -2)), "an impossible length"),
+        (damage(LEGACY, HEADER + 48, struct.pack("<q", 2**60)), "an impossible length"),
+    ],
+)
+def test_a_damaged_index_of_the_former_kind_is_refused(tmp_path: Path, idx: bytes, complaint: str) -> None:
+    (tmp_path / "x.idx").write_bytes(idx)
+    (tmp_path / "x.bin").write_bytes(bytes(16))
+    with pytest.raises(DataError, match=complaint):
+        TokenFile.open(tmp_path / "x")
+
+
+def test_documents_of_the_former_index_are_checked_like_others(tmp_path: Path) -> None:
+    (tmp_path / "x.bin").write_bytes(bytes(16))
+    (tmp_path / "x.idx").write_bytes(damage(LEGACY, len(LEGACY) - 8, struct.pack("<q", 2**60)))
+    with pytest.raises(DataError, match="documents do not cover"):
+        TokenFile.open(tmp_path / "x").check_index()
