@@ -13,6 +13,7 @@ from megalite.config.sections.text_sections import BlendPart
 from megalite.data.batches.conversation_rows import ConcatenatedRows, packing_of, rows_of
 from megalite.data.batches.documents import require_ends
 from megalite.data.batches.length_buckets import buckets_of, fill
+from megalite.data.batches.megatron_order import prepare_samples, training_order, validation_order
 from megalite.data.batches.stream_files import StreamFile, first_rows, stream_files
 from megalite.data.batches.stream_lane import require_documents
 from megalite.data.chat.chat_settings import chat_encoding, require_same_chat
@@ -115,11 +116,8 @@ def ensure_data(
         parts = [PARTS[part] for part in preparation.split.parts] if is_split else [part_set.part]
         for part, prefix in zip(parts, preparation.outputs, strict=True):
             prefixes_of[part].append(prefix)
-    if config.data.kind != "text":
-        notes += _rows(config, prefixes_of)
-    elif not stream:
-        for part_set, prefix in zip(training, prefixes_of["train"], strict=True):
-            _require_a_sequence(part_set, prefix, config.training.sequence_length)
+    if not stream:
+        notes += _samples(config, training, prefixes_of, run_folder / "data")
     return RunData(
         tokenizer=folder,
         train=tuple(prefixes_of["train"]),
@@ -130,6 +128,27 @@ def ensure_data(
         stream=stream,
         fingerprints=_fingerprints(config, tokenizer, training, prefixes_of, stream),
     )
+
+
+def _samples(
+    config: RunConfig, training: Sequence[_Set], prefixes_of: Mapping[str, Sequence[Path]], folder: Path
+) -> Iterator[str]:
+    """Check that the files have samples, and yield notes about them. Raises DataError.
+
+    folder: keeps the indices of Megatron's order.
+    """
+    if config.data.kind != "text":
+        yield from _rows(config, prefixes_of)
+    elif config.data.order == "megatron":
+        samples = prepare_samples(prefixes_of["train"], training_order(config), folder)
+        yield f"train: {counted(len(samples), 'sample')} in Megatron's order (data.order)"
+        if config.validation.samples is not None:
+            prefixes = prefixes_of["validation"] or prefixes_of["train"]
+            samples = prepare_samples(prefixes, validation_order(config), folder)
+            yield f"validation: {counted(len(samples), 'sample')} in Megatron's order"
+    else:
+        for part_set, prefix in zip(training, prefixes_of["train"], strict=True):
+            _require_a_sequence(part_set, prefix, config.training.sequence_length)
 
 
 def _fingerprints(
@@ -198,6 +217,11 @@ def _sets(config: RunConfig) -> list[_Set]:
             pattern=part.pattern or data.pattern,
             key=key,
         )
+        if isinstance(source, Corpus) and data.order == "megatron":
+            raise DataError(
+                f'{key}: data.order = "megatron" orders .bin/.idx files, and {", ".join(source.sources)} is text; name '
+                "Megatron's files, or prepare the text (megalite data prepare)"
+            )
         name = "validation" if key == "data.validation" else "train"
         sets.append(_Set(key, source, name, suffix, part.weight))
     if data.validation is not None:
@@ -369,7 +393,7 @@ def _check_prepared(part_set: _Set, prefix: Path, tokenizer: Tokenizer | None, c
         )
     if facts is not None and kind == "instruct":
         require_same_chat(prefix, facts, tokenizer, config.tokenizer.chat_template, data)
-    if data.split is not None and len(Split(data.split).parts) > 1:
+    if data.split is not None and len(Split(data.split).parts) > 1 and data.order != "megatron":
         raise DataError(
             f"{prefix} is a prepared token file, and data.split divides text only; prepare the text with "
             f"megalite data prepare --split, and name the parts as {part_set.key} and data.validation"

@@ -1,6 +1,7 @@
 """The loaders of a run's token files: of training, and of each validation set."""
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megalite.config.sections.schema import RunConfig
@@ -8,6 +9,13 @@ from megalite.data.batches.blend import SampleOrder
 from megalite.data.batches.bucket_loader import BucketLoader
 from megalite.data.batches.conversation_rows import samples_of
 from megalite.data.batches.loader import BatchShare, StepLoader
+from megalite.data.batches.megatron_loader import MegatronLoader
+from megalite.data.batches.megatron_order import (
+    MegatronOrder,
+    prepare_samples,
+    training_order,
+    validation_order,
+)
 from megalite.data.batches.stream_lane import StreamText
 from megalite.data.batches.stream_loader import StreamLoader, TrainingLoader
 from megalite.data.ensure import RunData
@@ -49,13 +57,16 @@ def training_loader(
     mesh: ParallelMesh,
     tokenizer: Tokenizer | None,
 ) -> TrainingLoader:
-    """Return the loader of the blended training files, of the length buckets of one, or of streamed text.
+    """Return the loader of the blended training files, of the length buckets of one, of Megatron's order, or of
+    streamed text.
 
     load: `loader_maker`'s.
     """
     if data.stream:
         assert tokenizer is not None, "a rule asks for it"
         return _stream_loader(config, data, mesh, tokenizer)
+    if config.data.order == "megatron":
+        return _megatron_loader(config, data.train, training_order(config), mesh, tokenizer)
     if config.data.length_buckets:
         [prefix] = data.train
         return BucketLoader(
@@ -103,9 +114,39 @@ def _stream_loader(
     )
 
 
+def _megatron_loader(
+    config: RunConfig,
+    prefixes: Sequence[Path],
+    order: MegatronOrder,
+    mesh: ParallelMesh,
+    tokenizer: Tokenizer | None,
+) -> MegatronLoader:
+    return MegatronLoader(
+        prepare_samples(prefixes, order, Path(config.run.folder) / "data"),
+        _share_of_the_batch(config, mesh),
+        end_of_document_id=tokenizer.end_of_document_id
+        if tokenizer is not None and config.data.document_mask
+        else None,
+    )
+
+
 def held_out_sets(
-    config: RunConfig, data: RunData, load: Callable[..., StepLoader]
+    config: RunConfig,
+    data: RunData,
+    load: Callable[..., StepLoader],
+    mesh: ParallelMesh,
+    tokenizer: Tokenizer | None,
 ) -> Mapping[str, HeldOutSet]:
-    """Return the validation sets by the names of their files. load: `loader_maker`'s."""
+    """Return the validation sets by the names of their files; "validation" is a part of all files of Megatron's order.
+
+    load: `loader_maker`'s.
+    """
+    if config.data.order == "megatron":
+        samples, prefixes = config.validation.samples, data.validation or data.train
+        if samples is None:  # a rule asks for it with validation text
+            return {}
+        loader = _megatron_loader(config, prefixes, validation_order(config), mesh, tokenizer)
+        name = prefixes[0].name if data.validation else "validation"
+        return {name: HeldOutSet(loader, samples, config.validation.every)}
     files = {prefix.name: TokenFile.open(prefix) for prefix in data.validation}
     return {name: held_out_set(load, file, config.validation.samples) for name, file in files.items()}

@@ -172,7 +172,7 @@ class _Rank:
                 kernels=kernels,
             )
             trainer.fingerprints = dict(inputs.data.fingerprints)
-            held_out = held_out_sets(config, inputs.data, load)
+            held_out = held_out_sets(config, inputs.data, load, mesh, tokenizer)
             if resumed_from is not None:
                 _resume(trainer, resumed_from)
         if mesh.rank == 0:

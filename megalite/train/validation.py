@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megalite.data.batches.loader import StepLoader
+from megalite.data.batches.megatron_loader import MegatronLoader
 from megalite.data.files.token_file import TokenFile
 from megalite.errors import DataError
 from megalite.launcher.control.progress import Activity, progress
@@ -24,14 +25,20 @@ class HeldOutSet:
     """A validation set: losses are summed over the first `samples` samples of `loader`.
 
     The loader's `epochs` end there, so the rows that fill up the last batch have no labels and add nothing.
+    every: each validation has the next `samples` samples, as Megatron's does after so many steps; None: the same ones.
     """
 
-    loader: StepLoader
+    loader: StepLoader | MegatronLoader
     samples: int
+    every: int | None = None
 
     @property
     def steps(self) -> int:
         return math.ceil(self.samples / self.loader.global_batch_size)
+
+    def first_sample(self, step: int) -> int:
+        """Return the place of the first sample of the validation after a step."""
+        return 0 if self.every is None else max(0, math.ceil(step / self.every) - 1) * self.samples
 
 
 def held_out_set(load: Callable[..., StepLoader], file: TokenFile, limit: int | None) -> HeldOutSet:
@@ -62,12 +69,12 @@ def validate(
     totals, means = [0.0] * (2 + len(names)), {}
     for name, held_out in sets.items():
         sums = torch.zeros(2 + len(names), dtype=torch.float64, device=trainer.mesh.device)
-        stride = held_out.loader.global_batch_size
-        with trainer.prefetch(held_out.loader, end=held_out.steps * stride) as batches:
+        stride, first = held_out.loader.global_batch_size, held_out.first_sample(trainer.state.step)
+        with trainer.prefetch(held_out.loader, end=first + held_out.steps * stride) as batches:
             for step in range(held_out.steps):
                 if ends():
                     return None
-                sums += trainer.evaluate(batches.step_batch(step * stride).ready())
+                sums += trainer.evaluate(batches.step_batch(first + step * stride).ready())
                 advance()
         of_set = sums.tolist()  # the only wait for the device
         if of_set[1] == 0:

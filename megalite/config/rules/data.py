@@ -104,7 +104,11 @@ def blend_names_each_set_once(run: CheckedRun) -> Iterator[Problem]:
 
 
 def split_shares_add_up(run: CheckedRun) -> Iterator[Problem]:
-    wrong = wrong_shares(run.data.split) if run.data.split is not None else None
+    split = run.data.split
+    if split is not None and run.data.order == "megatron":
+        # Megatron divides by the sum: 969,30,1 is the split of its examples.
+        split = tuple(share / (sum(split) or 1.0) for share in split)
+    wrong = wrong_shares(split) if split is not None else None
     if wrong is not None:
         yield Problem("data.split", *wrong)
 

@@ -10,6 +10,7 @@ from megalite.config.rules import (
     computation,
     data,
     layout,
+    megatron_order,
     model,
     optimizer,
     pipeline,
@@ -35,7 +36,19 @@ def _functions_that_yield(kind: type, *modules: ModuleType) -> tuple[Any, ...]:
     )
 
 
-_SUBJECTS = (layout, model, adapter, pipeline, batch, computation, training, optimizer, data, streaming)
+_SUBJECTS = (
+    layout,
+    model,
+    adapter,
+    pipeline,
+    batch,
+    computation,
+    training,
+    optimizer,
+    data,
+    streaming,
+    megatron_order,
+)
 RULES = _functions_that_yield(Problem, *_SUBJECTS, preference, validation)
 _PLACE_RULES = _functions_that_yield(Problem, places)
 _NOTES = _functions_that_yield(str, computation, optimizer, adapter)

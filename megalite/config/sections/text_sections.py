@@ -105,6 +105,10 @@ class DataConfig(Section):
         False,
         description="read .jsonl or .parquet while training, without token files; needs training.steps",
     )
+    order: Literal["megalite", "megatron"] = Field(
+        "megalite",
+        description='"megatron": the samples of .bin/.idx files in the order of Megatron-core\'s GPTDataset',
+    )
     shuffle: bool = Field(
         True, description="shuffle the sequences anew in each epoch; streaming: nearby documents"
     )

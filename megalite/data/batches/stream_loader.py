@@ -11,6 +11,7 @@ from megalite.data.batches.blend import BatchRows
 from megalite.data.batches.bucket_loader import BucketLoader
 from megalite.data.batches.documents import document_ids_and_positions
 from megalite.data.batches.loader import BatchShare, LoadedBatch, StepLoader, loaded_batch
+from megalite.data.batches.megatron_loader import MegatronLoader
 from megalite.data.batches.stream_lane import DocumentEncoder, Lane, LanePlace, StreamText
 from megalite.data.tokenizers.tokenizer import Tokenizer
 
@@ -84,5 +85,5 @@ class StreamLoader:
                 lane.go_on(sequence, None if places is None else places[row])
 
 
-TrainingLoader = StepLoader | BucketLoader | StreamLoader
+TrainingLoader = StepLoader | BucketLoader | MegatronLoader | StreamLoader
 """A loader of training batches."""

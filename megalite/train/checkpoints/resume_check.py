@@ -46,14 +46,19 @@ def changed_settings(written: Mapping[str, Any], config: RunConfig) -> list[Chan
         if (was := before.get(key, "unset")) != (is_now := now.get(key, "unset"))
     ]
     streams = bool((written.get("data") or {}).get("streaming")) and config.data.streaming
+    special = {_LENGTH: _LENGTH_OF_STREAM} if streams else {}
+    if config.data.order == "megatron":
+        special = dict.fromkeys(_OF_MEGATRONS_ORDER, _OTHER_ORDER)
     return [
-        replace(setting, effect=_LENGTH_OF_STREAM) if streams and setting.key == _LENGTH else setting
+        replace(setting, effect=special.get(setting.key, setting.effect))
         for setting in changed
         # "auto" takes the precision of the checkpoint.
         if setting.effect.rule != Rule.FREE and (setting.key, setting.now) != ("training.precision", "auto")
     ]
 
 
+_OF_MEGATRONS_ORDER = ("run.seed", "training.steps", "training.global_batch_size", "data.split")
+_OTHER_ORDER = Effect(Rule.REFUSED, "Megatron's order of the samples depends on it (data.order)")
 _LENGTH = "training.sequence_length"
 _LENGTH_OF_STREAM = Effect(Rule.SAID, "the text goes on behind what was read, in sequences of this length")
 

@@ -103,6 +103,7 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
     (Rule.PLACES, _OTHER_WEIGHTS, "data: curriculum"),
     (Rule.REFUSED, f"the samples are other documents, so {_OTHER_SAMPLES}", "data: kind"),
     (Rule.REFUSED, f"the text is read in another order, so {_OTHER_SAMPLES}", "data: streaming"),
+    (Rule.REFUSED, f"the samples have another order, so {_OTHER_SAMPLES}", "data: order"),
     (Rule.REFUSED, f"the samples are divided elsewhere, so {_OTHER_SAMPLES}", "data: packing length_buckets"),
     (
         Rule.REFUSED,

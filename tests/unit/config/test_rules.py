@@ -17,7 +17,7 @@ from tests.unit.config.rule_cases import (
     Case,
 )
 from tests.unit.config.runs import REMOVED, load, problems
-from tests.unit.config.tuning_cases import ADAPTER_CASES, PREFERENCE_CASES, STREAMING_CASES
+from tests.unit.config.tuning_cases import ADAPTER_CASES, MEGATRON_CASES, PREFERENCE_CASES, STREAMING_CASES
 
 CASES = [
     *FAMILY_CASES,
@@ -27,6 +27,7 @@ CASES = [
     *CURRICULUM_CASES,
     *PREFERENCE_CASES,
     *STREAMING_CASES,
+    *MEGATRON_CASES,
     Case(
         "tensor_divides_attention_heads",
         {"parallel.tensor": 3, "model.num_key_value_heads": 3, "model.num_attention_heads": 8},

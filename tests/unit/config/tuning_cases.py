@@ -170,6 +170,98 @@ PREFERENCE_CASES = [
 
 _STREAM = {"data.streaming": True, "tokenizer.path": "tokenizer.json", "tokenizer.vocab_size": REMOVED}
 
+_MEGATRON = {"data.order": "megatron"}
+
+MEGATRON_CASES = [
+    Case(
+        "megatron_orders_documents",
+        {**_MEGATRON, "data.kind": "instruct"},
+        'data.order: "megatron" is for documents, but data.kind is "instruct"; delete it, or set data.kind = "text"',
+        {"data.kind": "text"},
+    ),
+    Case(
+        "megatron_orders_documents",
+        {**_MEGATRON, **_STREAM},
+        'data.streaming: true reads the text in its own order, not in that of data.order = "megatron"; set it to '
+        "false, or delete data.order",
+        {"data.streaming": False},
+    ),
+    Case(
+        "megatron_orders_always_shuffle",
+        {**_MEGATRON, "data.shuffle": False},
+        'data.shuffle: false has no effect with data.order = "megatron", which shuffles; delete it, or delete '
+        "data.order",
+        {"data.shuffle": REMOVED},
+    ),
+    Case(
+        "megatron_blends_keep_their_weights",
+        {
+            **_MEGATRON,
+            "data.source": REMOVED,
+            "data.blend": [{"source": "a", "weight": 1.0}, {"source": "b", "weight": 3.0}],
+            "data.curriculum": [{"step": 3, "weights": [0.5, 0.5]}],
+        },
+        'data.curriculum: changes the weights, which data.order = "megatron" does not know; delete it, or delete '
+        "data.order",
+        {"data.curriculum": REMOVED},
+    ),
+    Case(
+        "megatron_orders_have_a_number_of_samples",
+        {**_MEGATRON, "training.steps": REMOVED, "training.epochs": 2.0},
+        'training.steps: is required with data.order = "megatron", which depends on steps x global batch size; set it '
+        "to Megatron's --train-iters, and delete training.epochs",
+        {"training.steps": 20, "training.epochs": REMOVED},
+    ),
+    Case(
+        "megatron_seeds_have_32_bits",
+        {**_MEGATRON, "run.seed": 2**32},
+        'run.seed: 4294967296 is more than data.order = "megatron" takes, a number of 32 bits; use Megatron\'s --seed, '
+        "at most 4294967295",
+        {"run.seed": 2**32 - 1},
+    ),
+    Case(
+        "megatron_validations_have_a_size",
+        {**_MEGATRON, "data.split": [969, 30, 1], "validation.samples": 8},
+        'validation.every: is required with data.order = "megatron", whose validation samples depend on their number; '
+        "set it to Megatron's --eval-interval",
+        {"validation.every": 5},
+    ),
+    Case(
+        "megatron_validations_have_a_size",
+        {**_MEGATRON, "data.split": [969, 30, 1], "validation.every": 5},
+        'validation.samples: is required with data.order = "megatron", whose validation samples depend on their '
+        "number; set it to Megatron's --eval-iters x --global-batch-size",
+        {"validation.samples": 8},
+    ),
+    Case(
+        "megatron_validations_have_a_size",
+        {
+            **_MEGATRON,
+            "training.global_batch_size": 8,
+            "data.validation": "held",
+            "validation.every": 5,
+            "validation.samples": 9,
+        },
+        'validation.samples: 9 is no number of whole batches of 8, which data.order = "megatron" needs; use 16, a '
+        "multiple of training.global_batch_size",
+        {"validation.samples": 16},
+    ),
+    Case(
+        "megatron_splits_or_names_validation",
+        {
+            **_MEGATRON,
+            "data.split": [1.0],
+            "data.validation": "held",
+            "training.global_batch_size": 8,
+            "validation.every": 5,
+            "validation.samples": 8,
+        },
+        'data.split: is set together with data.validation, and Megatron takes one of them (data.order = "megatron"); '
+        "delete one of them",
+        {"data.split": REMOVED},
+    ),
+]
+
 STREAMING_CASES = [
     Case(
         "streams_are_one_set_of_documents",
