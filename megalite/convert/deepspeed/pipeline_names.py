@@ -43,7 +43,7 @@ class Dialect:
 
 
 @dataclass(frozen=True)
-class StoredTensor:
+class LayerTensor:
     """Where the files hold a canonical tensor: the pipeline layer, the name in it, and how ranks cut it.
 
     shape: of the canonical tensor. parts: rows of each canonical tensor that is fused into the stored one, in order;
@@ -71,7 +71,7 @@ class StoredTensor:
         return (rows // ranks, *others) if cuttable else None
 
 
-def stored_tensors(shape: ModelShape, dialect: Dialect) -> dict[str, StoredTensor]:
+def stored_tensors(shape: ModelShape, dialect: Dialect) -> dict[str, LayerTensor]:
     """Return where the files of a program have each canonical tensor of a model."""
     canonical = canonical_tensors(shape)
     outside: dict[str, tuple[Role, str, Cut]] = {
@@ -85,14 +85,14 @@ def stored_tensors(shape: ModelShape, dialect: Dialect) -> dict[str, StoredTenso
     for name, size in canonical.items():
         if name in outside:
             role, theirs, cut = outside[name]
-            stored[name] = StoredTensor(role, theirs, cut, size, size[:1])
+            stored[name] = LayerTensor(role, theirs, cut, size, size[:1])
             continue
         layer, _, rest = name.removeprefix("model.layers.").partition(".")
         module, _, kind = rest.rpartition(".")
         fused = _fused_with(module, shape, dialect)
         siblings = [f"model.layers.{layer}.{part}.{kind}" for part in fused]
         theirs, cut = _within_layer(module, kind, dialect)
-        stored[name] = StoredTensor(
+        stored[name] = LayerTensor(
             int(layer),
             theirs,
             cut,

@@ -15,7 +15,7 @@ from megalite.convert.deepspeed.pipeline_names import (
     DECODER_LAYER,
     Dialect,
     Role,
-    StoredTensor,
+    LayerTensor,
     missing_layers,
     role_of,
     stored_tensors,
@@ -43,7 +43,7 @@ class PipelineReader(WeightReader):
 
     folder: PipelineFolder
     shape: ModelShape
-    stored: Mapping[str, StoredTensor]
+    stored: Mapping[str, LayerTensor]
     roles: Mapping[Role, int]
     dtype: torch.dtype
     states: StateShard | None = None
@@ -68,7 +68,7 @@ class PipelineReader(WeightReader):
         require_finite(values, f"{state_key} of {stored.name}", self.folder.path, region.offsets)
         return values
 
-    def _shard(self, state_key: str, stored: StoredTensor, layer: int, rank: int) -> Tensor:
+    def _shard(self, state_key: str, stored: LayerTensor, layer: int, rank: int) -> Tensor:
         if self.states is not None:
             size = stored.rank_shape(self.folder.model_ranks) or ()
             return self.states(state_key, layer, rank, stored.name).view(size)
@@ -89,7 +89,7 @@ class PipelineReader(WeightReader):
         self.notes.append(f"{what} differs from the copy of rank 0, which was used, by up to {off:.1e}")
 
 
-def joined(stored: StoredTensor, shards: Sequence[Tensor], state_key: str = WEIGHT) -> Tensor:
+def joined(stored: LayerTensor, shards: Sequence[Tensor], state_key: str = WEIGHT) -> Tensor:
     """Return a canonical tensor, whole, from all model-parallel ranks' tensors.
 
     A moment of a sum over ranks is that of each term, since their gradients are equal.
@@ -178,7 +178,7 @@ def open_reader(layers: Layers, shape: ModelShape, dialect: Dialect, padded_rows
     if missing := list(missing_layers(roles, shape)):
         raise CheckpointError(f"{folder.path} lacks {listed(missing)}; fetch every layer's file")
     stored = stored_tensors(shape, dialect)
-    needed: dict[int, dict[str, StoredTensor]] = {layer: {} for layer in layers.entries}
+    needed: dict[int, dict[str, LayerTensor]] = {layer: {} for layer in layers.entries}
     for tensor in stored.values():
         needed[roles[tensor.role]][tensor.name] = tensor
     of_layers = {layer: role for role, layer in roles.items()}
@@ -206,8 +206,8 @@ def open_reader(layers: Layers, shape: ModelShape, dialect: Dialect, padded_rows
     return PipelineReader(folder, shape, stored, roles, dtype)
 
 
-def _padded(tensor: StoredTensor, rows: int) -> StoredTensor:
-    return StoredTensor(tensor.role, tensor.name, tensor.cut, tensor.shape, (rows,))
+def _padded(tensor: LayerTensor, rows: int) -> LayerTensor:
+    return LayerTensor(tensor.role, tensor.name, tensor.cut, tensor.shape, (rows,))
 
 
 def _unused(names: Sequence[str], shape: ModelShape) -> bool:
