@@ -115,7 +115,7 @@ def read_metadata(folder: Path) -> DcpMetadata:
     tensors, objects = {}, {}
     for name, entry in entries.items():
         if not isinstance(name, str) or not isinstance(entry, Foreign):
-            raise _bad(path, f"the entry {name!r:.100} is none of a tensor or an object")
+            raise _bad(path, f"the entry {_shown(name)} is neither a tensor nor an object")
         if entry.type_name == _TENSOR:
             tensors[name] = _tensor(name, entry, ranges, path)
         elif (name, None) not in ranges:
@@ -139,15 +139,15 @@ def _ranges(storage: Mapping[Any, Any], folder: Path) -> dict[tuple[str, tuple[i
         where = _fields(info, "torch.distributed.checkpoint.filesystem._StorageInfo", path)
         file, start, length = (where.get(field) for field in ("relative_path", "offset", "length"))
         if not (isinstance(name, str) and _is_count(start) and _is_count(length)):
-            raise _bad(path, f"the place of {name!r:.100} is no offset and length")
+            raise _bad(path, f"the place of {_shown(name)} is no offset and length")
         if not isinstance(file, str) or file in ("", ".", "..") or Path(file).name != file or "\0" in file:
             raise _bad(
-                path, f"{name} is said to be in {file!r:.200}, which is not the name of a file in the folder"
+                path, f"{name} is said to be in {_shown(file)}, which is not the name of a file in the folder"
             )
         if where.get("transform_descriptors"):
             raise _bad(
                 path,
-                f"{name} was saved with a transform ({where['transform_descriptors']!r:.100}); save it without",
+                f"{name} was saved with a transform; save it without",
             )
         if file not in sizes:
             sizes[file] = (folder / file).stat().st_size if (folder / file).is_file() else -1
@@ -192,7 +192,7 @@ def _tensor(
 def _fields(value: object, type_name: str, path: Path, *, or_state: bool = False) -> dict[str, Any]:
     """Return the attributes of a stand-in of this class; or_state: TensorProperties are pickled as a tuple."""
     if not isinstance(value, Foreign) or value.type_name != type_name:
-        raise _bad(path, f"{value!r:.100} is no {type_name.rpartition('.')[2]}")
+        raise _bad(path, f"{_shown(value)} is no {type_name.rpartition('.')[2]}")
     if or_state and isinstance(value.state, tuple) and value.state:
         return {"dtype": value.state[0]}
     return value.fields
@@ -202,12 +202,19 @@ def _size(value: object, path: Path) -> tuple[int, ...]:
     inner = value.arguments[0] if isinstance(value, Foreign) and len(value.arguments) == 1 else value
     sizes = tuple(inner) if isinstance(inner, tuple | list) else None
     if sizes is None or len(sizes) > _MOST_DIMS or not all(map(_is_count, sizes)):
-        raise _bad(path, f"{value!r:.100} is no size")
+        raise _bad(path, f"{_shown(value)} is no size")
     return sizes
 
 
 def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
+
+
+def _shown(value: object) -> str:
+    """Return a value for an error; not its repr, which a hostile file can make endless."""
+    if isinstance(value, str):
+        return repr(value[:100])
+    return value.type_name if isinstance(value, Foreign) else f"a {type(value).__name__}"
 
 
 def _bad(path: Path, reason: str) -> CheckpointError:

@@ -242,3 +242,13 @@ def test_a_chunk_that_is_listed_twice_counts_once(saved: Path, tmp_path: Path) -
     folder.require_whole(["grid"])
     values: Tensor = folder.read("grid", full_slice((7, 12)))
     assert torch.equal(values, GRID)
+
+
+def test_an_endless_text_of_a_hostile_object_is_not_made(saved: Path, tmp_path: Path) -> None:
+    """Sixty lists that hold the one before them twice have 2^60 words."""
+    nested: Any = ["word"]
+    for _ in range(60):
+        nested = [nested, nested]
+    folder = _changed(saved, tmp_path, _metadata(lambda content: [nested]))
+    with pytest.raises(CheckpointError, match="a list is no Metadata"):
+        DcpFolder(folder)
