@@ -238,7 +238,7 @@ def _step_of_name(place: Path) -> int | None:
 def _notes(
     states: _States, names: StoredNames, tensors: Sequence[FamilyTensor], groups: Sequence[Mapping[str, Any]]
 ) -> Iterator[str]:
-    if names.titan:
+    if names.titan is not None:
         yield "torchtitan's names; rows of query and key are reordered for a rotary embedding of halves"
     if settings := settings_of(groups):
         yield f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in settings.items())}"

@@ -4,7 +4,7 @@ torchtitan names a Llama's parameters as Meta does (torchtitan/models/llama3/sta
 """
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from megalite.errors import CheckpointError, listed
@@ -27,6 +27,14 @@ _TITAN = {
     "input_layernorm": "attention_norm",
     "post_attention_layernorm": "ffn_norm",
 }
+# Names of 2026: its query, key and value stand in a module of their own, and the head is called as elsewhere.
+_TITAN_LATER = {
+    "self_attn.q_proj": "attention.qkv_linear.wq",
+    "self_attn.k_proj": "attention.qkv_linear.wk",
+    "self_attn.v_proj": "attention.qkv_linear.wv",
+    "lm_head": "lm_head",
+}
+_TITAN_FUSED = ".attention.qkv_linear.wqkv."
 _TITAN_EMBEDDING = "tok_embeddings.weight"
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(\w+)")
 _INTERLEAVED = ("self_attn.q_proj.", "self_attn.k_proj.")
@@ -36,42 +44,45 @@ _INTERLEAVED = ("self_attn.q_proj.", "self_attn.k_proj.")
 class StoredNames:
     """Where the tensors of a model stand. model: the prefix of weights. moments: that of a parameter's state, or None.
 
-    titan: torchtitan's names; the rows of query and key are those of a rotary embedding of neighbouring pairs.
+    titan: module -> torchtitan's name of it, None for Hugging Face's names; with torchtitan's, the rows of query and
+    key are those of a rotary embedding of neighbouring pairs. in_models: name in files -> name in transformers' model.
     """
 
     model: str
     moments: str | None
-    titan: bool
+    titan: Mapping[str, str] | None
     in_models: dict[str, str]
 
     def of(self, tensor: FamilyTensor) -> str:
         """Return the name of a tensor in the program's own model, without a prefix."""
-        return titan_name(tensor.name) if self.titan else self.in_models.get(tensor.name, tensor.name)
+        return self._named(tensor.name)
 
     def weight(self, tensor: FamilyTensor) -> str:
         return self.model + self.of(tensor)
 
     def head(self, shape: ModelShape) -> str:
         """Return the name of the head, which a model with tied weights may have too."""
-        name = FAMILIES[shape.family].names.of(HEAD)
-        return self.model + (titan_name(name) if self.titan else self.in_models.get(name, name))
+        return self.model + self._named(FAMILIES[shape.family].names.of(HEAD))
+
+    def _named(self, name: str) -> str:
+        return self.in_models.get(name, name) if self.titan is None else titan_name(name, self.titan)
 
     def state(self, tensor: FamilyTensor, key: str) -> str:
         return f"{self.moments}{self.of(tensor)}.{key}"
 
     def heads(self, tensor: FamilyTensor, shape: ModelShape) -> int | None:
         """Return how many heads' rows have to be reordered; None if the rows stand as here."""
-        if not self.titan or not any(part in tensor.name for part in _INTERLEAVED):
+        if self.titan is None or not any(part in tensor.name for part in _INTERLEAVED):
             return None
         return shape.num_attention_heads if ".q_proj." in tensor.name else shape.num_key_value_heads
 
 
-def titan_name(name: str) -> str:
+def titan_name(name: str, modules: Mapping[str, str] = _TITAN) -> str:
     """Return torchtitan's name of a Llama tensor of Hugging Face; raises KeyError if it has no such tensor."""
     if (match := _LAYER.fullmatch(name)) is not None:
-        return f"layers.{match[1]}.{_TITAN[match[2]]}.{match[3]}"
+        return f"layers.{match[1]}.{modules[match[2]]}.{match[3]}"
     module, kind = name.rsplit(".", 1)
-    return f"{_TITAN[module]}.{kind}"
+    return f"{modules[module]}.{kind}"
 
 
 def is_titan(names: Iterable[str]) -> bool:
@@ -107,7 +118,22 @@ def find_names(names: Collection[str], shape: ModelShape, source: object) -> Sto
         raise CheckpointError(
             f"{source} has several models, at {listed([prefix + anchor for prefix in prefixes])}; save one of them"
         )
-    return StoredNames(prefixes[0], _moments(names, anchor, source), titan, stored)
+    modules = _titan_modules(names, source) if titan else None
+    return StoredNames(prefixes[0], _moments(names, anchor, source), modules, stored)
+
+
+def _titan_modules(names: Collection[str], source: object) -> dict[str, str]:
+    """Return module -> torchtitan's name, as its version had it. Raises CheckpointError for fused projections."""
+    fused = next((name for name in names if _TITAN_FUSED in name), None)
+    if fused is not None:
+        raise CheckpointError(
+            f"{source} has {fused}, query, key and value in one tensor, which is not supported; export the model to"
+            " Hugging Face's format with torchtitan"
+        )
+    later = {
+        module: name for module, name in _TITAN_LATER.items() if any(f"{name}." in stored for stored in names)
+    }
+    return _TITAN | later
 
 
 def _moments(names: Collection[str], anchor: str, source: object) -> str | None:

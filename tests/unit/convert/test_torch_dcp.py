@@ -304,3 +304,34 @@ def test_torchtitans_names_of_another_family_are_refused(program: Program, tmp_p
         CheckpointError, match=r"of its models only Llama is supported, but config\.json describes a qwen3"
     ):
         import_folder(program.folder, tmp_path / "run", hf_config=config)
+
+
+def _of_2026(content: dict[str, Any]) -> None:
+    for name in list(content):
+        later = name.replace("output.weight", "lm_head.weight")
+        for projection in ("wq", "wk", "wv"):
+            later = later.replace(f".attention.{projection}.", f".attention.qkv_linear.{projection}.")
+        content[later] = content.pop(name)
+
+
+@pytest.mark.parametrize("program", ["torchtitan"], indirect=True)
+def test_torchtitans_names_of_2026_are_read_too(program: Program, tmp_path: Path) -> None:
+    folder = resaved(program, tmp_path / "later", _of_2026)
+    later = states_of(import_folder(folder, tmp_path / "run", hf_config=program.config).checkpoint)
+    states = states_of(
+        import_folder(program.folder, tmp_path / "expected", hf_config=program.config).checkpoint
+    )
+    for key, tensors in states.items():
+        assert [name for name, values in tensors.items() if not torch.equal(later[key][name], values)] == []
+
+
+@pytest.mark.parametrize("program", ["torchtitan"], indirect=True)
+def test_torchtitans_fused_projections_are_refused(program: Program, tmp_path: Path) -> None:
+    def fuse(content: dict[str, Any]) -> None:
+        content["layers.0.attention.qkv_linear.wqkv.weight"] = torch.ones(96, 48)
+
+    folder = resaved(program, tmp_path / "fused", fuse)
+    with pytest.raises(
+        CheckpointError, match=r"qkv_linear\.wqkv\.weight, query, key and value in one tensor"
+    ):
+        import_folder(folder, tmp_path / "run", hf_config=program.config)
