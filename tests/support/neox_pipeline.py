@@ -456,7 +456,7 @@ def _engine(toy: Toy) -> tuple[Any, Any]:
         "zero_optimization": {"stage": toy.stage},
         "optimizer": {"type": "AdamW", "params": ADAM},
         "steps_per_print": 1_000_000,
-        **({"bf16": {"enabled": True}} if toy.precision == "bf16" else {}),
+        **({toy.precision: {"enabled": True}} if toy.precision != "fp32" else {}),
     }
     engine, *_ = deepspeed.initialize(
         model=module, model_parameters=[group for group in groups if group["params"]], config=config

@@ -295,6 +295,21 @@ def test_damage_is_named_and_leaves_nothing(
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
+def test_a_tensor_that_no_rank_has_is_named(tmp_path: Path) -> None:
+    step = write(tmp_path / "left", Toy(model=2), numbers(shape_of(Toy())))
+    for path in step.glob("layer_07-*"):
+        rewrite(path, lambda layer: layer.pop("norm.bias"))
+    with pytest.raises(CheckpointError, match=r"layer_07-model_00-model_states.pt lacks norm.bias"):
+        import_folder(tmp_path / "left", tmp_path / "run")
+
+
+def test_a_pointer_to_the_folder_above_is_not_followed(tmp_path: Path) -> None:
+    step = write(tmp_path / "left", Toy(), numbers(shape_of(Toy())))
+    (step / "inner").mkdir()
+    (step / "inner" / "latest").write_text("..")
+    assert find_format(step / "inner") is None
+
+
 @pytest.mark.parametrize("text", ["../left", "/etc", "..", "", "global_step6"])
 def test_a_pointer_that_leaves_the_folder_is_not_followed(tmp_path: Path, text: str) -> None:
     write(tmp_path / "left", Toy(), numbers(shape_of(Toy())))
