@@ -36,6 +36,7 @@ from tests.support.neox_pipeline import (
 )
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.ranks import RankPool
+from tests.support.training import fp16_allowed
 
 pytestmark = pytest.mark.extended
 SAVED, END = 2, 4
@@ -72,7 +73,11 @@ TOYS = {
     ),
 }
 # Computed in bf16 there: only what is stored is compared.
-NARROW = {"NeoX, bf16, pipeline 2 x data 2": Toy(precision="bf16", data=2)}
+NARROW = {
+    "NeoX, bf16, pipeline 2 x data 2": Toy(precision="bf16", data=2),
+    "NeoX, bf16, ZeRO 0": Toy(precision="bf16", stage=0),
+    "NeoX, fp16": Toy(precision="fp16"),
+}
 
 
 @dataclass(frozen=True)
@@ -91,11 +96,16 @@ def came(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory):
     def make(toy: Toy) -> Came:
         folder = tmp_path_factory.mktemp("engine")
         there = ranks.run(
-            run_engine, toy.world_size, toy=toy, folder=str(folder / "left"), saved=SAVED, end=END
+            engine_on_rank, toy.world_size, toy=toy, folder=str(folder / "left"), saved=SAVED, end=END
         )
         return Came(folder / "left", there, folder / "run", import_folder(folder / "left", folder / "run"))
 
     return make
+
+
+def engine_on_rank(toy: Toy, folder: str, saved: int, end: int) -> EngineRun:
+    with fp16_allowed():
+        return run_engine(toy, folder, saved, end)
 
 
 def contents(checkpoint: Path, state_key: str) -> dict[str, Tensor]:
@@ -125,6 +135,25 @@ def test_masters_and_moments_are_the_engine_s_own_bit_for_bit(came, toy: Toy) ->
                     theirs = sum(term.states[name][0] for term in terms.values())
                 assert torch.equal(theirs.view(parts[ours].shape), parts[ours]), f"{state_key} of {ours}"
     assert compared == cuts[0][0].keys()
+
+
+def test_settings_counters_and_the_loss_scale_come_along(came) -> None:
+    with CheckpointReader(came(NARROW["NeoX, fp16"]).imported.checkpoint) as reader:
+        manifest = reader.manifest
+    known = {"learning_rate": 1e-2, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+    assert manifest.config["optimizer"] == {"name": "adamw", **known, "gradient_clipping": CLIPPING}
+    assert manifest.trainer_state == {
+        "step": SAVED,
+        "samples": SAVED * SEQUENCES,
+        "tokens": 0,
+        "skipped_steps": 0,
+    }
+    assert manifest.optimizer == {
+        "step": SAVED,
+        "loss_scale": 2.0**16,
+        "loss_scale_steps_since_change": SAVED - 1,
+        "loss_scale_overflows_left": 2,
+    }
 
 
 def is_sum(name: str) -> bool:

@@ -14,8 +14,8 @@ from megalite.convert.deepspeed.pipeline_folder import PipelineFolder
 from megalite.convert.deepspeed.pipeline_names import (
     DECODER_LAYER,
     Dialect,
-    Role,
     LayerTensor,
+    Role,
     missing_layers,
     role_of,
     stored_tensors,

@@ -69,12 +69,18 @@ class PipelineStates:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The hyperparameters of the group with the largest weight decay, in our words."""
-        groups = [group for group in self._partitions[0].ranks[0].param_groups if "lr" in group]
-        first: Mapping[str, Any] = max(
-            groups, key=lambda group: _number(group.get("weight_decay")), default={}
+        """The hyperparameters of the group with the largest weight decay, in our words, before a schedule."""
+        rank = self._partitions[0].ranks[0]
+        groups = [group for group in rank.param_groups if "lr" in group]
+        group: dict[str, Any] = dict(
+            max(groups, key=lambda group: _number(group.get("weight_decay")), default={})
         )
-        values = {ours: first[theirs] for theirs, ours in _SETTINGS.items() if theirs in first}
+        section = rank.settings.get("optimizer")
+        configured = section.get("params") if isinstance(section, Mapping) else None
+        peak = _number(configured.get("lr")) if isinstance(configured, Mapping) else 0.0
+        group["lr"] = peak or group.get("initial_lr") or group.get("lr")
+        values = {ours: group.get(theirs) for theirs, ours in _SETTINGS.items()}
+        values["gradient_clipping"] = _number(rank.settings.get("gradient_clipping")) or None
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return {name: value for name, value in plain.items() if isinstance(value, int | float | list)}
 
