@@ -1,23 +1,18 @@
 """DeepSpeed universal checkpoints of Hugging Face models, as ds_to_universal writes them, read tensor by tensor."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
-from megalite.checkpoint.regions import full_slice, index_in
-from megalite.checkpoint.weights import WeightReader, require_no_others
 from megalite.config.sources.huggingface import shape_of_folder
-from megalite.convert.finite import require_finite
+from megalite.convert.family_states import FamilyStatesReader
 from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import load_pickle, require_undamaged
-from megalite.convert.huggingface.load import BUFFERS
 from megalite.convert.streamed import ImportedRun
 from megalite.convert.universal.folder import (
     MODEL_STATES,
@@ -30,12 +25,7 @@ from megalite.convert.universal.folder import (
     find_config,
 )
 from megalite.errors import CheckpointError
-from megalite.families.registry import FAMILIES, family_tensors
-from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors
-from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import TensorSlice
 
-_WRAPPER = "module."
 _SETTINGS = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
 """Their name of a hyperparameter -> ours."""
 
@@ -46,6 +36,10 @@ class UniversalFolder:
 
     path: Path
 
+    @property
+    def place(self) -> Path:
+        return self.path / ZERO
+
     @cached_property
     def names(self) -> list[str]:
         """The parameters, as they are stored."""
@@ -55,16 +49,24 @@ class UniversalFolder:
         """Return the states that a parameter has: fp32, exp_avg, ..."""
         return sorted(each.stem for each in (self.path / ZERO / name).glob("*.pt"))
 
-    def tensor(self, name: str, state: str, *, checked: bool = False) -> Tensor:
-        """Read one state of a parameter, a name of `files`. checked: verify the file's checksums first."""
+    def size(self, name: str, state: str) -> tuple[int, ...]:
+        """Return the shape of one state of a parameter, which is flat under ZeRO 3."""
+        return tuple(self.header(name, state).shape)
+
+    def tensor(self, name: str, state: str) -> Tensor:
+        """Read one state of a parameter, a name of `files`, and verify its file's checksums."""
+        values = self.header(name, state)
+        require_undamaged(self.path / ZERO / name / f"{state}.pt")
+        return values
+
+    def header(self, name: str, state: str) -> Tensor:
+        """Return one state of a parameter, unverified; its values are read when they are used."""
         path = self.path / ZERO / name / f"{state}.pt"
         if not path.is_file():
             raise CheckpointError(
                 f"{path} is missing: every parameter needs {', '.join(STATE_FILES)}, which AdamW under ZeRO saves for"
                 " trained parameters; other optimizers and frozen parameters are not supported"
             )
-        if checked:
-            require_undamaged(path)
         content = load_pickle(path)
         # Under ZeRO 3 it is the flat tensor itself.
         values = content.get("param") if isinstance(content, Mapping) else content
@@ -154,7 +156,7 @@ def _number(value: object, path: Path) -> float:
 def describe(place: Path) -> Iterator[str]:
     """Yield the lines of `megalite convert inspect`."""
     content = UniversalFolder(place)
-    tensors = ((name, content.tensor(name, WEIGHTS)) for name in content.names)
+    tensors = ((name, content.header(name, WEIGHTS)) for name in content.names)
     entries = {name: (values.shape, values.dtype) for name, values in tensors}
     yield f"{place}: a DeepSpeed universal checkpoint, {len(entries):,} parameters"
     yield f"  step {content.counters['step']:,}, {content.step:g} updates; {content.size_bytes:,} bytes"
@@ -167,68 +169,6 @@ def describe(place: Path) -> Iterator[str]:
         yield f"  {name:<{width}}  {by:>16}  {shown}  {', '.join(content.files(name))}"
 
 
-class UniversalReader(WeightReader):
-    """Canonical tensors from a universal folder, once it was seen to hold exactly those of the model."""
-
-    # A tensor at once: its file holds it whole.
-    block_elements = 1 << 62
-
-    def __init__(self, folder: Path, shape: ModelShape):
-        """Raises CheckpointError for what is missing, unknown or of another shape, by name."""
-        self.folder = UniversalFolder(folder)
-        self._shapes = canonical_tensors(shape)
-        names, family = self.folder.names, FAMILIES[shape.family].names
-        self._prefix = _WRAPPER if names and all(name.startswith(_WRAPPER) for name in names) else ""
-        # Written from a model of transformers 5, a folder may have other names than files do.
-        stored = {file: model for file, model in family.in_models.items() if self._prefix + model in names}
-        tensors = [replace(each, name=stored.get(each.name, each.name)) for each in family_tensors(shape)]
-        self._tensors = {part: tensor for tensor in tensors for part in tensor.parts}
-        self._tied, self._head = shape.tie_word_embeddings, stored.get(family.of(HEAD), family.of(HEAD))
-        self._check()
-
-    def close(self) -> None:
-        """No file is open between two reads."""
-
-    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
-        """Return a region of a canonical tensor: the weights (state key WEIGHT) or a moment."""
-        tensor = self._tensors[name]
-        values = self._theirs(
-            tensor.name, WEIGHTS if state_key == WEIGHT else state_key, checked=True
-        ).reshape(tensor.shape)
-        require_finite(values, f"{state_key} of {tensor.name}", self.folder.path)
-        values = values.t() if tensor.transposed else values
-        stored = tensor.slices(name, region, self._shapes)
-        pieces = [values[index_in(piece, full_slice(tuple(values.shape)))] for piece in stored]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-
-    def _theirs(self, name: str, state: str, *, checked: bool = False) -> Tensor:
-        return self.folder.tensor(self._prefix + name, state, checked=checked)
-
-    def _check(self) -> None:
-        expected = {tensor.name: tensor.shape for tensor in self._tensors.values()}
-        stored = {name.removeprefix(self._prefix) for name in self.folder.names}
-        extra = {name for name in stored - expected.keys() if not self._is_spare(name)}
-        advice = "use the config.json of this checkpoint (checkpoints of several tensor-parallel ranks or with adapters"
-        place, advice = self.folder.path / ZERO, f"{advice} are not supported)"
-        require_no_others(place, expected.keys() - stored, extra, advice)
-        for name, shape in expected.items():
-            for state in STATE_FILES:
-                size = tuple(self._theirs(name, state).shape)
-                if size not in (shape, (prod(shape),)):
-                    raise CheckpointError(
-                        f"{self.folder.path / ZERO / name / state}.pt has shape {size}, but its config.json gives"
-                        f" {shape}; use the config.json of this model, with the same vocab_size"
-                    )
-
-    def _is_spare(self, name: str) -> bool:
-        """Whether ds_to_universal added this tensor: a buffer, or the embedding once more under its other name."""
-        if name == self._head and self._tied:
-            return torch.equal(
-                self._theirs(name, WEIGHTS), self._theirs(self._tensors[EMBEDDING].name, WEIGHTS)
-            )
-        return name.endswith(BUFFERS)
-
-
 def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
     """Open a universal folder's weights, moments and step; its data begins anew.
 
@@ -239,8 +179,8 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
         raise CheckpointError(
             f"{place} has no config.json, which gives the model's shape; name it with --hf-config"
         )
-    reader = UniversalReader(place, shape := shape_of_folder(str(hf_config)))
-    content = reader.folder
+    content = UniversalFolder(place)
+    reader = FamilyStatesReader(content, shape := shape_of_folder(str(hf_config)))
     run = ImportedRun(
         shape,
         {"optimizer": {"name": "adamw", **content.settings}},

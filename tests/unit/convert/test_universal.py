@@ -170,7 +170,7 @@ BAD = {
     ),
     "another shape": (
         _resaved(lambda values: {"param": values[1:].clone()}),
-        "model.norm.weight/exp_avg.pt has shape (47,), but its config.json gives (48,)",
+        "exp_avg of model.norm.weight has shape (47,), but its config.json gives (48,)",
     ),
     "an unknown parameter": (
         lambda folder: shutil.copytree(_zero(folder) / "model.norm.weight", _zero(folder) / "lora_A.weight"),
