@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalite.convert.deepspeed.folder import find_engine
 from megalite.convert.deepspeed.pipeline_folder import pipeline_place
 from megalite.convert.megatron.folder import megatron_place
 from megalite.convert.torch_dcp.folder import find_dcp
@@ -33,6 +34,12 @@ class ForeignFormat:
 
 def _universal() -> "Loader":
     from megalite.convert.universal import load
+
+    return load
+
+
+def _engine() -> "Loader":
+    from megalite.convert.deepspeed import load
 
     return load
 
@@ -71,6 +78,7 @@ FORMATS = (
     ForeignFormat(
         "a DeepSpeed universal checkpoint", find_universal, _universal, takes=frozenset({"hf_config"})
     ),
+    ForeignFormat("a checkpoint of DeepSpeed's engine", find_engine, _engine, takes=frozenset({"hf_config"})),
     ForeignFormat("a Megatron-LM checkpoint", megatron_place, _megatron, takes=frozenset({"vocab_size"})),
     ForeignFormat("a torch distributed checkpoint", find_dcp, _torch_dcp, takes=frozenset({"hf_config"})),
     ForeignFormat("a Hugging Face Trainer checkpoint", find_trainer, _trainer),

@@ -70,7 +70,8 @@ class OptimizerPartitions:
         are missing or outside of their flat tensor.
         """
         self.ranks = [read_rank(path) for path in files]
-        self.stage = self.ranks[0].stage
+        self.stage, self.aliases = self.ranks[0].stage, frozenset[str]()
+        self._shapes = {name: shape for group in shapes or () for name, shape in group.items()}
         self._require_one_set()
         self.fragments = self._find_fragments(shapes)
         self.numels = {name: sum(each.numel for each in parts) for name, parts in self.fragments.items()}
@@ -80,6 +81,19 @@ class OptimizerPartitions:
     @property
     def names(self) -> list[str]:
         return list(self.fragments)
+
+    @property
+    def table(self) -> Mapping[str, Any]:
+        """The first rank's optimizer state dict, which has the loss scale."""
+        return self.ranks[0].table
+
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]:
+        return self.ranks[0].param_groups
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a parameter's shape; flat where only its size is known."""
+        return self._shapes.get(name, (self.numels[name],))
 
     @property
     def step(self) -> float:
@@ -107,6 +121,10 @@ class OptimizerPartitions:
             for state in states:
                 for fragment in fragments:
                     self._flat(fragment, state, name)
+
+    def other_states(self) -> set[str]:
+        """Return the state keys beside the weights."""
+        return {state for rank in self.ranks for group in rank.states for state in group} - {FP32}
 
     def group_of(self, name: str) -> Mapping[str, Any]:
         """Return the hyperparameters of a parameter's group."""
@@ -232,7 +250,7 @@ class OptimizerPartitions:
     def _require_shapes(self, shapes: ParamShapes | None) -> None:
         if shapes is None:
             return
-        sizes = {name: prod(shape) for group in shapes for name, shape in group.items()}
+        sizes = {name: prod(shape) for name, shape in self._shapes.items()}
         for name in sizes.keys() | self.numels.keys():
             if sizes.get(name) != self.numels.get(name, 0):
                 raise CheckpointError(

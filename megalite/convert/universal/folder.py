@@ -6,7 +6,6 @@ TAG the file latest_universal with its name.
 
 from pathlib import Path
 
-from megalite.convert.huggingface.files import INDEX, SINGLE
 from megalite.errors import CheckpointError
 from megalite.topology.optimizers import OPTIMIZERS
 
@@ -20,30 +19,22 @@ WEIGHTS = "fp32"
 MOMENTS = OPTIMIZERS["adamw"].keys
 STATE_FILES = (WEIGHTS, *MOMENTS)
 """Names of a parameter's files, without .pt."""
-_OF_THE_ENGINE = ("*_model_states.pt", "*_optim_states.pt")
 
 
 def find_universal(folder: Path) -> Path | None:
     """Return the TAG folder: `folder` itself, or the one its latest_universal names; None for another kind of folder.
 
-    Raises CheckpointError for a checkpoint of DeepSpeed's engine, which must be converted first, unless the folder also
-    has Hugging Face weights.
+    Raises CheckpointError for a pointer to a TAG folder that is not whole.
     """
     if (folder / ZERO).is_dir():
         return folder
-    tag = _named_by(folder / LATEST_UNIVERSAL)
+    tag = named_by(folder / LATEST_UNIVERSAL)
     if tag is not None and (folder / tag / ZERO).is_dir():
         return folder / tag
     if tag is not None:
         raise CheckpointError(
             f"{folder / LATEST_UNIVERSAL} names {tag}, which has no {ZERO} folder; write or fetch it again"
         )
-    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        return None
-    saved = _named_by(folder / "latest")
-    for engine in (folder, *([folder / saved] if saved else [])):
-        if any(any(engine.glob(pattern)) for pattern in _OF_THE_ENGINE):
-            raise CheckpointError(_convert_first(engine))
     return None
 
 
@@ -53,23 +44,10 @@ def find_config(universal: Path) -> Path | None:
     return next((place for place in places if (place / "config.json").is_file()), None)
 
 
-def _named_by(pointer: Path) -> str | None:
+def named_by(pointer: Path) -> str | None:
     """Return the name in a pointer file; None if it is missing, unreadable or not the name of a sibling."""
     try:
         name = pointer.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError):
         return None
     return name if name not in ("", "..") and Path(name).name == name else None
-
-
-def _convert_first(engine: Path) -> str:
-    if not any(engine.glob("*_optim_states.pt")):
-        return (
-            f"{engine} was saved by DeepSpeed under ZeRO 0, which ds_to_universal does not convert; import only the"
-            " weights: load them into the model, call its save_pretrained(FOLDER) and name that folder"
-        )
-    return (
-        f"{engine} was saved by DeepSpeed's engine; convert it to a universal checkpoint and name that folder:\n"
-        "  python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state"
-        f" --input_folder {engine} --output_folder {engine}_universal"
-    )

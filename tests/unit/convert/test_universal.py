@@ -228,23 +228,6 @@ def test_what_is_not_whole_is_refused_and_nothing_written(tmp_path: Path, left: 
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_an_engines_own_checkpoint_is_told_how_to_become_universal(tmp_path: Path) -> None:
-    tag = tmp_path / "global_step3"
-    tag.mkdir()
-    (tmp_path / "latest").write_text(tag.name)
-    (tag / "mp_rank_00_model_states.pt").touch()
-    with pytest.raises(CheckpointError, match="saved by DeepSpeed under ZeRO 0"):
-        convert.run(["import", str(tmp_path), str(tmp_path / "run")])
-    (tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
-    for folder in (tmp_path, tag):
-        with pytest.raises(CheckpointError, match=f"--input_folder {tag} --output_folder {tag}_universal"):
-            convert.run(["import", str(folder), str(tmp_path / "run")])
-    # A folder saved by transformers' Trainer has both; its weights are read.
-    (tmp_path / "model.safetensors").touch()
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
-        convert.run(["import", str(tmp_path), str(tmp_path / "run")])
-
-
 def test_names_of_a_wrapped_model_and_flat_tensors_are_read(tmp_path: Path, left: Path) -> None:
     """As ds_to_universal leaves them of ZeRO 3, which has the step in another file."""
     folder = tmp_path / "left"

@@ -1,0 +1,65 @@
+"""A checkpoint of DeepSpeed's engine of a Hugging Face model: weights, moments, step, samples and loss scale."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megalite.checkpoint.manifest import WEIGHT
+from megalite.config.sources.huggingface import shape_of_folder
+from megalite.convert.deepspeed.engine_states import EngineStates
+from megalite.convert.deepspeed.folder import engine_files
+from megalite.convert.deepspeed.training_state import counters, loss_scale, notes, settings
+from megalite.convert.family_states import FamilyStatesReader
+from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign_pickle import require_undamaged
+from megalite.convert.streamed import ImportedRun
+from megalite.convert.universal.folder import MOMENTS, find_config
+from megalite.errors import CheckpointError
+
+
+def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
+    """Open a TAG folder's weights, moments and training state; every file is compared with its checksums.
+
+    Raises CheckpointError when it does not hold exactly the model of its config.json, or no config.json is known.
+    """
+    hf_config = options.hf_config or find_config(place)
+    if hf_config is None:
+        raise CheckpointError(
+            f"neither {place} nor {place.resolve().parent} has a config.json, which gives the model's shape; name it"
+            " with --hf-config"
+        )
+    files = engine_files(place)
+    states = EngineStates(files)
+    reader = FamilyStatesReader(states, shape := shape_of_folder(str(hf_config)))
+    for path in (*files.model, *files.optimizer):
+        require_undamaged(path)
+    state = counters(states)
+    run = ImportedRun(
+        shape,
+        {"optimizer": {"name": "adamw", **settings(states)}},
+        state_keys=(WEIGHT, *MOMENTS),
+        trainer_state=state,
+        optimizer={"step": states.trained.step, **loss_scale(states.trained.table)},
+    )
+    return ForeignCheckpoint(run, reader, state["step"], hf_config, [*notes(states)])
+
+
+def describe(place: Path) -> Iterator[str]:
+    """Yield the lines of `megalite convert inspect`."""
+    files = engine_files(place)
+    states = EngineStates(files)
+    state, ranks = counters(states), max(1, len(files.optimizer))
+    size_bytes = sum(path.stat().st_size for path in (*files.model, *files.optimizer))
+    yield f"{place}: a checkpoint of DeepSpeed's engine, ZeRO {states.trained.stage} over {ranks} data-parallel ranks"
+    yield (
+        f"  step {state['step']:,}, {states.trained.step:g} updates, {state['samples']:,} samples;"
+        f" {size_bytes:,} bytes in {len(files.model) + len(files.optimizer)} files"
+    )
+    for name, value in settings(states).items():
+        yield f"  optimizer.{name} = {value}"
+    for name, value in loss_scale(states.trained.table).items():
+        yield f"  {name} = {value}"
+    width = max(map(len, states.names), default=0)
+    for name in states.names:
+        by = " x ".join(map(str, states.size(name, WEIGHT)))
+        has = "frozen" if name in states.frozen else "fp32, exp_avg, exp_avg_sq"
+        yield f"  {name:<{width}}  {by:>16}  {has}"
