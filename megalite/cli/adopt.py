@@ -1,0 +1,65 @@
+"""megalite adopt: read another program's launch script or configuration, account for every key, write a run.toml."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.cli.arguments import Parser
+from megalite.config.load import load_run
+from megalite.convert.adopt.account import Account
+from megalite.convert.adopt.report import account_lines, write_run_file
+from megalite.convert.adopt.systems import SYSTEMS, adopt
+from megalite.errors import ConfigError, Problem
+
+_WRONG_INPUT = 2
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `megalite adopt PATH... [--output run.toml] [--partial]`.
+
+    Returns 0, or 2 where a refused key would change the numbers, unless with --partial. Raises ConfigError.
+    """
+    options = _parser().parse_args(arguments)
+    output: Path = options.output
+    if output.exists() and not options.overwrite:
+        problem = Problem(str(output), "exists already", "name another --output, or add --overwrite")
+        raise ConfigError([problem], "megalite adopt")
+    account = adopt(options.paths)
+    for line in account_lines(account):
+        print(line)
+    if account.changes_numbers and not options.partial:
+        print(
+            "error: refused keys change the numbers, so no run file is written; follow the remedies, or add --partial",
+            file=sys.stderr,
+        )
+        return _WRONG_INPUT
+    write_run_file(account, output, " ".join(map(str, options.paths)))
+    print(f"\n{output} written")
+    return _checked(account, output)
+
+
+def _checked(account: Account, output: Path) -> int:
+    """Load the run file as `megalite config show` does, and print what still has to be set."""
+    try:
+        load_run(output, [], account.ranks, places=False)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _WRONG_INPUT
+    return 0
+
+
+def _parser() -> Parser:
+    names = ", ".join(system.name for system in SYSTEMS)
+    parser = Parser(
+        prog="megalite adopt",
+        description=__doc__,
+        epilog=f"Known programs: {names}. A script is read, never executed.",
+    )
+    about = "launch script or configuration, with its DeepSpeed JSON and hostfile if it has them"
+    parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help=about)
+    about = "the run file to write (run.toml)"
+    parser.add_argument("--output", type=Path, default=Path("run.toml"), metavar="RUN.toml", help=about)
+    parser.add_argument("--overwrite", action="store_true", help="replace the run file if it exists")
+    about = "write the run file though a refused key would change the numbers"
+    parser.add_argument("--partial", action="store_true", help=about)
+    return parser

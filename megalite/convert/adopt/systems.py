@@ -1,0 +1,23 @@
+"""The programs whose files `megalite adopt` reads."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.convert.adopt import megatron
+from megalite.convert.adopt.account import Account
+from megalite.convert.adopt.sources import read_source
+from megalite.errors import ConfigError, Problem, listed
+
+SYSTEMS = (megatron.SYSTEM,)
+"""In the order in which they are asked; the first that knows one of the files reads them all."""
+
+
+def adopt(paths: Sequence[Path]) -> Account:
+    """Return the account of the files, read as the first system's that one of them matches. Raises ConfigError."""
+    sources = [read_source(path) for path in paths]
+    for system in SYSTEMS:
+        if any(system.matches(source) for source in sources):
+            return system.read(sources)
+    known = listed([system.name for system in SYSTEMS], most=10)
+    problem = Problem(listed([str(path) for path in paths]), "is of no known program", f"known are {known}")
+    raise ConfigError([problem], "megalite adopt")
