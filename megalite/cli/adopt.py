@@ -1,12 +1,12 @@
 """megalite adopt: read another program's launch script or configuration, account for every key, write a run.toml."""
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.cli.arguments import Parser
 from megalite.config.load import load_run
-from megalite.convert.adopt.account import Account
 from megalite.convert.adopt.report import account_lines, write_run_file
 from megalite.convert.adopt.systems import SYSTEMS, adopt
 from megalite.errors import ConfigError, Problem
@@ -24,7 +24,7 @@ def run(arguments: Sequence[str]) -> int:
     if output.exists() and not options.overwrite:
         problem = Problem(str(output), "exists already", "name another --output, or add --overwrite")
         raise ConfigError([problem], "megalite adopt")
-    account = adopt(options.paths)
+    account = adopt(options.paths, dict(options.set))
     for line in account_lines(account):
         print(line)
     if account.changes_numbers and not options.partial:
@@ -35,13 +35,13 @@ def run(arguments: Sequence[str]) -> int:
         return _WRONG_INPUT
     write_run_file(account, output, " ".join(map(str, options.paths)))
     print(f"\n{output} written")
-    return _checked(account, output)
+    return _checked(output)
 
 
-def _checked(account: Account, output: Path) -> int:
+def _checked(output: Path) -> int:
     """Load the run file as `megalite config show` does, and print what still has to be set."""
     try:
-        load_run(output, [], account.ranks, places=False)
+        load_run(output)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return _WRONG_INPUT
@@ -62,4 +62,13 @@ def _parser() -> Parser:
     parser.add_argument("--overwrite", action="store_true", help="replace the run file if it exists")
     about = "write the run file though a refused key would change the numbers"
     parser.add_argument("--partial", action="store_true", help=about)
+    about = "set a variable of a launch script, or its argument 1, 2, ...; may be repeated"
+    parser.add_argument("--set", type=_pair, action="append", default=[], metavar="NAME=VALUE", help=about)
     return parser
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not (name.isidentifier() or name.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
+    return name, value

@@ -7,12 +7,31 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_origin
 
+from megalite.config.flags import COMMAND_LINE, split_overrides, with_section
+from megalite.config.foreign_flags import DEEPSPEED, with_deepspeeds_flags
 from megalite.config.sections.describe import setting, type_names
+from megalite.errors import ConfigError
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)'")
 
 EVERYTHING = "all"
 """Behind --help: every option of a command that has more than a screen of them."""
+
+
+def options_and_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (a command's own arguments, its `--section.key value` flags), both in their given order.
+
+    Raises ConfigError with every argument of Megatron-LM among them, each with our settings in its place.
+    """
+    words = with_deepspeeds_flags(arguments)
+    if any(word.startswith("--") and "." not in word.partition("=")[0] for word in words):
+        from megalite.convert.adopt.megatron_arguments import megatron_problems
+
+        problems = [problem for problem in megatron_problems(words) if problem.key != DEEPSPEED]
+        # One of our settings may only lack its section, which the run's own check says.
+        if not all(with_section(problem.key) for problem in problems):
+            raise ConfigError(problems, COMMAND_LINE)
+    return split_overrides(words)
 
 
 class Parser(argparse.ArgumentParser):

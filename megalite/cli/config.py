@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.cli.arguments import Parser, whole_number
-from megalite.config.flags import split_overrides
+from megalite.cli.arguments import Parser, options_and_settings, whole_number
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.output.memory import memory_beyond_any_machine, memory_problems
 from megalite.config.output.summary import (
@@ -33,7 +32,7 @@ def run(arguments: Sequence[str]) -> int:
 
     Returns the exit code. Raises ConfigError with every problem of the run.
     """
-    own, overrides = split_overrides(arguments)
+    own, overrides = options_and_settings(arguments)
     options = _parser().parse_args(own)
     if options.command == "presets":
         for line in _preset_lines():

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.arguments import Parser, options_and_settings, whole_number
 from megalite.cli.remaining_hosts import remaining_hosts
 from megalite.cli.run_progress import attempt_end, published_step, records_mark
-from megalite.config.flags import split_overrides
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.output.memory import least_memory
 from megalite.config.smaller_layout import smaller_layout
@@ -145,7 +144,7 @@ def _parser() -> Parser:
 
 def _separated(arguments: Sequence[str], parser: Parser) -> tuple[list[str], list[str]]:
     """Return (this command's own arguments, the settings of the run)."""
-    # Not by split_overrides: --interface is also the name of a setting.
+    # Not by options_and_settings: --interface is also the name of a setting.
     own = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
     known: list[str] = []
     others: list[str] = []
@@ -161,7 +160,7 @@ def _separated(arguments: Sequence[str], parser: Parser) -> tuple[list[str], lis
             # The value of a setting may be spelled like one of the options.
             if argument.startswith("--") and "=" not in argument and rest and not rest[0].startswith("--"):
                 others.append(rest.pop(0))
-    more, overrides = split_overrides(others)
+    more, overrides = options_and_settings(others)
     return [*known, *more], overrides
 
 

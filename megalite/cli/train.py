@@ -4,9 +4,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megalite.cli.arguments import EVERYTHING, Parser, meant
+from megalite.cli.arguments import EVERYTHING, Parser, meant, options_and_settings
 from megalite.config.first_run import Starter
-from megalite.config.flags import COMMAND_LINE, split_overrides
+from megalite.config.flags import COMMAND_LINE
 from megalite.config.load import load_run
 from megalite.config.sections.describe import describe_keys, section_models
 from megalite.errors import ConfigError, Problem
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     if topic is not None:
         print(_help(topic))
         return 0
-    own, overrides = split_overrides(arguments)
+    own, overrides = options_and_settings(arguments)
     parser = Parser(prog="megalite train", add_help=False)
     parser.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml")
     options = parser.parse_args(own)

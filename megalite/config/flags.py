@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.config.foreign_flags import DEEPSPEED, megatron_problems, with_deepspeeds_flags
+from megalite.config.foreign_flags import DEEPSPEED, with_deepspeeds_flags
 from megalite.config.sections.describe import section_models, type_names
 from megalite.config.sections.toml import format_value, parse_value, shown
 from megalite.config.sections.unchecked import SettingsDraft, did_you_mean
@@ -22,25 +22,20 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return (a command's own arguments, its `--section.key value` flags), both in their given order.
 
     A setting that is named without its section is among the flags, where it is a problem beside the others.
-    Raises ConfigError with every flag of Megatron-LM.
     """
     own: list[str] = []
     overrides: list[str] = []
     rest = with_deepspeeds_flags(arguments)
-    if any(problems := list(megatron_problems(rest))) and not all(
-        _with_section(problem.key) for problem in problems
-    ):
-        raise ConfigError(problems, COMMAND_LINE)
     while rest:
         argument = rest.pop(0)
-        setting = _FLAG.fullmatch(argument) or _with_section(argument)
+        setting = _FLAG.fullmatch(argument) or with_section(argument)
         (overrides if setting or argument == DEEPSPEED else own).append(argument)
         if setting and "=" not in argument and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
     return own, overrides
 
 
-def _with_section(argument: str) -> str:
+def with_section(argument: str) -> str:
     """Return the flag that is meant by a setting without its section, --steps; "" for any other argument."""
     name = argument.split("=")[0].removeprefix("--").replace("-", "_")
     homes = [section for section, model in section_models().items() if name in model.model_fields]
@@ -118,7 +113,7 @@ def _pairs(draft: SettingsDraft, overrides: Sequence[str]) -> Iterator[tuple[str
             if "deepspeed" not in draft.values and not any(word.startswith("--deepspeed.") for word in words):
                 remedy = "add --deepspeed_config ds.json, or a section [deepspeed] to RUN.toml"
                 draft.problem(argument, "asks for DeepSpeed, but nothing configures it", remedy)
-        elif flag is None and (meant := _with_section(argument)):
+        elif flag is None and (meant := with_section(argument)):
             draft.problem(argument, "has no section", f"did you mean {meant}?")
             if "=" not in argument and rest and not rest[0].startswith("--"):
                 rest.pop(0)

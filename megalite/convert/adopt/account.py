@@ -50,8 +50,8 @@ class Account:
 
     system: the program's name. settings: `section.key` -> value, merged from all answers and silent defaults. launch:
     arguments of `megalite launch` that the files ask for, such as "--hostfile hosts". ranks: the number of processes
-    that they start, None if unknown. notes: differences that no setting
-    can remove, whether or not a key names them.
+    that they start, None if unknown. notes: differences that no setting can remove, whether or not a key names them.
+    script: which branches of a script were read, and which commands were not executed.
     """
 
     system: str
@@ -61,6 +61,7 @@ class Account:
     launch: list[str] = field(default_factory=list)
     ranks: int | None = None
     notes: list[str] = field(default_factory=list)
+    script: list[str] = field(default_factory=list)
     _set_by: dict[str, str] = field(default_factory=dict)
 
     def add(self, answer: KeyAnswer) -> None:

@@ -23,15 +23,15 @@ def account_lines(account: Account) -> Iterator[str]:
             yield from ("", f"{outcome.value}:")
         yield from (f"  {answer_line(answer)}" for answer in answers)
     if account.silent:
-        yield from (
-            "",
-            f"defaults of {account.system} that differ here, written out since the files are silent:",
-        )
+        yield from ("", f"defaults of {account.system}, written out since the files are silent:")
     for default in account.silent:
         yield f"  {default.setting} = {shown(default.value)}: {default.reason}"
     if account.notes:
         yield from ("", "differences that no setting removes:")
     yield from (f"  {note}" for note in account.notes)
+    if account.script:
+        yield from ("", "how the script was read; nothing of it was executed:")
+    yield from (f"  {note}" for note in account.script)
     if account.launch:
         yield from ("", f"to start it: megalite launch {' '.join(account.launch)} RUN.toml")
 
@@ -87,6 +87,8 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_written(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(word, str) for word in value):
+        value = " ".join(value)
     return _one_line(value if isinstance(value, str) else shown(value))[:80]
 
 

@@ -1,7 +1,7 @@
 """A file that is adopted, and the record of a program whose files these are."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megalite.convert.adopt.account import Account
@@ -13,10 +13,11 @@ LARGEST_FILE = 1 << 20
 
 @dataclass(frozen=True)
 class Source:
-    """A file that was named. text: its content."""
+    """A file that was named. text: its content. values: variables of a script that the user sets."""
 
     path: Path
     text: str
+    values: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def suffix(self) -> str:

@@ -1,6 +1,7 @@
 """The programs whose files `megalite adopt` reads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megalite.convert.adopt import megatron
@@ -12,9 +13,12 @@ SYSTEMS = (megatron.SYSTEM,)
 """In the order in which they are asked; the first that knows one of the files reads them all."""
 
 
-def adopt(paths: Sequence[Path]) -> Account:
-    """Return the account of the files, read as the first system's that one of them matches. Raises ConfigError."""
-    sources = [read_source(path) for path in paths]
+def adopt(paths: Sequence[Path], values: Mapping[str, str] | None = None) -> Account:
+    """Return the account of the files, read as the first system's that one of them matches. Raises ConfigError.
+
+    values: variables of a launch script, and its own arguments as "1", "2", that are set from outside.
+    """
+    sources = [replace(read_source(path), values=values or {}) for path in paths]
     for system in SYSTEMS:
         if any(system.matches(source) for source in sources):
             return system.read(sources)

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import main
+from megalite.cli.arguments import options_and_settings
 from megalite.config.flags import split_overrides
-from megalite.config.foreign_flags import MEGATRON, with_deepspeeds_flags
+from megalite.config.foreign_flags import with_deepspeeds_flags
 from megalite.config.load import load_config
 from megalite.config.sections.describe import setting
 from megalite.errors import ConfigError
@@ -73,49 +74,76 @@ def test_the_switch_needs_a_configuration(tmp_path: Path) -> None:
     assert str(problem).startswith("--deepspeed.config: has no value")
 
 
-@pytest.mark.parametrize("flag", MEGATRON)
-def test_a_flag_of_megatron_is_answered_with_settings_that_exist(flag: str) -> None:
-    words = ["run.toml", "--tensor-model-parallel-size", "2", f"--{flag}", "7", "--run.seed=1"]
+TYPED = {
+    "--num-layers 12": "--model.num_hidden_layers 12",
+    "--hidden-size 768": "--model.hidden_size 768",
+    "--num-attention-heads 12": "--model.num_attention_heads 12",
+    "--ffn-hidden-size 3072": "--model.intermediate_size 3072",
+    "--tensor-model-parallel-size 2": "--parallel.tensor 2",
+    "--pipeline-model-parallel-size 4": "--parallel.pipeline 4",
+    "--micro-batch-size 4": "--training.micro_batch_size 4",
+    "--global-batch-size 64": "--training.global_batch_size 64",
+    "--seq-length 1024": "--training.sequence_length 1024",
+    "--max-position-embeddings 1024": "--model.max_position_embeddings 1024",
+    "--train-iters 500": "--training.steps 500",
+    "--lr 1e-4": "--optimizer.learning_rate 0.0001",
+    "--lr-warmup-iters 10": "--optimizer.warmup_steps 10",
+    "--lr-decay-iters 300": "--optimizer.decay_steps 300",
+    "--lr-decay-style cosine": "--optimizer.schedule cosine",
+    "--weight-decay 0.1": "--optimizer.weight_decay 0.1",
+    "--clip-grad 1.0": "--optimizer.gradient_clipping 1.0",
+    "--adam-beta2 0.95": "--optimizer.betas '[0.9, 0.95]'",
+    "--adam-eps 1e-8": "--optimizer.eps 1e-08",
+    "--bf16": "--training.precision bf16",
+    "--fp16": "--training.precision fp16",
+    "--swiglu": "--model.gated_mlp true --model.hidden_act silu",
+    "--data-path my/text": "--data.source my/text",
+    "--data-path 0.3 a 0.7 b": """--data.blend '[{source = "a", weight = 0.3}, {source = "b", weight = 0.7}]'""",
+    "--tokenizer-model t/tokenizer.model": "--tokenizer.path t/tokenizer.model",
+    "--save runs/a": "--run.folder runs/a",
+    "--save-interval 100": "--checkpoint.every 100",
+    "--log-interval 10": "--monitor.every 10",
+    "--use-distributed-optimizer": "--deepspeed.zero_optimization.stage 1",
+    "--attention-dropout 0.0": "--model.attention_dropout 0.0",
+    "--recompute-activations": "--training.recompute selective",
+    "--checkpoint-activations": "--training.recompute full",
+}
+"""Flags as people type them -> what they should have typed."""
+
+
+@pytest.mark.parametrize("typed", TYPED)
+def test_a_flag_of_megatron_is_answered_with_our_setting_and_value(typed: str) -> None:
+    name = typed.split()[0]
+    words = ["run.toml", "--init-method-std", "0.5", *typed.split(), "--run.seed=1"]
     with pytest.raises(ConfigError) as refused:
-        split_overrides(words)
+        options_and_settings(words)
     said = {problem.key: problem for problem in refused.value.problems}
-    assert said.keys() == {"--tensor-model-parallel-size", f"--{flag}"}
-    problem = said[f"--{flag}"]
-    assert (
-        problem.message == "is a flag of Megatron-LM"
-        and problem.remedy == f"write {MEGATRON[flag].format('7')}"
-    )
-    keys = KEY.findall(MEGATRON[flag])
-    assert keys or "--deepspeed.zero_optimization.stage" in MEGATRON[flag]
-    for key in keys:
+    assert said.keys() == {"--init-method-std", name}
+    assert said[name].message == "is a flag of Megatron-LM"
+    assert said[name].remedy == f"write {TYPED[typed]}"
+    for key in KEY.findall(TYPED[typed]):
         assert setting(key).description
 
 
 def test_all_flags_of_megatron_are_one_error(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = [
-        "--num-layers",
-        "4",
-        "--swiglu",
-        "--data-path",
-        "0.3",
-        "a",
-        "0.7",
-        "b",
-        "--lr=1e-4",
-        "--seed",
-        "1",
-    ]
+    flags = (
+        "--num-layers 4 --data-path 0.3 a 0.7 b --lr=1e-4 --seed 1 --num-experts 8 --log-throughput --bf16"
+    )
     for command in ("train", "launch"):
-        assert main([command, "run.toml", *flags, "--bf16"]) == 2
-        assert capsys.readouterr().err.splitlines() == [
-            "error: the command line has 6 problems",
-            "  --num-layers: is a flag of Megatron-LM; write --model.num_hidden_layers 4",
-            "  --swiglu: is a flag of Megatron-LM; write --model.gated_mlp true and --model.hidden_act silu",
-            "  --data-path: is a flag of Megatron-LM; write --data.source VALUE, or [[data.blend]] with weights",
-            "  --lr: is a flag of Megatron-LM; write --optimizer.learning_rate 1e-4",
-            "  --seed: is a flag of Megatron-LM; write --run.seed 1",
-            "  --bf16: is a flag of Megatron-LM; write --training.precision bf16",
+        assert main([command, "run.toml", *flags.split()]) == 2
+        first, *lines = capsys.readouterr().err.splitlines()
+        assert first == "error: the command line has 7 problems"
+        assert [line.split(":")[0].strip() for line in lines] == [
+            word.split("=")[0] for word in flags.split() if word.startswith("--")
         ]
+        assert "megalite has no mixture of experts" in lines[4] and "leave it out" in lines[5]
+
+
+def test_deepspeeds_flags_beside_those_of_megatron_are_taken(tmp_path: Path) -> None:
+    words = ["--deepspeed", "--deepspeed_config", "ds.json", "--num-layers", "4"]
+    with pytest.raises(ConfigError) as refused:
+        options_and_settings(words)
+    assert [problem.key for problem in refused.value.problems] == ["--num-layers"]
 
 
 def test_our_settings_with_dashes_and_without_a_section_are_answered_as_before(tmp_path: Path) -> None:

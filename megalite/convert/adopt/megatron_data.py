@@ -1,0 +1,153 @@
+"""Megatron-LM's arguments of text, tokenizer, validation and folders."""
+
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from megalite.convert.adopt.rules import Reading, number, text, whole
+
+
+def read_data(reading: Reading, key: str, value: Any) -> None:
+    words = value if isinstance(value, list) else str(value).split()
+    if key == "train-data-path" and reading.has("data-path"):
+        raise ValueError("stands beside --data-path")
+    weights, sources = _weighted(words)
+    if key == "valid-data-path":
+        note = "the weights of validation texts have no effect: each has its own loss" if weights else ""
+        report = reading.change if weights else reading.take
+        report(key, {"data.validation": sources if len(sources) > 1 else sources[0]}, note)
+    elif len(sources) == 1:
+        reading.take(key, {"data.source": sources[0]})
+    elif weights:
+        blend = [
+            {"source": source, "weight": weight} for source, weight in zip(sources, weights, strict=True)
+        ]
+        reading.take(key, {"data.blend": blend})
+    else:
+        reading.change(
+            key, {"data.source": sources}, "read as one text; each weighs as many samples as it has"
+        )
+
+
+def _weighted(words: Sequence[str]) -> tuple[list[float], list[str]]:
+    """Return the weights (none where there are none) and the paths of a list of data. Raises ValueError."""
+    try:
+        weights = [number(word) for word in words[::2]]
+    except ValueError:
+        weights = []
+    if not weights or len(words) % 2:
+        if not words:
+            raise ValueError("names no text")
+        return [], list(words)
+    return weights, list(words[1::2])
+
+
+def read_split(reading: Reading, key: str, value: Any) -> None:
+    if not reading.has("data-path"):
+        reading.no_effect(key, "it splits --data-path alone")
+        return
+    parts = value if isinstance(value, list) else [value]
+    shares = [
+        number(part) for part in "".join(map(str, parts)).strip("'\"").replace("/", ",").split(",") if part
+    ]
+    total = sum(shares)
+    if not 1 <= len(shares) <= 3 or total <= 0 or min(shares) < 0:
+        raise ValueError(f"{value!r} is no split of at most three shares")
+    reading.take(key, {"data.split": [round(share / total, 9) for share in shares]})
+
+
+def read_document_mask(reading: Reading, key: str, value: Any) -> None:
+    """--reset-attention-mask and --reset-position-ids: rotary positions need no reset where attention has one."""
+    masked, reset = reading.is_on("reset-attention-mask"), reading.is_on("reset-position-ids")
+    masked = masked or reading.is_on("dataloader-inter-document-masking")
+    rotary = reading.is_on("use-rotary-position-embeddings") or reading.get("position-embedding-type") in (
+        "rope",
+        "rotary",
+    )
+    names = ("reset-attention-mask", "reset-position-ids", "dataloader-inter-document-masking")
+    if masked and (reset or rotary):
+        for name in names:
+            reading.take(name, {"data.document_mask": True})
+        return
+    why = (
+        "positions restart and attention does not"
+        if reset
+        else "attention restarts and learned positions do not"
+    )
+    for name in names:
+        if reading.has(name):
+            reading.refuse(
+                name, f"{why}; data.document_mask does both", "set data.document_mask, or leave it out"
+            )
+
+
+def read_validation(reading: Reading, key: str, value: Any) -> None:
+    count = whole(value)
+    if reading.has("split") and "split" not in reading.answered:
+        read_split(reading, "split", reading.get("split"))
+    silent = [0.969, 0.03, 0.001] if reading.has("data-path") and not reading.has("split") else [1.0]
+    split = reading.account.settings.get("data.split", silent)
+    has_text = reading.has("valid-data-path") or (len(split) > 1 and split[1] > 0)
+    if not has_text or not whole(reading.get("eval-iters", 100)):
+        reading.no_effect(key, "no text is left for validation" if not has_text else "--eval-iters is 0")
+    elif key == "eval-interval":
+        reading.take(key, {"validation.every": count})
+    elif reading.has("global-batch-size"):
+        samples = count * whole(reading.get("global-batch-size"))
+        reading.take(key, {"validation.samples": samples}, "sequences: iterations * global batch")
+    else:
+        raise ValueError("counts global batches, and --global-batch-size is not given")
+
+
+def read_tokenizer(reading: Reading, key: str, value: Any) -> None:
+    kind, model = reading.get("tokenizer-type"), reading.get("tokenizer-model")
+    if kind in (
+        "NullTokenizer",
+        "NullMultimodalTokenizer",
+        "TikTokenizer",
+        "MultimodalTokenizer",
+        "SFTTokenizer",
+    ):
+        reading.refuse("tokenizer-type", "megalite has no such tokenizer", "set tokenizer.path")
+        model = None
+    elif kind and kind.startswith("Bert"):
+        reading.refuse("tokenizer-type", "is for BERT", "set tokenizer.path")
+    if model is not None and (kind is None or kind != "GPT2BPETokenizer"):
+        reading.take("tokenizer-model", {"tokenizer.path": text(model)})
+    vocabulary = reading.get("vocab-file")
+    if vocabulary is not None and model is None:
+        folder = str(PurePosixPath(text(vocabulary)).parent)
+        note = "a folder with vocab.json and merges.txt: copy the two files there under these names"
+        named = PurePosixPath(vocabulary).name == "vocab.json"
+        for name in ("vocab-file", "merge-file"):
+            report = reading.take if named else reading.change
+            report(name, {"tokenizer.path": folder}, "" if named else note)
+    for name in ("tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"):
+        reading.no_effect(name, "the kind of tokenizer is read from its files")
+
+
+def read_save_and_load(reading: Reading, key: str, value: Any) -> None:
+    if key == "save":
+        reading.take(key, {"run.folder": text(value)})
+    elif reading.get("save") == value and not reading.is_on("finetune"):
+        note = "resumes from run.folder; bring their checkpoint there with megalite convert import"
+        reading.change(key, {"checkpoint.resume": "auto"}, note)
+    else:
+        remedy = (
+            f"megalite convert import {value} RUN, then set checkpoint.resume, or model.weights to its export"
+        )
+        reading.refuse(key, "training begins from another program's checkpoint", remedy)
+
+
+def read_tensorboard(reading: Reading, key: str, value: Any) -> None:
+    reading.change(key, {"monitor.tensorboard": True}, "it is written to run.folder/tensorboard")
+
+
+def read_vocabulary(reading: Reading, key: str, value: Any) -> None:
+    if key == "padded-vocab-size":
+        reading.take(key, {"model.vocab_size": whole(value)})
+    elif key == "make-vocab-size-divisible-by" and value not in ("1", 1):
+        note = "megalite pads no vocabulary, so that the softmax has no padding rows"
+        reading.change(key, {}, note)
+    else:
+        reading.no_effect(key, "the vocabulary is the tokenizer's")

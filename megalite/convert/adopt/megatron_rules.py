@@ -1,0 +1,363 @@
+"""Megatron-LM's and Megatron-DeepSpeed's arguments -> what becomes of them. Names without the two hyphens."""
+
+from collections.abc import Mapping
+from math import log2
+from typing import Any
+
+from megalite.convert.adopt import megatron_data as data
+from megalite.convert.adopt import megatron_length as length
+from megalite.convert.adopt.megatron_idle import IDLE, IDLE_PREFIXES, REFUSED, REFUSED_LAYOUT
+from megalite.convert.adopt.megatron_model import MODEL_ARGUMENTS, answer_model
+from megalite.convert.adopt.rules import (
+    Change,
+    KeyRule,
+    NoEffect,
+    Reading,
+    Refuse,
+    Switch,
+    Take,
+    Together,
+    WordsOf,
+    number,
+    text,
+    whole,
+)
+
+RENAMED = {
+    "layernorm-epsilon": "norm-epsilon",
+    "rotary-position-embeddings-theta": "rotary-base",
+    "checkpoint-activations": "recompute-activations-fully",
+    "disable-moe-token-dropping": "moe-token-dropping",
+}
+"""Names of Megatron-DeepSpeed and of older versions -> today's, where the meaning is the same."""
+SEVERAL = ("data-path", "train-data-path", "valid-data-path", "test-data-path")
+"""Arguments that take a list of words."""
+_OFF = (False, "false", "0", "1", "none", "no_shard")
+_DROPOUT = "Megatron-LM's default; 0 here"
+
+
+def _model(reading: Reading, key: str, value: Any) -> None:
+    answer_model(reading)
+
+
+def _betas(reading: Reading, key: str, value: Any) -> None:
+    if reading.get("optimizer", "adam") != "adam":
+        reading.no_effect(key, "the optimizer is not adam")
+        return
+    betas = [number(reading.get("adam-beta1", 0.9)), number(reading.get("adam-beta2", 0.999))]
+    for name in ("adam-beta1", "adam-beta2"):
+        reading.take(name, {"optimizer.betas": betas})
+
+
+def _lion_betas(reading: Reading, key: str, value: Any) -> None:
+    if reading.get("optimizer") != "lion":
+        reading.no_effect(key, "the optimizer is not lion")
+        return
+    betas = [number(reading.get("lion-beta1", 0.95)), number(reading.get("lion-beta2", 0.98))]
+    for name in ("lion-beta1", "lion-beta2"):
+        reading.take(name, {"optimizer.betas": betas})
+
+
+def _momentum(reading: Reading, key: str, value: Any) -> None:
+    if reading.get("optimizer") == "sgd":
+        reading.take(key, {"optimizer.momentum": number(value)})
+    else:
+        reading.no_effect(key, "the optimizer is not sgd")
+
+
+def _decay_over_time(reading: Reading, key: str, value: Any) -> None:
+    first, last = reading.get("start-weight-decay"), reading.get("end-weight-decay")
+    if reading.get("weight-decay-incr-style", "constant") == "constant" or first == last:
+        constant = first if first is not None else last
+        for name in ("start-weight-decay", "end-weight-decay"):
+            reading.take(name, {"optimizer.weight_decay": number(constant)})
+        reading.no_effect("weight-decay-incr-style", "the weight decay stays the same")
+    else:
+        for name in ("start-weight-decay", "end-weight-decay", "weight-decay-incr-style"):
+            if reading.has(name):
+                reading.refuse(name, "megalite keeps one weight decay", "set optimizer.weight_decay")
+
+
+def _loss_scale(reading: Reading, key: str, value: Any) -> None:
+    if not reading.is_on("fp16"):
+        reading.no_effect(key, "only fp16 has a loss scale")
+    elif reading.is_on("deepspeed"):
+        reading.no_effect(key, "with --deepspeed, fp16 of its JSON says the loss scale")
+    elif key == "loss-scale":
+        reading.take(key, {"training.loss_scale": number(value)})
+    elif key == "initial-loss-scale":
+        power = round(log2(max(1.0, number(value))))
+        same = 2.0**power == number(value)
+        report = reading.take if same else reading.change
+        report(key, {"training.initial_loss_scale_power": power}, "" if same else "the nearest power of two")
+    elif key == "min-loss-scale":
+        note = "an overflow at this scale ends the run here; there the scale stays"
+        reading.change(key, {"training.minimum_loss_scale": whole(value)}, note)
+    else:
+        name = "loss_scale_window" if key == "loss-scale-window" else "loss_scale_hysteresis"
+        reading.take(key, {f"training.{name}": whole(value)})
+
+
+def _sequence(reading: Reading, key: str, value: Any) -> None:
+    if whole(reading.get("tensor-model-parallel-size", 1)) == 1:
+        reading.no_effect(key, "Megatron-LM switches it off without tensor parallelism too")
+    else:
+        reading.take(key, {"parallel.sequence": True})
+
+
+def _pipeline(reading: Reading, key: str, value: Any) -> None:
+    if reading.is_on("no-pipeline-parallel"):
+        reading.take("no-pipeline-parallel", {"parallel.pipeline": 1})
+        reading.no_effect("pipeline-model-parallel-size", "--no-pipeline-parallel counts")
+    else:
+        reading.take(key, {"parallel.pipeline": whole(value)})
+
+
+def _virtual(reading: Reading, key: str, value: Any) -> None:
+    stages = whole(reading.get("pipeline-model-parallel-size", 1))
+    if stages < 2:
+        reading.no_effect(key, "there is one pipeline stage")
+        return
+    chunks = whole(value)
+    if key == "num-layers-per-virtual-pipeline-stage":
+        per_stage, rest = divmod(whole(reading.get("num-layers", 0)), stages)
+        if not chunks or rest or per_stage % chunks:
+            raise ValueError("does not divide the layers of a stage")
+        chunks = per_stage // chunks
+    schedule = {"parallel.schedule": "interleaved_1f1b", "parallel.virtual_stages": chunks}
+    reading.take(key, schedule if chunks > 1 else {})
+
+
+def _uneven_stages(reading: Reading, key: str, value: Any) -> None:
+    layers, stages = (
+        whole(reading.get("num-layers", 0)),
+        whole(reading.get("pipeline-model-parallel-size", 1)),
+    )
+    first, last = (reading.get(f"decoder-{end}-pipeline-num-layers") for end in ("first", "last"))
+    ends = [None if end is None else whole(end) for end in (first, last)]
+    between = stages - sum(end is not None for end in ends)
+    share, rest = divmod(layers - sum(end or 0 for end in ends), between) if between > 0 else (0, 1)
+    if rest or share < 1:
+        raise ValueError("does not divide the layers of the other stages")
+    split = [end for end in ends[:1] if end is not None] + [share] * between
+    split += [end for end in ends[1:] if end is not None]
+    for name in ("decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"):
+        reading.take(name, {"parallel.layers_per_stage": split})
+
+
+def _recompute(reading: Reading, key: str, value: Any) -> None:
+    """Recomputation changes memory and time alone: all of its arguments are read together."""
+    full = reading.is_on("recompute-activations-fully") or reading.get("recompute-granularity") == "full"
+    selective = reading.is_on("recompute-activations") or reading.get("recompute-granularity") == "selective"
+    mode = {"training.recompute": "full" if full else "selective"} if full or selective else {}
+    for name in ("recompute-activations-fully", "recompute-activations", "recompute-granularity"):
+        reading.take(name, mode)
+    if not full:
+        for name in ("recompute-method", "recompute-num-layers"):
+            reading.no_effect(name, "only full recomputation has it")
+    elif reading.get("recompute-method") == "block" and reading.has("recompute-num-layers"):
+        reading.take("recompute-method", {})
+        reading.take(
+            "recompute-num-layers", {"training.recompute_layers": whole(reading.get("recompute-num-layers"))}
+        )
+    else:
+        for name in ("recompute-method", "recompute-num-layers"):
+            reading.no_effect(name, "each layer is recomputed by itself; the numbers stay the same")
+
+
+def _batch(reading: Reading, key: str, value: Any) -> None:
+    reading.take(key, {f"training.{key.replace('-', '_')}": whole(value)})
+
+
+def _distributed_optimizer(reading: Reading, key: str, value: Any) -> None:
+    if reading.is_on("deepspeed"):
+        reading.no_effect(key, "--deepspeed shards the optimizer")
+        return
+    reading.change(
+        key, {"deepspeed.zero_optimization.stage": 1}, "sharded by DeepSpeed's ZeRO 1; the same numbers"
+    )
+
+
+def _zero(reading: Reading, key: str, value: Any) -> None:
+    stage = whole(value)
+    if not reading.is_on("deepspeed"):
+        reading.no_effect(key, "--deepspeed is off")
+    elif stage in (0, 1, 2, 3):
+        reading.take(key, {"deepspeed.zero_optimization.stage": stage} if stage else {})
+    else:
+        raise ValueError(f"{stage} is no ZeRO stage")
+
+
+RULES: dict[str, KeyRule] = {
+    **dict.fromkeys(MODEL_ARGUMENTS, Together(_model)),
+    "apply-layernorm-1p": NoEffect(
+        "the same function: its weight is stored minus 1, and norms have no weight decay"
+    ),
+    "tensor-model-parallel-size": Take("parallel.tensor", whole),
+    "pipeline-model-parallel-size": Together(_pipeline),
+    "no-pipeline-parallel": Together(_pipeline),
+    "sequence-parallel": Together(_sequence),
+    "num-layers-per-virtual-pipeline-stage": Together(_virtual),
+    "num-virtual-stages-per-pipeline-rank": Together(_virtual),
+    "decoder-first-pipeline-num-layers": Together(_uneven_stages),
+    "decoder-last-pipeline-num-layers": Together(_uneven_stages),
+    "use-distributed-optimizer": Together(_distributed_optimizer),
+    "zero-stage": Together(_zero),
+    "attention-dropout": Take("model.attention_dropout", number),
+    "seq-length": Take("training.sequence_length", whole),
+    "micro-batch-size": Together(_batch),
+    "global-batch-size": Together(_batch),
+    **dict.fromkeys(("train-iters", "train-samples", "train-tokens"), Together(length.read_length)),
+    **dict.fromkeys(
+        ("lr-decay-iters", "lr-decay-samples", "lr-decay-tokens"), Together(length.read_decay_end)
+    ),
+    **dict.fromkeys(
+        ("lr-warmup-iters", "lr-warmup-samples", "lr-warmup-tokens", "lr-warmup-fraction"),
+        Together(length.read_warm_up),
+    ),
+    "lr-warmup-init": Refuse("warm-up begins at 0", "leave it out", ("0", "0.0", 0)),
+    "lr-decay-style": Together(length.read_style),
+    **dict.fromkeys(
+        ("lr-wsd-decay-style", "lr-wsd-decay-iters", "lr-wsd-decay-samples"), Together(length.read_wsd_part)
+    ),
+    "lr": Take("optimizer.learning_rate", number),
+    "min-lr": Together(length.read_minimum),
+    "optimizer": WordsOf(
+        {
+            name: {"optimizer.name": ours}
+            for name, ours in (("adam", "adamw"), ("sgd", "sgd"), ("lion", "lion"))
+        },
+        "set optimizer.name",
+    ),
+    "weight-decay": Take("optimizer.weight_decay", number),
+    **dict.fromkeys(
+        ("start-weight-decay", "end-weight-decay", "weight-decay-incr-style"), Together(_decay_over_time)
+    ),
+    "adam-beta1": Together(_betas),
+    "adam-beta2": Together(_betas),
+    "lion-beta1": Together(_lion_betas),
+    "lion-beta2": Together(_lion_betas),
+    "adam-eps": Take("optimizer.eps", number),
+    "sgd-momentum": Together(_momentum),
+    "clip-grad": Take("optimizer.gradient_clipping", number),
+    "fp16": Switch({"training.precision": "fp16"}),
+    "bf16": Switch({"training.precision": "bf16"}),
+    **dict.fromkeys(
+        ("loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
+        Together(_loss_scale),
+    ),
+    "accumulate-allreduce-grads-in-fp32": Switch({"training.accumulation": "fp32"}),
+    "grad-reduce-in-bf16": Change(
+        "training.accumulation", lambda _: "fp32", "here in fp32, which is more exact"
+    ),
+    "calculate-per-token-loss": NoEffect(
+        "megalite always takes the mean over all tokens of the global batch"
+    ),
+    **dict.fromkeys(
+        ("recompute-activations-fully", "recompute-activations", "recompute-granularity"),
+        Together(_recompute),
+    ),
+    "recompute-method": Together(_recompute),
+    "recompute-num-layers": Together(_recompute),
+    "data-path": Together(data.read_data),
+    "train-data-path": Together(data.read_data),
+    "valid-data-path": Together(data.read_data),
+    "split": Together(data.read_split),
+    **dict.fromkeys(
+        ("reset-attention-mask", "reset-position-ids", "dataloader-inter-document-masking"),
+        Together(data.read_document_mask),
+    ),
+    **dict.fromkeys(
+        ("tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"), Together(data.read_tokenizer)
+    ),
+    "chat-template": Take("tokenizer.chat_template", text),
+    **dict.fromkeys(
+        ("vocab-size", "padded-vocab-size", "make-vocab-size-divisible-by"), Together(data.read_vocabulary)
+    ),
+    "no-pad-vocab-size": NoEffect("megalite pads no vocabulary"),
+    "disable-pad-vocab-size": NoEffect("megalite pads no vocabulary"),
+    "save": Together(data.read_save_and_load),
+    "load": Together(data.read_save_and_load),
+    "pretrained-checkpoint": Together(data.read_save_and_load),
+    "finetune": NoEffect("it belongs to --load"),
+    "save-interval": Take("checkpoint.every", whole),
+    "eval-interval": Together(data.read_validation),
+    "eval-iters": Together(data.read_validation),
+    "log-interval": Take("monitor.every", whole),
+    "tensorboard-dir": Together(data.read_tensorboard),
+    "exit-duration-in-mins": Take("training.stop_after", lambda value: f"{whole(value)}m"),
+    "seed": Change(
+        "run.seed", whole, "other random numbers: initial weights, dropout and order of samples differ"
+    ),
+    "deepspeed": NoEffect("DeepSpeed is used where ZeRO is on"),
+    "deepspeed-config": NoEffect("its keys are answered one by one"),
+    "deepscale": NoEffect("DeepSpeed is used where ZeRO is on"),
+    "deepscale-config": NoEffect("its keys are answered one by one"),
+    "deepspeed-mpi": NoEffect("megalite launch starts the ranks"),
+}
+
+
+def _hidden_dropout(reading: Reading, key: str, value: Any) -> None:
+    rate = number(value)
+    reading.take(key, {"model.residual_dropout": rate, "model.embedding_dropout": rate})
+
+
+RULES["hidden-dropout"] = Together(_hidden_dropout)
+for _reason, _names in IDLE.items():
+    RULES |= dict.fromkeys(_names.split(), NoEffect(_reason))
+for _table, _numbers in ((REFUSED, True), (REFUSED_LAYOUT, False)):
+    for (_reason, _remedy), _names in _table.items():
+        RULES |= dict.fromkeys(_names.split(), Refuse(_reason, _remedy, _OFF, numbers=_numbers))
+
+
+def with_prefixes(keys: Mapping[str, Any]) -> dict[str, KeyRule]:
+    """Return the rules of RULES and those of keys that begin as IDLE_PREFIXES says."""
+    rules = dict(RULES)
+    for key in keys:
+        prefix = next((start for start in IDLE_PREFIXES if key.startswith(start)), None)
+        if key not in rules and prefix is not None:
+            rules[key] = NoEffect(IDLE_PREFIXES[prefix])
+    return rules
+
+
+def answer_defaults(reading: Reading) -> None:
+    """Write out Megatron-LM's defaults that differ from ours, and name the differences that no setting removes."""
+    account = reading.account
+    length.length_defaults(reading)
+    if reading.get("optimizer", "adam") == "adam":
+        account.default(
+            "optimizer.betas", [0.9, 0.999], "Megatron-LM's defaults of --adam-beta1 and 2; 0.9, 0.95 here"
+        )
+    account.default("optimizer.weight_decay", 0.01, "Megatron-LM's default of --weight-decay; 0.1 here")
+    account.default("optimizer.gradient_clipping", 1.0, "Megatron-LM's default of --clip-grad, as here")
+    account.default("model.attention_dropout", 0.1, _DROPOUT)
+    account.default("model.residual_dropout", 0.1, _DROPOUT)
+    account.default("model.embedding_dropout", 0.1, _DROPOUT)
+    if reading.has("data-path"):
+        account.default("data.split", [0.969, 0.03, 0.001], "Megatron-LM's default of --split; no split here")
+    account.default(
+        "training.precision", "fp32", "Megatron-LM's default; the fastest that is exact enough here"
+    )
+    if account.settings["training.precision"] == "fp16" and not reading.is_on("deepspeed"):
+        account.default(
+            "training.initial_loss_scale_power", 32, "Megatron-LM begins at 2 to the power 32; 16 here"
+        )
+        account.default("training.loss_scale_hysteresis", 2, "Megatron-LM's default of --hysteresis; 1 here")
+    if reading.is_on("fp16") and not reading.has("accumulate-allreduce-grads-in-fp32"):
+        account.note(
+            "gradients are summed in fp16 there without --accumulate-allreduce-grads-in-fp32, in fp32 here"
+        )
+    for note in _NOTES:
+        account.note(note)
+
+
+_NOTES = (
+    "initial values have the same distribution (--init-method-std, divided by sqrt(2 * layers) in the two output"
+    " projections of a layer), but are other numbers",
+    "weight decay: norms and biases have none, embeddings have it, as in Megatron-LM",
+    "loss: the mean over all tokens of the global batch; Megatron-LM without --calculate-per-token-loss takes the mean"
+    " of the micro batches' means: the same unless micro batches have unequal numbers of unmasked tokens",
+    "samples: the order in which documents and samples are drawn is another one",
+    "vocabulary: Megatron-LM pads it to a multiple of --make-vocab-size-divisible-by (128) * tensor-parallel size, and"
+    " its softmax includes the padding rows; megalite pads nothing",
+)
