@@ -68,7 +68,7 @@ def arguments_of(
             written, equals, value = word.partition("=")
             key = argument_key(word)
             if key in keys:
-                repeated.append((names[key], _as_written(keys.pop(key))))
+                repeated.append((names[key], " ".join(map(as_source, keys.pop(key))) or None))
             values = [value] if equals else []
             names[key], keys[key] = written, values
             takes = 0 if equals or key in _SWITCHES else _values_of(key)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.config.sections.shape_settings import as_settings
 from megalite.convert.adopt.rules import Reading, number, text, whole
-from megalite.convert.megatron.arguments import Arguments, megatron_shape
+from megalite.convert.megatron.arguments import Arguments, megatron_shape, not_built
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, inexpressible
 from megalite.topology.shape import ModelShape
@@ -69,6 +69,12 @@ def answer_model(reading: Reading) -> None:
     table, wrong = _table(reading)
     for key, reason in wrong.items():
         reading.refuse(key, reason, "correct it")
+    for unsupported in not_built(Arguments({**table, "rotary_percent": 1.0}, Path())):
+        name = unsupported.partition(" = ")[0]
+        reading.refuse(
+            name.replace("_", "-"), f"megalite does not build {unsupported}", "choose another model"
+        )
+        table.pop(name, None)
     try:
         shape = _shape(table)
     except (CheckpointError, ArithmeticError) as error:

@@ -25,6 +25,9 @@ from megalite.convert.adopt.rules import (
 
 RENAMED = {
     "layernorm-epsilon": "norm-epsilon",
+    "encoder-seq-length": "seq-length",
+    "num-layers-in-first-pipeline-stage": "decoder-first-pipeline-num-layers",
+    "num-layers-in-last-pipeline-stage": "decoder-last-pipeline-num-layers",
     "rotary-position-embeddings-theta": "rotary-base",
     "checkpoint-activations": "recompute-activations-fully",
     "disable-moe-token-dropping": "moe-token-dropping",
@@ -215,6 +218,7 @@ RULES: dict[str, KeyRule] = {
         ("lr-warmup-iters", "lr-warmup-samples", "lr-warmup-tokens", "lr-warmup-fraction"),
         Together(length.read_warm_up),
     ),
+    "softmax-type": Refuse("attention has the plain softmax", "leave it out", ("vanilla",)),
     "lr-warmup-init": Refuse("warm-up begins at 0", "leave it out", ("0", "0.0", 0)),
     "lr-decay-style": Together(length.read_style),
     **dict.fromkeys(
@@ -256,6 +260,13 @@ RULES: dict[str, KeyRule] = {
     **dict.fromkeys(
         ("recompute-activations-fully", "recompute-activations", "recompute-granularity"),
         Together(_recompute),
+    ),
+    "activations-checkpoint-method": WordsOf(
+        {"uniform": {"training.recompute": "full"}, "block": {"training.recompute": "full"}},
+        "set training.recompute",
+    ),
+    "activations-checkpoint-num-layers": NoEffect(
+        "each layer is recomputed by itself; the numbers stay the same"
     ),
     "recompute-method": Together(_recompute),
     "recompute-num-layers": Together(_recompute),
@@ -304,10 +315,10 @@ def _hidden_dropout(reading: Reading, key: str, value: Any) -> None:
 
 RULES["hidden-dropout"] = Together(_hidden_dropout)
 for _reason, _names in IDLE.items():
-    RULES |= dict.fromkeys(_names.split(), NoEffect(_reason))
+    RULES = dict.fromkeys(_names.split(), NoEffect(_reason)) | RULES
 for _table, _numbers in ((REFUSED, True), (REFUSED_LAYOUT, False)):
     for (_reason, _remedy), _names in _table.items():
-        RULES |= dict.fromkeys(_names.split(), Refuse(_reason, _remedy, _OFF, numbers=_numbers))
+        RULES = dict.fromkeys(_names.split(), Refuse(_reason, _remedy, _OFF, numbers=_numbers)) | RULES
 
 
 def with_prefixes(keys: Mapping[str, Any]) -> dict[str, KeyRule]:

@@ -182,6 +182,8 @@ def apply_rules(reading: Reading, rules: Mapping[str, KeyRule]) -> None:
 
 def whole(value: Any) -> int:
     """Return a whole number, also one written as 1e6. Raises ValueError."""
+    if isinstance(value, str) and value.isdecimal() and len(value) < 20:
+        return int(value)  # exact above 2 ** 53 too
     figure = number(value)
     if figure != int(figure):
         raise ValueError(f"{value!r} is no whole number")

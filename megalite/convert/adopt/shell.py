@@ -30,7 +30,7 @@ _NAMED = {
     "eval": "read as text, not executed",
 }
 _DEEPEST = 40
-_MOST_WORDS = 200_000
+_MOST_WORDS = 50_000
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class ScriptText:
 
 def read_script(text: str, values: Mapping[str, str]) -> ScriptText:
     """Return the commands of a script. values: variables set from outside. Raises ShellSyntax, TooLong."""
-    reader = _Reader(list(tokens(text)), Variables(dict(values)))
     try:
+        reader = _Reader(list(tokens(text)), Variables(dict(values)))
         reader.block((), active=True)
     except RecursionError:
         raise ShellSyntax("it is nested too deeply") from None

@@ -226,7 +226,7 @@ def _arithmetic(source: str, variables: Variables) -> str:
 
 
 def _value(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
+    if isinstance(node, ast.Constant) and type(node.value) is int and node.value < 1 << 63:
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_value(node.operand)
