@@ -21,7 +21,7 @@ COMMANDS = {
     "config": "show a run's resolved settings, or the presets",
     "tokenizer": "train or convert a tokenizer",
     "data": "tokenize text into token files, and inspect them",
-    "adopt": "write a RUN.toml from another program's launch script or configuration",
+    "adopt": "write a RUN.toml from another program's script or settings",
     "convert": "export, import and inspect checkpoints of this and other programs",
     "examples": "copy the examples and launch scripts into a folder",
     "doctor": "show what is installed here and what a run would use",
