@@ -47,11 +47,12 @@ IDLE = {
         cp-comm-type create-all-gather-group ddp-average-in-collective ddp-bucket-size ddp-impl ddp-num-buckets
         ddp-pad-buckets-for-high-nccl-busbw ddp-param-name-patterns-for-fp32-local-accumulation
         ddp-reduce-scatter-with-fp32-accumulation deallocate-pipeline-outputs defer-embedding-wgrad-compute
-        delay-grad-reduce delay-param-gather delay-wgrad-compute disable-align-grad-reduce disable-batch-p2p-comm
-        disable-batch-p2p-sync disable-clone-scatter-output-in-embedding disable-symmetric-registration
-        distribute-checkpointed-activations distribute-saved-activations enable-full-sharding-in-hsdp
-        fake-process-group finalize-model-grads-func fsdp-double-buffer fsdp-manual-registration grad-scale-func
-        grad-sync-func hierarchical-context-parallel-sizes high-priority-a2a-comm-stream high-priority-stream-groups
+        delay-grad-reduce delay-param-gather delay-wgrad-compute disable-align-grad-reduce
+        disable-async-tensor-model-parallel-allreduce disable-batch-p2p-comm disable-batch-p2p-sync
+        disable-clone-scatter-output-in-embedding disable-symmetric-registration distribute-checkpointed-activations
+        distribute-saved-activations enable-full-sharding-in-hsdp fake-process-group finalize-model-grads-func
+        fsdp-double-buffer fsdp-manual-registration grad-scale-func grad-sync-func
+        hierarchical-context-parallel-sizes high-priority-a2a-comm-stream high-priority-stream-groups
         keep-fp8-transpose-cache max-seqlen-per-dp-cp-rank microbatch-group-size-per-virtual-pipeline-stage
         nccl-communicator-config-path no-align-grad-reduce no-align-param-gather
         no-async-tensor-model-parallel-allreduce no-batch-p2p-comm no-batch-p2p-sync

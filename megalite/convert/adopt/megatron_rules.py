@@ -35,7 +35,9 @@ RENAMED = {
 """Names of Megatron-DeepSpeed and of older versions -> today's, where the meaning is the same."""
 SEVERAL = ("data-path", "train-data-path", "valid-data-path", "test-data-path")
 """Arguments that take a list of words."""
-_OFF = (False, "false", "0", "1", "none", "no_shard")
+_OFF = (False, "false", "0", "none", "no_shard")
+_ONE = ("-size", "num-experts")
+"""Ends of the names of numbers for which 1 is the absence."""
 _DROPOUT = "Megatron-LM's default; 0 here"
 
 
@@ -315,10 +317,13 @@ def _hidden_dropout(reading: Reading, key: str, value: Any) -> None:
 
 RULES["hidden-dropout"] = Together(_hidden_dropout)
 for _reason, _names in IDLE.items():
-    RULES = dict.fromkeys(_names.split(), NoEffect(_reason)) | RULES
+    for _name in _names.split():
+        RULES.setdefault(_name, NoEffect(_reason))
 for _table, _numbers in ((REFUSED, True), (REFUSED_LAYOUT, False)):
     for (_reason, _remedy), _names in _table.items():
-        RULES = dict.fromkeys(_names.split(), Refuse(_reason, _remedy, _OFF, numbers=_numbers)) | RULES
+        for _name in _names.split():
+            _harmless = (*_OFF, "1") if _name.endswith(_ONE) else _OFF
+            RULES.setdefault(_name, Refuse(_reason, _remedy, _harmless, numbers=_numbers))
 
 
 def with_prefixes(keys: Mapping[str, Any]) -> dict[str, KeyRule]:
