@@ -6,6 +6,10 @@ from typing import Any
 
 from megalite.convert.adopt.rules import Reading, number, text, whole
 
+DEFAULT_SPLIT = [969.0, 30.0, 1.0]
+_EVERY, _ITERATIONS = 1000, 100
+_ORDER = "the samples of .bin/.idx files as Megatron-LM draws them; megalite has an order of its own"
+
 
 def read_data(reading: Reading, key: str, value: Any) -> None:
     words = value if isinstance(value, list) else str(value).split()
@@ -24,9 +28,8 @@ def read_data(reading: Reading, key: str, value: Any) -> None:
         ]
         reading.take(key, {"data.blend": blend})
     else:
-        reading.change(
-            key, {"data.source": sources}, "read as one text; each weighs as many samples as it has"
-        )
+        remedy = "write the weights: --data-path 0.5 A 0.5 B"
+        reading.refuse(key, "megalite blends texts by weights, and there are none", remedy)
 
 
 def _weighted(words: Sequence[str]) -> tuple[list[float], list[str]]:
@@ -50,10 +53,9 @@ def read_split(reading: Reading, key: str, value: Any) -> None:
     shares = [
         number(part) for part in "".join(map(str, parts)).strip("'\"").replace("/", ",").split(",") if part
     ]
-    total = sum(shares)
-    if not 1 <= len(shares) <= 3 or total <= 0 or min(shares) < 0:
+    if not 1 <= len(shares) <= 3 or sum(shares) <= 0 or min(shares) < 0:
         raise ValueError(f"{value!r} is no split of at most three shares")
-    reading.take(key, {"data.split": [round(share / total, 9) for share in shares]})
+    reading.take(key, {"data.split": shares})
 
 
 def read_document_mask(reading: Reading, key: str, value: Any) -> None:
@@ -85,7 +87,7 @@ def read_validation(reading: Reading, key: str, value: Any) -> None:
     count = whole(value)
     if reading.has("split") and "split" not in reading.answered:
         read_split(reading, "split", reading.get("split"))
-    silent = [0.969, 0.03, 0.001] if reading.has("data-path") and not reading.has("split") else [1.0]
+    silent = DEFAULT_SPLIT if reading.has("data-path") and not reading.has("split") else [1.0]
     split = reading.account.settings.get("data.split", silent)
     has_text = reading.has("valid-data-path") or (len(split) > 1 and split[1] > 0)
     if not has_text or not whole(reading.get("eval-iters", 100)):
@@ -151,3 +153,26 @@ def read_vocabulary(reading: Reading, key: str, value: Any) -> None:
         reading.change(key, {}, note)
     else:
         reading.no_effect(key, "the vocabulary is the tokenizer's")
+
+
+def data_defaults(reading: Reading) -> None:
+    """Set the order of samples, and what it needs where the script is silent: the split and validation's length."""
+    account, settings = reading.account, reading.account.settings
+    if "data.source" not in settings and "data.blend" not in settings:
+        return
+    account.default("data.order", "megatron", _ORDER)
+    if reading.has("data-path"):
+        account.default("data.split", DEFAULT_SPLIT, "Megatron-LM's default of --split; no split here")
+    split = settings.get("data.split", [1.0])
+    if "data.validation" not in settings and not any(split[1:2]):
+        return
+    account.default("validation.every", _EVERY, "Megatron-LM's default of --eval-interval")
+    if "training.global_batch_size" in settings:
+        off = reading.get("eval-iters") == "0"
+        iterations = 1 if off else _ITERATIONS
+        reason = (
+            "the least there is: --eval-iters is 0"
+            if off
+            else "Megatron-LM's default of --eval-iters * batch"
+        )
+        account.default("validation.samples", iterations * settings["training.global_batch_size"], reason)

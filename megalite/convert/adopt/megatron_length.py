@@ -38,6 +38,9 @@ def read_length(reading: Reading, key: str, value: object) -> None:
     settings = {"training.steps": whole_steps}
     if shortest.endswith("iters"):
         reading.take(shortest, settings)
+    elif steps != whole_steps:
+        note = "no whole batches: the last one is dropped, and the order of samples that repeat depends on their number"
+        reading.change(shortest, settings, note)
     else:
         reading.take(shortest, settings, "divided by the global batch")
 

@@ -300,7 +300,7 @@ RULES: dict[str, KeyRule] = {
     "tensorboard-dir": Together(data.read_tensorboard),
     "exit-duration-in-mins": Take("training.stop_after", lambda value: f"{whole(value)}m"),
     "seed": Change(
-        "run.seed", whole, "other random numbers: initial weights, dropout and order of samples differ"
+        "run.seed", whole, "the same order of samples; initial weights and dropout are other random numbers"
     ),
     "deepspeed": NoEffect("DeepSpeed is used where ZeRO is on"),
     "deepspeed-config": NoEffect("its keys are answered one by one"),
@@ -349,8 +349,7 @@ def answer_defaults(reading: Reading) -> None:
     account.default("model.attention_dropout", 0.1, _DROPOUT)
     account.default("model.residual_dropout", 0.1, _DROPOUT)
     account.default("model.embedding_dropout", 0.1, _DROPOUT)
-    if reading.has("data-path"):
-        account.default("data.split", [0.969, 0.03, 0.001], "Megatron-LM's default of --split; no split here")
+    data.data_defaults(reading)
     account.default(
         "training.precision", "fp32", "Megatron-LM's default; the fastest that is exact enough here"
     )
@@ -373,7 +372,8 @@ _NOTES = (
     "weight decay: norms and biases have none, embeddings have it, as in Megatron-LM",
     "loss: the mean over all tokens of the global batch; Megatron-LM without --calculate-per-token-loss takes the mean"
     " of the micro batches' means: the same unless micro batches have unequal numbers of unmasked tokens",
-    "samples: the order in which documents and samples are drawn is another one",
+    "samples: those of megatron-core's GPTDataset in its order (data.order); Megatron-DeepSpeed and older versions"
+    " of Megatron-LM round splits and count epochs in other ways",
     "vocabulary: Megatron-LM pads it to a multiple of --make-vocab-size-divisible-by (128) * tensor-parallel size, and"
     " its softmax includes the padding rows; megalite pads nothing",
 )

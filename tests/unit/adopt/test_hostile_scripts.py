@@ -129,6 +129,7 @@ SHELL = {
     "A=x; A+=y; export B=$A; echo $B": ["xy"],
     "echo a \\\n  b # comment\n": ["a", "b"],
     "A=2; if [ $A -gt 1 ] && [[ $A == 2 ]]; then B=yes; else B=no; fi; echo $B": ["yes"],
+    "A=2; if [ $A -gt 2 ] || [ $A -lt 2 ]; then B=out; elif [ $A -ge 2 ]; then B=in; fi; echo $B": ["in"],
     "A=b; case $A in a|c) B=1 ;; b*) B=2 ;; *) B=3 ;; esac; echo $B": ["2"],
     "for A in x; do B=$A; done; echo $B": ["x"],
     "f() { A=$A$A; }; A=1; f; f; echo $A": ["1111"],

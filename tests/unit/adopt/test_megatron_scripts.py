@@ -40,7 +40,8 @@ TAKEN: dict[str, dict[str, Any]] = {
         "optimizer.decay_steps": 430000,
         "optimizer.minimum_ratio": 0.1,
         "validation.samples": 15360,
-        "data.split": [0.949, 0.05, 0.001],
+        "data.split": [949.0, 50.0, 1.0],
+        "data.order": "megatron",
     },
     "llama3_8b": {
         "model.family": "llama",
@@ -60,7 +61,7 @@ TAKEN: dict[str, dict[str, Any]] = {
         "optimizer.warmup_steps": 30518,
         "optimizer.minimum_ratio": 0.066666666667,
         "deepspeed.zero_optimization.stage": 1,
-        "data.split": [0.99, 0.01, 0.0],
+        "data.split": [99.0, 1.0, 0.0],
         "tokenizer.path": "llama3",
         "run.folder": "runs/llama3_8b",
     },
@@ -100,7 +101,9 @@ TAKEN: dict[str, dict[str, Any]] = {
         "training.accumulation": "fp32",
         "model.initializer_range": 0.008,
         "optimizer.warmup_steps": 375,
-        "data.split": [0.969, 0.03, 0.001],
+        "data.split": [969.0, 30.0, 1.0],
+        "validation.every": 1000,
+        "validation.samples": 102400,
     },
     "ds_llama2": {
         "model.num_key_value_heads": 4,
@@ -243,7 +246,7 @@ def test_silent_defaults_are_said(there: Path) -> None:
         "the mean over all tokens of the global batch",
         "norms and biases have none",
         "its softmax includes the padding rows",
-        "the order in which documents and samples are drawn",
+        "those of megatron-core's GPTDataset in its order",
         "initial values have the same distribution",
     ):
         assert text in shown, text

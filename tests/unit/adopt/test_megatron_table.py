@@ -92,6 +92,7 @@ ONE: dict[str, dict[str, object] | None] = {
     "--padded-vocab-size 512": {"model.vocab_size": 512},
     "--save a --load a": {"run.folder": "a", "checkpoint.resume": "auto"},
     "--save a --load b": None,
+    "--valid-data-path c": {"data.validation": "c"},
     "--num-experts 1": {},
     "--num-experts 2": None,
     "--mtp-num-layers 1": None,
@@ -108,7 +109,8 @@ def test_arguments_become_these_settings(arguments: str) -> None:
         assert refused and set(refused) <= set(arguments.split()) and account.changes_numbers
         return
     assert not refused
-    assert {key: account.settings.get(key) for key in expected} == expected
+    said = {key: value for answer in account.answers for key, value in answer.settings.items()}
+    assert {key: said.get(key) for key in expected} == expected
     for key in account.settings:
         assert key.startswith("deepspeed.") or setting(".".join(key.split(".")[:2])).description
 
