@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from megalite.config.sections.unchecked import did_you_mean
@@ -18,13 +19,14 @@ class Reading:
     """The keys of a system's files, answered one after the other into an account.
 
     keys: key as written -> value as written; a flag without a value has None. names: key of the table -> key as
-    written, where the two differ ("num-layers" -> "--num-layers").
+    written, where the two differ ("num-layers" -> "--num-layers"). folder: of the first file, for paths beside it.
     """
 
     account: Account
     keys: Mapping[str, Any]
     names: Mapping[str, str] = field(default_factory=dict)
     answered: set[str] = field(default_factory=set)
+    folder: Path = field(default_factory=Path)
 
     def has(self, key: str) -> bool:
         return key in self.keys

@@ -6,10 +6,11 @@ from pathlib import Path
 
 from megalite.convert.adopt import megatron
 from megalite.convert.adopt.account import Account
+from megalite.convert.adopt.keyed_systems import AXOLOTL, LLAMA_FACTORY, NEOX, TRAINER
 from megalite.convert.adopt.sources import read_source
 from megalite.errors import ConfigError, Problem, listed
 
-SYSTEMS = (megatron.SYSTEM,)
+SYSTEMS = (megatron.SYSTEM, NEOX, TRAINER, LLAMA_FACTORY, AXOLOTL)
 """In the order in which they are asked; the first that knows one of the files reads them all."""
 
 

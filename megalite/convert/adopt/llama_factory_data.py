@@ -1,0 +1,188 @@
+"""LLaMA-Factory's data: names that dataset_info.json explains, templates, packing."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.convert.adopt import tuning
+from megalite.convert.adopt.keyed_file import idle
+from megalite.convert.adopt.rules import (
+    OFF,
+    KeyRule,
+    Reading,
+    Refuse,
+    Switch,
+    Take,
+    Together,
+    WordsOf,
+    number,
+    switch,
+    text,
+    whole,
+)
+from megalite.convert.adopt.sources import read_source
+from megalite.convert.adopt.yaml_file import read_mapping
+from megalite.errors import ConfigError
+
+_INFO = "dataset_info.json"
+# The columns of dataset_info.json that rename nothing for megalite's forms (docs/fine-tuning.md).
+_COLUMNS = {
+    "prompt": ("instruction", "prompt", "question", "text"),
+    "query": ("input",),
+    "response": ("output", "response", "answer", "completion"),
+    "messages": ("conversations", "messages"),
+    "system": ("system",),
+    "tools": ("tools",),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+}
+_TAGS = {"role_tag": ("from", "role"), "content_tag": ("value", "content")}
+
+
+def _read_dataset(reading: Reading, key: str, value: Any) -> None:
+    """dataset and eval_dataset: names of dataset_info.json in dataset_dir, which must be files."""
+    setting = "data.source" if key == "dataset" else "data.validation"
+    folder = _data_folder(reading)
+    info = _info(folder)
+    if info is None:
+        remedy = f"put {_INFO} into {folder}, or set {setting} in run.toml"
+        reading.refuse(key, f"names data sets of {folder / _INFO}, which is not here", remedy)
+        return
+    problems: list[str] = []
+    paths: list[str] = []
+    columns: set[str] = set()
+    for name in tuning.names(value):
+        entry = info.get(name)
+        problems += [f"{name}: {problem}" for problem in _problems(entry)]
+        if isinstance(entry, Mapping) and isinstance(entry.get("file_name"), str):
+            paths.append(str(folder / entry["file_name"]))
+            columns.add(str(_table(entry, "columns").get("prompt", "")))
+    settings: dict[str, Any] = {setting: tuning.source_setting(paths)} if paths else {}
+    if reading.get("stage") == "pt" and columns - {"", "text"} and len(columns) == 1:
+        settings["data.text_column"] = min(columns)
+    if problems:
+        reading.refuse(
+            key, "; ".join(problems), f"write them as a file of one of megalite's forms, and set {setting}"
+        )
+    else:
+        reading.take(key, settings, f"by {folder / _INFO}")
+
+
+def _data_folder(reading: Reading) -> Path:
+    named = Path(text(reading.get("dataset_dir", "data")))
+    beside = reading.folder / named
+    return beside if (beside / _INFO).is_file() and not (named / _INFO).is_file() else named
+
+
+def _info(folder: Path) -> dict[str, Any] | None:
+    try:
+        return read_mapping(read_source(folder / _INFO))
+    except ConfigError:
+        if (folder / _INFO).is_file():
+            raise
+        return None
+
+
+def _table(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    table = entry.get(name)
+    return table if isinstance(table, Mapping) else {}
+
+
+def _problems(entry: Any) -> Iterator[str]:
+    if not isinstance(entry, Mapping):
+        yield f"is not in {_INFO}"
+        return
+    if "file_name" not in entry:
+        yield "is on a hub, which megalite does not read; download it"
+    for theirs, column in _table(entry, "columns").items():
+        if column not in _COLUMNS.get(theirs, ()):
+            yield f"its column {column} ({theirs}) has another name in megalite's forms"
+    for theirs, name in _table(entry, "tags").items():
+        if theirs in _TAGS and name not in _TAGS[theirs]:
+            yield f"its field {name} ({theirs}) has another name in megalite's forms"
+    if entry.get("subset") or entry.get("num_samples"):
+        yield "it takes a part of the file"
+    if entry.get("ranking") and entry.get("formatting") == "sharegpt":
+        yield "its prompt is a conversation, where megalite reads prompt, chosen and rejected"
+
+
+def _read_packing(reading: Reading, key: str, value: Any) -> None:
+    """packing and neat_packing: megalite always keeps packed conversations apart."""
+    neat, on = reading.is_on("neat_packing"), reading.is_on("packing") or reading.is_on("neat_packing")
+    if reading.get("stage", "sft") != "sft":
+        kind = "text is always packed" if reading.get("stage") == "pt" else "pairs are not packed"
+        reading.no_effect(key, kind)
+    elif not on:
+        reading.take(key, {"data.packing": "none"})
+    elif neat:
+        reading.take(key, {"data.packing": "greedy"}, "conversations see only themselves")
+    else:
+        reason = "conversations see only themselves; LLaMA-Factory lets packed ones see each other"
+        reading.change(key, {"data.packing": "greedy"}, reason)
+
+
+def _read_trained(reading: Reading, key: str, value: Any) -> None:
+    if not switch(value):
+        reading.no_effect(key, "it is off")
+    elif reading.get("stage", "sft") != "sft":
+        reading.no_effect(key, "the stage is not sft")
+    elif key == "train_on_prompt":
+        reading.take(key, {"data.train_on": "all"})
+    else:
+        reading.take(key, {"data.train_on": "last"})
+
+
+def _read_template(reading: Reading, key: str, value: Any) -> None:
+    if reading.get("stage") == "pt":
+        reading.no_effect(key, "text has no template")
+    else:
+        tuning.read_template(reading, key, value)
+
+
+def _read_probabilities(reading: Reading, key: str, value: Any) -> None:
+    shares = [number(share) for share in (value.split(",") if isinstance(value, str) else value)]
+    reading.refuse(
+        key, f"draws {len(shares)} data sets by probabilities", "write them as [[data.blend]] with weights"
+    )
+
+
+def _read_folder(reading: Reading, key: str, value: Any) -> None:
+    reading.take(key, {}, f"the folder of {_INFO}")
+
+
+RULES: Mapping[str, KeyRule] = {
+    "dataset": Together(_read_dataset),
+    "eval_dataset": Together(_read_dataset),
+    "dataset_dir": Together(_read_folder),
+    "template": Together(_read_template),
+    "cutoff_len": Take("training.sequence_length", whole),
+    "val_size": Together(tuning.read_validation_share),
+    "packing": Together(_read_packing),
+    "neat_packing": Together(_read_packing),
+    "train_on_prompt": Together(_read_trained),
+    "mask_history": Together(_read_trained),
+    "disable_shuffling": Switch({"data.shuffle": False}),
+    "preprocessing_num_workers": Take("data.workers", whole),
+    "max_samples": Refuse(
+        "megalite reads whole files", "cut the file (head -n N), and name the shorter one", ()
+    ),
+    "streaming": Refuse(
+        "megalite streams text alone", "leave it out: files are tokenized once", OFF, numbers=False
+    ),
+    "mix_strategy": WordsOf({"concat": {}}, "write [[data.blend]] with weights"),
+    "interleave_probs": Together(_read_probabilities),
+    "default_system": Refuse(
+        "megalite adds no system prompt", "write it into the data (column system)", ("",)
+    ),
+    "tool_format": Refuse(
+        "the chat template formats tools", "leave it out, and look at megalite data inspect", ("",)
+    ),
+    "enable_thinking": Refuse("the chat template decides on thinking", "leave it out", (True,)),
+    "preserve_thinking": Refuse("the chat template decides on thinking", "leave it out"),
+    "ignore_pad_token_for_loss": Refuse("padding is never part of the loss", "set it to true", (True,)),
+    **idle(
+        "megalite prepares its own token files in run.folder/data",
+        "overwrite_cache preprocessing_batch_size tokenized_path data_shared_file_system buffer_size",
+    ),
+    **idle("validation text is one set", "eval_on_each_dataset"),
+}

@@ -1,0 +1,230 @@
+"""Hugging Face's TrainingArguments, as JSON; LLaMA-Factory's files have the same keys beside their own.
+
+Keys and defaults are those of transformers 5, with the names that version 4 had.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megalite.convert.adopt import trainer_rates
+from megalite.convert.adopt.account import Account
+from megalite.convert.adopt.keyed_file import answer_all, idle, read_files, refused
+from megalite.convert.adopt.rules import (
+    OFF,
+    KeyRule,
+    Reading,
+    Refuse,
+    Switch,
+    Take,
+    Together,
+    WordsOf,
+    number,
+    switch,
+    text,
+    whole,
+)
+from megalite.convert.adopt.sources import Source
+
+NAME = "Hugging Face Trainer"
+_REPORTS = "megalite writes metrics.jsonl, and TensorBoard with monitor.tensorboard"
+_LOADING = "megalite loads batches itself (data.workers, data.loader_workers, data.prefetch)"
+_RANKS = "megalite has its own ranks and collectives"
+_HUB = "a run uploads nothing: upload run.folder/export"
+
+
+def _read_precision(reading: Reading, key: str, value: Any) -> None:
+    """bf16, fp16: the weights are kept in fp32 there and here."""
+    on = value == "full" or value == "auto" or switch(value)
+    if not on:
+        reading.no_effect(key, "it is off")
+    elif value == "auto":
+        reading.take(key, {"training.precision": "auto"})
+    else:
+        reading.take(key, {"training.precision": key}, "with fp32 master weights")
+
+
+def _read_fsdp(reading: Reading, key: str, value: Any) -> None:
+    words = value.replace(",", " ").split() if isinstance(value, str) else value
+    if words is True:
+        words = ["full_shard"]
+    stages = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3}
+    stage = (
+        next((stages[word] for word in words or () if word in stages), 0) if isinstance(words, list) else 0
+    )
+    if not stage:
+        reading.no_effect(key, "nothing is sharded")
+        return
+    settings: dict[str, Any] = {"deepspeed.zero_optimization.stage": stage}
+    if "offload" in words:
+        settings["deepspeed.zero_optimization.offload_optimizer.device"] = "cpu"
+    reading.change(key, settings, "ZeRO shards what FSDP shards; the numbers are the same")
+
+
+def _read_deepspeed(reading: Reading, key: str, value: Any) -> None:
+    if isinstance(value, str):
+        reading.take(key, {"deepspeed.config": value}, "megalite config show says what becomes of its keys")
+    elif isinstance(value, Mapping) and value:
+        reading.take(key, {f"deepspeed.{name}": inner for name, inner in value.items()}, "as [deepspeed]")
+    else:
+        reading.no_effect(key, "DeepSpeed is not used")
+
+
+def _read_resume(reading: Reading, key: str, value: Any) -> None:
+    if value in (*OFF, True, "true", "auto", "latest"):
+        reading.take(key, {}, "megalite resumes the latest checkpoint of run.folder")
+    else:
+        remedy = f"megalite convert import {value} RUN, then set checkpoint.resume"
+        reading.refuse(key, "its checkpoints are imported first", remedy)
+
+
+def _read_best(reading: Reading, key: str, value: Any) -> None:
+    if not switch(value):
+        reading.no_effect(key, "it is off")
+    else:
+        reading.take(key, {"checkpoint.best": True, "checkpoint.export": "best"})
+
+
+def _read_grouping(reading: Reading, key: str, value: Any) -> None:
+    if value in ("random", *OFF):
+        reading.take(key, {}, "sequences are drawn at random")
+    elif value in (True, "group_by_length"):
+        reading.change(
+            key, {}, 'set data.packing = "none" and data.length_buckets for batches of similar lengths'
+        )
+    else:
+        reading.refuse(key, "megalite draws at random, or in order with data.shuffle = false", "use random")
+
+
+_BATCH: Mapping[str, KeyRule] = {
+    "per_device_train_batch_size": Take("training.micro_batch_size", whole),
+    "per_gpu_train_batch_size": Take("training.micro_batch_size", whole),
+    "gradient_accumulation_steps": Take("training.micro_batches", whole),
+    "num_train_epochs": Together(trainer_rates.read_length),
+    "max_steps": Together(trainer_rates.read_length),
+    "bf16": Together(_read_precision),
+    "fp16": Together(_read_precision),
+    "tf32": Switch({"training.tf32": True}, {"training.tf32": False}),
+    "gradient_checkpointing": Switch({"training.recompute": "full"}, {"training.recompute": "none"}),
+    "activation_checkpointing": Switch({"training.recompute": "full"}, {"training.recompute": "none"}),
+    "torch_compile": Switch({"training.compile": True}, {"training.compile": False}),
+    "label_smoothing_factor": Take("training.label_smoothing", number),
+    "neftune_noise_alpha": Refuse("megalite adds no noise to the embedding", "leave it out", (0, *OFF)),
+    "auto_find_batch_size": Refuse("megalite keeps the batch size", "set per_device_train_batch_size"),
+    "average_tokens_across_devices": Refuse(
+        "megalite's loss is the mean over the tokens of all ranks", "set it to true", (True,)
+    ),
+    "use_cpu": Refuse(
+        "megalite takes the accelerator that it finds", "hide it (CUDA_VISIBLE_DEVICES)", numbers=False
+    ),
+}
+_OPTIMIZER: Mapping[str, KeyRule] = {
+    "learning_rate": Take("optimizer.learning_rate", number),
+    "lr_scheduler_type": Together(trainer_rates.read_schedule),
+    "lr_scheduler": Together(trainer_rates.read_schedule),
+    "lr_scheduler_kwargs": Together(trainer_rates.read_schedule_arguments),
+    "warmup_steps": Together(trainer_rates.read_warmup),
+    "warmup_ratio": Together(trainer_rates.read_warmup),
+    "optim": Together(trainer_rates.read_optimizer),
+    "optim_args": Refuse("megalite's optimizers have no such arguments", "set [optimizer]", ("", {}, False)),
+    "optim_target_modules": Refuse(
+        "megalite's optimizers update every matrix", "leave it out", ("", [], False)
+    ),
+    "weight_decay": Take("optimizer.weight_decay", number, "norms and biases have none, as there"),
+    "adam_beta1": Together(trainer_rates.read_betas),
+    "adam_beta2": Together(trainer_rates.read_betas),
+    "adam_epsilon": Together(trainer_rates.read_epsilon),
+    "max_grad_norm": Take("optimizer.gradient_clipping", number),
+}
+_RUN: Mapping[str, KeyRule] = {
+    "output_dir": Take("run.folder", text),
+    "seed": Take("run.seed", whole, "the draws are megalite's own"),
+    "logging_steps": Together(trainer_rates.read_interval),
+    "eval_steps": Together(trainer_rates.read_interval),
+    "save_steps": Together(trainer_rates.read_interval),
+    "eval_strategy": Together(trainer_rates.read_strategy),
+    "evaluation_strategy": Together(trainer_rates.read_strategy),
+    "save_strategy": Together(trainer_rates.read_strategy),
+    "save_total_limit": Take("checkpoint.keep_last", whole),
+    "load_best_model_at_end": Together(_read_best),
+    "metric_for_best_model": WordsOf(
+        {"loss": {}, "eval_loss": {}}, "the best checkpoint has the lowest loss"
+    ),
+    "greater_is_better": Refuse("the best checkpoint has the lowest loss", "set it to false", numbers=False),
+    "eval_on_start": Switch({"validation.at_start": True}),
+    "resume_from_checkpoint": Together(_read_resume),
+    "deepspeed": Together(_read_deepspeed),
+    "fsdp": Together(_read_fsdp),
+    "group_by_length": Together(_read_grouping),
+    "train_sampling_strategy": Together(_read_grouping),
+    "save_only_model": Refuse("megalite's checkpoints are whole", "set it to false", numbers=False),
+    "parallelism_config": Refuse("megalite reads no ParallelismConfig", "set [parallel]", ({},)),
+    "ignore_data_skip": Refuse("a resumed run goes on with the next samples", "set it to false"),
+    **refused(
+        "megalite does not run it", "leave it out", "debug jit_mode_eval use_mps_device", ("", [], False)
+    ),
+    **idle("the draws of a run follow from run.seed", "data_seed full_determinism"),
+    **idle(
+        "validation has the micro batches of training", "per_device_eval_batch_size per_gpu_eval_batch_size"
+    ),
+    **idle(
+        _REPORTS,
+        "logging_strategy logging_first_step logging_dir log_on_each_node logging_nan_inf_filter "
+        "log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id "
+        "trackio_bucket_id trackio_static_space_id include_num_input_tokens_seen "
+        "include_tokens_per_second skip_memory_metrics",
+    ),
+    **idle(
+        "validation is the loss on data.validation or data.split",
+        "eval_delay prediction_loss_only eval_do_concat_batches eval_use_gather_object "
+        "eval_accumulation_steps include_for_metrics include_inputs_for_metrics batch_eval_metrics "
+        "bf16_full_eval fp16_full_eval predict_with_generate generation_max_length "
+        "generation_num_beams generation_config sortish_sampler",
+    ),
+    **idle(
+        _LOADING,
+        "dataloader_drop_last dataloader_num_workers dataloader_pin_memory "
+        "dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context "
+        "dataloader_in_order remove_unused_columns label_names length_column_name past_index "
+        "dispatch_batches split_batches",
+    ),
+    **idle(
+        _RANKS,
+        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+        "ddp_backend ddp_timeout local_rank _n_gpu n_gpu tpu_num_cores tpu_metrics_debug "
+        "mp_parameters accelerator_config fsdp_config fsdp_min_num_params "
+        "fsdp_transformer_layer_cls_to_wrap no_cuda use_ipex ray_scope xpu_backend",
+    ),
+    **idle(
+        _HUB,
+        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push "
+        "hub_revision push_to_hub_token push_to_hub_model_id push_to_hub_organization",
+    ),
+    **idle(
+        "megalite chooses its operators itself",
+        "use_liger_kernel liger_kernel_config use_cache torch_compile_backend torch_compile_mode "
+        "torchdynamo half_precision_backend fp16_backend fp16_opt_level torch_empty_cache_steps "
+        "gradient_checkpointing_kwargs activation_checkpointing_kwargs",
+    ),
+    **idle(
+        "megalite's checkpoints are published whole, by all ranks",
+        "save_on_each_node save_safetensors enable_jit_checkpoint "
+        "restore_callback_states_from_checkpoint overwrite_output_dir",
+    ),
+    **idle("megalite train trains, megalite evaluate measures", "do_train do_eval do_predict"),
+}
+RULES: Mapping[str, KeyRule] = {**_BATCH, **_OPTIMIZER, **_RUN}
+"""Key of TrainingArguments -> its rule."""
+
+
+def read(sources: Sequence[Source]) -> Account:
+    """Return the account of a file of TrainingArguments. Raises ConfigError for one that cannot be read."""
+    reading, unset = read_files(NAME, sources, ())
+    answer_all(reading, unset, RULES)
+    trainer_rates.fill_defaults(reading, NAME, {"training.micro_batch_size": 8})
+    for key, ours in (("model", "model.weights"), ("train_dataset", "data.source")):
+        remedy = f"set {ours} in run.toml"
+        reading.refuse(key, "is an argument of Trainer in Python, not of this file", remedy)
+    reading.refuse(
+        "max_length", "is set where the data are tokenized", "set training.sequence_length in run.toml"
+    )
+    return reading.account
