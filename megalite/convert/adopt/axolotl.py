@@ -95,8 +95,8 @@ def _read_precision(reading: Reading, key: str, value: Any) -> None:
 
 
 def _read_tf32(reading: Reading, key: str, value: Any) -> None:
-    if value == "auto":
-        reading.no_effect(key, "products in bf16 do not have it")
+    if not reading.is_on("float32") or value == "auto":
+        reading.no_effect(key, "products of bf16 and fp16 do not have it")
     else:
         reading.take(key, {"training.tf32": switch(value)})
 
@@ -123,7 +123,9 @@ def _read_of_preference(reading: Reading, key: str, value: Any) -> None:
 
 
 def _read_template(reading: Reading, key: str, value: Any) -> None:
-    if value == "jinja" or key == "chat_template_jinja":
+    if axolotl_data.kind_of(reading) == "text":
+        reading.no_effect(key, "text has no template")
+    elif value == "jinja" or key == "chat_template_jinja":
         reading.refuse(
             key, "megalite reads templates from files", "save it and set tokenizer.chat_template to the file"
         )
@@ -191,6 +193,9 @@ _TUNING: Mapping[str, KeyRule] = {
     "reinit_weights": Refuse("model.weights starts from weights", "set model.hf_config instead"),
     "shuffle_merged_datasets": Switch({"data.shuffle": True}, {"data.shuffle": False}),
     "sequence_len": Take("training.sequence_length", whole),
+    "max_packed_sequence_len": Refuse(
+        "axolotl no longer reads it", "set sequence_len and sample_packing", ()
+    ),
     "gptq": Refuse("megalite trains no base of 4 bits", tuning.BASE_REMEDY),
     "plugins": Together(_read_plugins),
     **refused(
@@ -230,7 +235,7 @@ _TRAINING: Mapping[str, KeyRule] = {
     "gradient_checkpointing": Together(_read_checkpointing),
     "evals_per_epoch": Together(_read_per_epoch),
     "saves_per_epoch": Together(_read_per_epoch),
-    "early_stopping_patience": Take("validation.patience", whole),
+    "early_stopping_patience": Together(trainer_rates.read_patience),
     "use_tensorboard": Switch({"monitor.tensorboard": True}),
     "dataset_processes": Take("data.workers", whole),
     "dataset_num_proc": Take("data.workers", whole),
@@ -265,7 +270,7 @@ _IDLE: Mapping[str, KeyRule] = {
     ),
     **idle(
         "sequences have one length, and padding is never part of the loss",
-        "pad_to_sequence_len pad_to_multiple_of eval_sample_packing eval_sequence_len "
+        "eval_batch_size pad_to_sequence_len pad_to_multiple_of eval_sample_packing eval_sequence_len "
         "sample_packing_group_size sample_packing_bin_size sample_packing_eff_est "
         "sample_packing_mp_start_method multipack_real_batches batch_flattening "
         "pretrain_multipack_buffer_size pretrain_multipack_attn streaming_multipack_buffer_size "
@@ -300,8 +305,8 @@ _IDLE: Mapping[str, KeyRule] = {
     ),
     **idle(
         "it belongs to a method that is off or refused",
-        "jagged_restart_warmup_steps jagged_restart_anneal_steps relora_prune_ratio "
-        "relora_prune_method relora_cpu_offload relora_steps relora_warmup_steps "
+        "gptq_groupsize gptq_model_v1 jagged_restart_warmup_steps jagged_restart_anneal_steps "
+        "relora_prune_ratio relora_prune_method relora_cpu_offload relora_steps relora_warmup_steps "
         "loraplus_lr_embedding lisa_step_interval lisa_layers_attribute bnb_config_kwargs merge_lora "
         "merge_method adam_epsilon2 adam_beta3 dion_lr dion_momentum dion_rank_fraction "
         "dion_rank_multiple_of torchdistx_path kto_desirable_weight kto_undesirable_weight trl vllm "
@@ -330,7 +335,8 @@ def _fill(reading: Reading) -> None:
     reason, account = f"{NAME}'s default", reading.account
     if not reading.has("adapter"):
         account.default("adapter.kind", "none", reason)
-    kind = account.settings.get("data.kind", "instruct")
+    kind = axolotl_data.kind_of(reading)
+    account.default("data.kind", kind, "by the types of the data sets")
     if kind != "text":
         account.default("data.too_long", "drop", reason)
     if kind == "instruct":

@@ -67,8 +67,6 @@ def read_datasets(reading: Reading, key: str, value: Any) -> None:
     if problems:
         listed = "; ".join(dict.fromkeys(problems))
         reading.refuse(key, listed, f"write one of megalite's forms, and set {setting} in run.toml")
-        if len(kinds) == 1:
-            reading.account.default("data.kind", min(map(str, kinds)), "by the types of the data sets")
         return
     paths = [path for entry in entries for path in _paths(entry)]
     settings: dict[str, Any] = {setting: tuning.source_setting(paths), "data.kind": min(map(str, kinds))}
@@ -83,6 +81,20 @@ def read_datasets(reading: Reading, key: str, value: Any) -> None:
         )
     else:
         reading.take(key, settings)
+
+
+def kind_of(reading: Reading) -> str:
+    """Return data.kind of the run, by its loss and the types of its data sets."""
+    if reading.get("rl") in ("dpo", "ipo"):
+        return "preference"
+    entries = reading.get("datasets", [])
+    types = (
+        [entry.get("type") for entry in entries if isinstance(entry, Mapping)]
+        if isinstance(entries, list)
+        else []
+    )
+    is_text = reading.has("pretraining_dataset") or any(kind in _TEXT_TYPES for kind in types)
+    return "text" if is_text else "instruct"
 
 
 def _kind(reading: Reading, key: str, kind: Any) -> str | None:
@@ -131,7 +143,7 @@ def _paths(entry: Mapping[str, Any]) -> Sequence[str]:
 
 def read_packing(reading: Reading, key: str, value: Any) -> None:
     """sample_packing: packed samples see only themselves, as here."""
-    if reading.get("rl") in ("dpo", "ipo") or reading.has("pretraining_dataset"):
+    if kind_of(reading) != "instruct":
         reading.no_effect(key, "pairs are not packed, and text always is")
     elif switch(value):
         reading.take(key, {"data.packing": "best_fit"}, "samples see only themselves")
@@ -141,14 +153,19 @@ def read_packing(reading: Reading, key: str, value: Any) -> None:
 
 def read_too_long(reading: Reading, key: str, value: Any) -> None:
     words = {"drop": "drop", "truncate": "truncate", "raise": "stop"}
-    if value in words:
+    if kind_of(reading) == "text":
+        reading.no_effect(key, "text is cut into sequences")
+    elif value in words:
         reading.take(key, {"data.too_long": words[value]})
     else:
         reading.refuse(key, "is no such choice", "use drop, truncate or raise")
 
 
 def read_trained(reading: Reading, key: str, value: Any) -> None:
-    reading.take(key, {"data.train_on": "all"} if switch(value) else {})
+    if kind_of(reading) != "instruct":
+        reading.no_effect(key, "it is for conversations")
+    else:
+        reading.take(key, {"data.train_on": "all" if switch(value) else "answers"})
 
 
 def read_special_tokens(reading: Reading, key: str, value: Any) -> None:

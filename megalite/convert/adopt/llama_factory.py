@@ -126,7 +126,7 @@ _TUNING: Mapping[str, KeyRule] = {
     "quantization_bit": Refuse("megalite trains no base of 4 or 8 bits", tuning.BASE_REMEDY, ()),
     "rope_scaling": Refuse("config.json has the scaling", "set model.rope_type in run.toml", ("none", *OFF)),
     "loraplus_lr_ratio": Refuse("A and B have one learning rate here", "leave it out", (1, 1.0)),
-    "early_stopping_steps": Take("validation.patience", whole),
+    "early_stopping_steps": Together(trainer_rates.read_patience),
     "freeze_trainable_layers": NoEffect("it belongs to finetuning_type: freeze"),
     "ref_model": Refuse("the reference is the model before its tuning", "leave it out", ()),
     **refused(

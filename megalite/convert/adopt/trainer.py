@@ -43,6 +43,13 @@ def _read_precision(reading: Reading, key: str, value: Any) -> None:
         reading.take(key, {"training.precision": key}, "with fp32 master weights")
 
 
+def _read_tf32(reading: Reading, key: str, value: Any) -> None:
+    if reading.get("bf16", False) not in OFF or reading.get("fp16", False) not in OFF:
+        reading.no_effect(key, "products of bf16 and fp16 do not have it")
+    else:
+        reading.take(key, {"training.tf32": switch(value)})
+
+
 def _read_fsdp(reading: Reading, key: str, value: Any) -> None:
     words = value.replace(",", " ").split() if isinstance(value, str) else value
     if words is True:
@@ -103,7 +110,7 @@ _BATCH: Mapping[str, KeyRule] = {
     "max_steps": Together(trainer_rates.read_length),
     "bf16": Together(_read_precision),
     "fp16": Together(_read_precision),
-    "tf32": Switch({"training.tf32": True}, {"training.tf32": False}),
+    "tf32": Together(_read_tf32),
     "gradient_checkpointing": Switch({"training.recompute": "full"}, {"training.recompute": "none"}),
     "activation_checkpointing": Switch({"training.recompute": "full"}, {"training.recompute": "none"}),
     "torch_compile": Switch({"training.compile": True}, {"training.compile": False}),

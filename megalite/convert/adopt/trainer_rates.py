@@ -23,7 +23,8 @@ _ADAMW = (
     "adamw_torch_npu_fused",
 )
 _PAGED = ("paged_adamw", "paged_adamw_32bit")
-_EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+_EIGHT_BIT = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "adamw_torch_4bit")
+_EIGHT_BIT_LION = ("lion_8bit", "paged_lion_8bit")
 _LION = ("lion_32bit", "paged_lion_32bit", "lion", "paged_lion")
 _OTHERS = "megalite has adamw, sgd, lion, adafactor and muon: set optimizer.name, and rates for it"
 _INTERVALS = {
@@ -100,7 +101,9 @@ def read_optimizer(reading: Reading, key: str, value: Any) -> None:
     elif value in _PAGED:
         reading.take(key, {"optimizer.name": "adamw"}, "the states stay in the accelerator's memory")
     elif value in _EIGHT_BIT:
-        reading.change(key, {"optimizer.name": "adamw"}, "the states have 32 bits instead of 8")
+        reading.change(key, {"optimizer.name": "adamw"}, "the states have 32 bits instead of 8 or 4")
+    elif value in _EIGHT_BIT_LION:
+        reading.change(key, {"optimizer.name": "lion"}, "the state has 32 bits instead of 8")
     elif value in _LION:
         reading.take(key, {"optimizer.name": "lion"})
     elif value == "sgd":
@@ -163,6 +166,15 @@ def read_interval(reading: Reading, key: str, value: Any) -> None:
         reading.no_effect(key, "there is no validation text: set data.validation, then validation.every")
     else:
         reading.take(key, {ours: whole(figure)})
+
+
+def read_patience(reading: Reading, key: str, value: Any) -> None:
+    """Early stopping counts validations, which need a distance."""
+    if reading.has("eval_steps") and has_validation(reading):
+        reading.take(key, {"validation.patience": whole(value)})
+    else:
+        remedy = "set validation.every and validation.patience in run.toml"
+        reading.refuse(key, "megalite validates by steps, which the files do not say", remedy, numbers=False)
 
 
 def has_validation(reading: Reading) -> bool:
