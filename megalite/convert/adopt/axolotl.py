@@ -6,7 +6,7 @@ from typing import Any
 
 from megalite.convert.adopt import axolotl_data, trainer, trainer_rates, tuning
 from megalite.convert.adopt.account import Account
-from megalite.convert.adopt.keyed_file import answer_all, idle, read_files, refused
+from megalite.convert.adopt.keyed_file import answer_all, complete, idle, read_files, refused
 from megalite.convert.adopt.rules import (
     OFF,
     KeyRule,
@@ -24,6 +24,10 @@ from megalite.convert.adopt.rules import (
 from megalite.convert.adopt.sources import Source
 
 NAME = "axolotl"
+_LISTS = frozenset(
+    {"datasets", "test_datasets", "pretraining_dataset", "plugins", "tokens"}
+    | {"lora_target_modules", "lora_modules_to_save", "special_tokens.additional_special_tokens"}
+)
 _MODEL = "train another model, or keep axolotl for this one"
 _REPORTS = "megalite writes metrics.jsonl, and TensorBoard with monitor.tensorboard"
 _OPERATORS = "megalite chooses its operators itself"
@@ -290,13 +294,14 @@ _IDLE: Mapping[str, KeyRule] = {
         "comet_experiment_key comet_mode comet_online comet_experiment_config use_otel_metrics "
         "otel_metrics_host otel_metrics_port use_trackio trackio_project_name trackio_run_name "
         "use_swanlab swanlab_project swanlab_experiment_name swanlab_description swanlab_mode "
-        "swanlab_workspace profiler_steps profiler_steps_start include_tkps loss_watchdog_threshold "
-        "loss_watchdog_patience eval_table_size eval_max_new_tokens do_causal_lm_eval "
-        "eval_causal_lm_metrics do_bench_eval bench_dataset bench_split save_first_step "
-        "generate_samples num_generation_samples generation_max_new_tokens generation_temperature "
-        "generation_top_p generation_top_k generation_prompt_ratio generation_do_sample lm_eval_tasks "
-        "lm_eval_batch_size lm_eval_post_train lm_eval_model",
+        "swanlab_workspace profiler_steps profiler_steps_start include_tkps eval_table_size "
+        "eval_max_new_tokens do_causal_lm_eval eval_causal_lm_metrics do_bench_eval bench_dataset "
+        "bench_split save_first_step generate_samples num_generation_samples "
+        "generation_max_new_tokens generation_temperature generation_top_p generation_top_k "
+        "generation_prompt_ratio generation_do_sample lm_eval_tasks lm_eval_batch_size "
+        "lm_eval_post_train lm_eval_model",
     ),
+    **idle("a run stops at a loss that is not finite", "loss_watchdog_threshold loss_watchdog_patience"),
     **idle(
         "megalite launch, or a script of launch/, starts the ranks",
         "world_size ddp device device_map max_memory gpu_memory_limit use_ray ray_run_name "
@@ -326,8 +331,8 @@ RULES: Mapping[str, KeyRule] = {**trainer.RULES, **_TUNING, **_TRAINING, **_IDLE
 def read(sources: Sequence[Source]) -> Account:
     """Return the account of axolotl files. Raises ConfigError for one that cannot be read."""
     reading, unset = read_files(NAME, sources, ("special_tokens",))
-    answer_all(reading, unset, RULES)
-    _fill(reading)
+    reading = answer_all(reading, unset, RULES, trainer.STRUCTURES | _LISTS)
+    complete(reading, _fill)
     return reading.account
 
 

@@ -1,6 +1,8 @@
 """Common to the systems whose files are mappings (YAML, JSON): merge the files, then answer every key by a table."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,18 +56,48 @@ def read_files(
     return Reading(account, keys, names, folder=folder), Reading(account, nulls, names)
 
 
-def answer_all(reading: Reading, unset: Reading, rules: Mapping[str, KeyRule]) -> None:
-    """Answer every key by its rule; unknown ones are refused with the nearest known name of their table."""
+def answer_all(
+    reading: Reading, unset: Reading, rules: Mapping[str, KeyRule], structures: Collection[str]
+) -> Reading:
+    """Answer every key by its rule; unknown ones are refused with the nearest known name of their table.
+
+    structures: the keys that may be lists or tables; others that are become refused. Returns the keys without these.
+    """
     for keys in (unset, reading):
-        for key in keys.keys:
-            if key not in rules and key not in keys.answered:
-                table, _, last = key.rpartition(".")
-                others = [name for name in rules if name.rpartition(".")[0] == table]
-                remedy = did_you_mean(last, others) or "remove it, or set what it means in run.toml"
-                keys.refuse(key, f"is no key of {reading.account.system} that megalite knows", remedy)
-    for key in unset.keys:
-        unset.no_effect(key, "it is not set")
-    apply_rules(reading, rules)
+        for key, value in keys.keys.items():
+            is_table = any(name.startswith(f"{key}.") for name in rules)
+            if value is None and (is_table or key in rules):
+                keys.no_effect(key, "it is not set")
+            elif value == {} and is_table:
+                keys.no_effect(key, "it is empty")
+            elif key not in rules:
+                _refuse_unknown(keys, key, rules, is_table=is_table)
+    whole = dict(reading.keys)
+    for key, value in reading.keys.items():
+        takes = key in structures or isinstance(rules.get(key), NoEffect | Refuse)
+        if isinstance(value, list | Mapping) and key in rules and not takes:
+            reading.refuse(key, "is a list or table", "write one value")
+            del whole[key]
+    usable = replace(reading, keys=whole)
+    apply_rules(usable, rules)
+    return usable
+
+
+def _refuse_unknown(reading: Reading, key: str, rules: Mapping[str, KeyRule], *, is_table: bool) -> None:
+    table, _, last = key.rpartition(".")
+    others = [name for name in rules if name.rpartition(".")[0] == table]
+    if is_table:
+        reading.refuse(key, "should be a table of keys", "write the keys below it")
+        return
+    remedy = did_you_mean(last, others) or "remove it, or set what it means in run.toml"
+    reading.refuse(key, f"is no key of {reading.account.system} that megalite knows", remedy)
+
+
+def complete(reading: Reading, *steps: Callable[[Reading], None]) -> None:
+    """Take the steps that fill in a system's defaults, without those that need a key whose value is refused."""
+    for step in steps:
+        with suppress(ValueError):
+            step(reading)
 
 
 def score(source: Source, rules: Mapping[str, KeyRule], *, hyphens: bool = False) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megalite.convert.adopt import llama_factory_data, trainer, trainer_rates, tuning
 from megalite.convert.adopt.account import Account
-from megalite.convert.adopt.keyed_file import answer_all, idle, read_files, refused
+from megalite.convert.adopt.keyed_file import answer_all, complete, idle, read_files, refused
 from megalite.convert.adopt.rules import (
     OFF,
     KeyRule,
@@ -28,6 +28,10 @@ from megalite.convert.adopt.rules import (
 from megalite.convert.adopt.sources import Source
 
 NAME = "LLaMA-Factory"
+_LISTS = frozenset(
+    {"lora_target", "additional_target", "dataset", "eval_dataset", "interleave_probs"}
+    | {"add_tokens", "add_special_tokens", "adapter_name_or_path"}
+)
 _STAGES = {"sft": "instruct", "pt": "text", "dpo": "preference"}
 _MODEL = "train another model, or keep LLaMA-Factory for this one"
 
@@ -224,8 +228,8 @@ RULES: Mapping[str, KeyRule] = {**trainer.RULES, **_TUNING, **_PARALLEL, **llama
 def read(sources: Sequence[Source]) -> Account:
     """Return the account of LLaMA-Factory files. Raises ConfigError for one that cannot be read."""
     reading, unset = read_files(NAME, sources, ())
-    answer_all(reading, unset, RULES)
-    _fill(reading)
+    reading = answer_all(reading, unset, RULES, trainer.STRUCTURES | _LISTS)
+    complete(reading, _fill)
     return reading.account
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from megalite.convert.adopt import neox_model, neox_run
 from megalite.convert.adopt.account import Account
 from megalite.convert.adopt.deepspeed_rules import BLOCKS, DEEPSPEED
-from megalite.convert.adopt.keyed_file import answer_all, idle, read_files, refused
+from megalite.convert.adopt.keyed_file import answer_all, complete, idle, read_files, refused
 from megalite.convert.adopt.rules import (
     KeyRule,
     NoEffect,
@@ -28,6 +28,9 @@ from megalite.convert.adopt.sources import Source
 NAME = "GPT-NeoX"
 _EXTRA = "deepspeed_extra_args."
 _BLOCKS = BLOCKS | {"optimizer", "optimizer.params", "deepspeed_extra_args"}
+_STRUCTURES = frozenset(
+    f"{kind}_data_{part}" for kind in ("train", "valid") for part in ("paths", "weights")
+) | {"attention_config", "optimizer.params.betas"}
 _REPORTS = "megalite writes metrics.jsonl, and TensorBoard with monitor.tensorboard"
 _KERNELS = "megalite chooses its operators itself"
 _LAUNCH = "megalite launch, or a script of launch/, starts the ranks"
@@ -66,6 +69,11 @@ def _read_training_kind(reading: Reading, key: str, value: Any) -> None:
 def _read_hostfile(reading: Reading, key: str, value: Any) -> None:
     reading.account.launch += [f"--{key}", text(value)]
     reading.take(key, {}, f"megalite launch --{key}")
+
+
+def _read_ranks(reading: Reading, key: str, value: Any) -> None:
+    reading.account.ranks = whole(value)
+    reading.take(key, {}, "the number of ranks")
 
 
 def _read_tensorboard(reading: Reading, key: str, value: Any) -> None:
@@ -239,8 +247,8 @@ _TRAINING: Mapping[str, KeyRule] = {
         _DERIVED,
         "world_size is_pipe_parallel optimizer_type zero_stage zero_reduce_scatter "
         "zero_contiguous_gradients zero_reduce_bucket_size zero_allgather_bucket_size lr batch_size "
-        "local_rank rank iteration do_train do_valid do_test global_num_gpus padded_vocab_size "
-        "user_script curriculum_seqlen config_files params_dtype",
+        "local_rank rank iteration do_train do_valid do_test padded_vocab_size user_script "
+        "curriculum_seqlen config_files params_dtype",
     ),
     **idle("a new run has a schedule of its own", "override_lr_scheduler use_checkpoint_lr_scheduler"),
     **idle(
@@ -293,6 +301,7 @@ _DATA_RULES: Mapping[str, KeyRule] = {
 }
 _RUN: Mapping[str, KeyRule] = {
     "save": Take("run.folder", text),
+    "global_num_gpus": Together(_read_ranks),
     "load": Together(neox_run.read_load),
     "finetune": Together(neox_run.read_load),
     **dict.fromkeys(("no_load_optim", "no_load_rng"), Together(neox_run.read_load)),
@@ -347,10 +356,9 @@ def read(sources: Sequence[Source]) -> Account:
     extra = {_EXTRA + block for block in BLOCKS}
     reading, unset = read_files(NAME, sources, _BLOCKS | extra, hyphens=True)
     reading = _with_extra_arguments(reading)
-    answer_all(reading, unset, RULES)
-    neox_model.fill_model_defaults(reading)
-    neox_model.choose_family(reading)
-    neox_run.fill_run_defaults(reading)
+    reading = answer_all(reading, unset, RULES, _STRUCTURES)
+    complete(reading, neox_model.fill_model_defaults, neox_model.choose_family, neox_run.fill_run_defaults)
+    neox_run.report_missing(reading)
     return reading.account
 
 

@@ -217,7 +217,13 @@ def fill_model_defaults(reading: Reading) -> None:
     rotary = reading.get("pos_emb") == "rotary"
     width = _width(reading)
     if isinstance(width, int):
-        account.default("model.intermediate_size", width, f"{_NEOX}, 4 times hidden_size, less where gated")
+        before = 256 * -(-int(8 * whole(reading.get("hidden_size")) / 3) // 256)
+        reason = (
+            f", a third of 4 times hidden_size; its older versions made {before}"
+            if _is_gated(reading)
+            else ""
+        )
+        account.default("model.intermediate_size", width, _NEOX + reason)
     defaults: Mapping[str, Any] = {
         "model.norm": "layer_norm",
         "model.rms_norm_eps": 1e-8 if _epsilon_key(reading) == "rms_norm_epsilon" else 1e-5,

@@ -246,16 +246,18 @@ def fill_run_defaults(reading: Reading) -> None:
         defaults["training.micro_batches"] = 1
     for setting, value in defaults.items():
         account.default(setting, value, _NEOX)
+    if account.settings.get("parallel.pipeline", 1) > account.settings.get("training.micro_batches", 1):
+        reason = "DeepSpeed's pipeline takes fewer micro batches than stages, 1f1b does not; the numbers are the same"
+        account.default("parallel.schedule", "gpipe", reason)
     account.note(
         "the order of samples is megalite's own; documents follow one another without a mask, as in GPT-NeoX"
     )
     account.note(
         "the vocabulary is not padded: GPT-NeoX pads it to a multiple of make_vocab_size_divisible_by x tensor"
     )
-    _report_missing(reading)
 
 
-def _report_missing(reading: Reading) -> None:
+def report_missing(reading: Reading) -> None:
     """Refuse a run without sizes, data, batch or length: their keys stand in another file, or nowhere."""
     settings = reading.account.settings
     needed = {

@@ -67,6 +67,18 @@ def _read_fsdp(reading: Reading, key: str, value: Any) -> None:
     reading.change(key, settings, "ZeRO shards what FSDP shards; the numbers are the same")
 
 
+def _read_fsdp_table(reading: Reading, key: str, value: Any) -> None:
+    """fsdp_config: without the word list beside it, FSDP2's sharding by itself."""
+    if reading.has("fsdp") or not isinstance(value, Mapping) or not value:
+        reading.no_effect(key, "fsdp decides" if value else "it is empty")
+        return
+    stage = 2 if value.get("reshard_after_forward") is False else 3
+    settings: dict[str, Any] = {"deepspeed.zero_optimization.stage": stage}
+    if value.get("offload_params") is True:
+        settings["deepspeed.zero_optimization.offload_optimizer.device"] = "cpu"
+    reading.change(key, settings, "ZeRO shards what FSDP shards; the numbers are the same")
+
+
 def _read_deepspeed(reading: Reading, key: str, value: Any) -> None:
     if isinstance(value, str):
         reading.take(key, {"deepspeed.config": value}, "megalite config show says what becomes of its keys")
@@ -161,6 +173,7 @@ _RUN: Mapping[str, KeyRule] = {
     "resume_from_checkpoint": Together(_read_resume),
     "deepspeed": Together(_read_deepspeed),
     "fsdp": Together(_read_fsdp),
+    "fsdp_config": Together(_read_fsdp_table),
     "group_by_length": Together(_read_grouping),
     "train_sampling_strategy": Together(_read_grouping),
     "save_only_model": Refuse("megalite's checkpoints are whole", "set it to false", numbers=False),
@@ -198,7 +211,7 @@ _RUN: Mapping[str, KeyRule] = {
         _RANKS,
         "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
         "ddp_backend ddp_timeout local_rank _n_gpu n_gpu tpu_num_cores tpu_metrics_debug "
-        "mp_parameters accelerator_config fsdp_config fsdp_min_num_params "
+        "mp_parameters accelerator_config fsdp_min_num_params "
         "fsdp_transformer_layer_cls_to_wrap no_cuda use_ipex ray_scope xpu_backend",
     ),
     **idle(
@@ -219,6 +232,8 @@ _RUN: Mapping[str, KeyRule] = {
     ),
     **idle("megalite train trains, megalite evaluate measures", "do_train do_eval do_predict"),
 }
+STRUCTURES = frozenset({"lr_scheduler_kwargs", "fsdp", "fsdp_config", "deepspeed"})
+"""The keys that may be lists or tables."""
 RULES: Mapping[str, KeyRule] = {**_BATCH, **_OPTIMIZER, **_RUN}
 """Key of TrainingArguments -> its rule."""
 
@@ -226,7 +241,7 @@ RULES: Mapping[str, KeyRule] = {**_BATCH, **_OPTIMIZER, **_RUN}
 def read(sources: Sequence[Source]) -> Account:
     """Return the account of a file of TrainingArguments. Raises ConfigError for one that cannot be read."""
     reading, unset = read_files(NAME, sources, ())
-    answer_all(reading, unset, RULES)
+    reading = answer_all(reading, unset, RULES, STRUCTURES)
     trainer_rates.fill_defaults(reading, NAME, {"training.micro_batch_size": 8})
     for key, ours in (("model", "model.weights"), ("train_dataset", "data.source")):
         remedy = f"set {ours} in run.toml"

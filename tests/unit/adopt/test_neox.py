@@ -1,0 +1,212 @@
+"""GPT-NeoX's files: public configurations with their data files, and the numbers that they must give."""
+
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.config.load import load_run
+from megalite.config.sections.schema import RunConfig
+from megalite.errors import ConfigError
+from tests.unit.adopt.adopted import account_of, adopt_and_show, answer, refused, unanswered, write
+from tests.unit.adopt.neox_facts import CLUSTER, LOCAL, NAMES, REFUSED, configuration
+
+KEPT = ("19M", "20B", "pythia-1B", "llama2-70B", "sparse")
+"""The configurations of the core; the others run with the further cases."""
+
+
+@pytest.fixture(autouse=True)
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files that the configurations name, in a folder of their own."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("enwik8_text_document", "enwik8_val_text_document"):
+        for suffix in ("bin", "idx"):
+            write(f"data/enwik8/{name}.{suffix}", "")
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
+        write(f"data/{name}", "{}")
+
+
+def adopted_run(*tables: dict[str, Any]) -> RunConfig:
+    """The run of configurations that are adopted whole."""
+    paths = [write(f"{number}.yml", table) for number, table in enumerate(tables)]
+    assert adopt_and_show(*paths) == (0, 0)
+    return load_run("run.toml").config
+
+
+@pytest.mark.parametrize(
+    "name", [each if each in KEPT else pytest.param(each, marks=pytest.mark.extended) for each in NAMES]
+)
+def test_public_configurations_have_an_answer_for_every_key(name: str) -> None:
+    paths = write("model.yml", configuration(name)), write("local_setup.yml", LOCAL)
+    account = account_of(*paths)
+    assert unanswered(account, *paths) == set()
+    changing = {each.key for each in account.answers if each.numbers}
+    assert changing == REFUSED.get(name, set())
+    assert adopt_and_show(*paths) == (2 if changing else 0, 0)
+
+
+def test_pythia_1b_has_its_published_numbers() -> None:
+    run = adopted_run(configuration("pythia-1B"), dict(LOCAL))
+    model, optimizer, training = run.model, run.optimizer, run.training
+    assert (model.family, model.norm_placement, model.norm) == ("gpt_neox", "parallel", "layer_norm")
+    assert (model.num_hidden_layers, model.hidden_size, model.num_attention_heads) == (16, 2048, 8)
+    assert (model.intermediate_size, model.partial_rotary_factor, model.rope_theta) == (8192, 0.25, 10000.0)
+    assert (model.tie_word_embeddings, model.attention_bias, model.mlp_bias) == (False, True, True)
+    assert model.initializer_range == pytest.approx(sqrt(2 / (5 * 2048)))
+    assert (training.precision, training.micro_batch_size, training.micro_batches) == ("bf16", 4, 4)
+    assert (training.steps, training.sequence_length, training.recompute) == (143000, 2048, "full")
+    assert (optimizer.learning_rate, optimizer.betas, optimizer.eps) == (0.00025, (0.9, 0.95), 1e-8)
+    assert (optimizer.schedule, optimizer.warmup_steps, optimizer.decay_steps) == ("cosine", 1430, 143000)
+    assert optimizer.minimum_ratio == pytest.approx(0.1)
+    assert (optimizer.weight_decay, optimizer.gradient_clipping) == (0.1, 1.0)
+    assert (run.zero_stage, run.run.folder, run.checkpoint.every) == (0, "checkpoints", 1000)
+
+
+def test_gpt_neox_20b_has_its_published_numbers() -> None:
+    run = adopted_run(configuration("20B"), dict(LOCAL))
+    assert (run.parallel.pipeline, run.parallel.tensor) == (4, 2)
+    assert (run.model.hidden_act, run.model.hidden_size) == ("gelu_pytorch_tanh", 6144)
+    assert (run.training.precision, run.training.initial_loss_scale_power) == ("fp16", 12)
+    assert run.training.loss_scale_hysteresis == 2
+    assert run.data.split == pytest.approx((0.995, 0.004, 0.001))
+    assert run.zero_stage == 1
+    assert run.deepspeed_json()["zero_optimization"]["allgather_bucket_size"] == 500000000
+    # 150,000 steps, of which 1% warm up.
+    assert (run.optimizer.warmup_steps, run.optimizer.weight_decay) == (1500, 0.01)
+
+
+def test_llama_2_70b_has_the_width_and_epsilon_of_metas_files() -> None:
+    run = adopted_run(configuration("llama2-70B"), dict(LOCAL))
+    model = run.model
+    assert (model.family, model.intermediate_size, model.num_key_value_heads) == ("llama", 28672, 8)
+    assert (model.rms_norm_eps, model.hidden_act, model.gated_mlp) == (1e-5, "silu", True)
+    assert (model.attention_bias, model.mlp_bias, model.norm_placement) == (False, False, "pre")
+
+
+@pytest.mark.parametrize(
+    ("changes", "width"),
+    [
+        ({"intermediate_size": 32768}, 11008),
+        ({"intermediate_size": 43008, "mlp_multiple_of": 1}, 14336),
+        ({"intermediate_size": 14336, "mlp_multiple_of": 14336}, 14336),
+        ({"activation": "gelu", "mlp_multiple_of": 1}, 16384),
+        ({"activation": "gelu", "mlp_multiple_of": 1, "expansion_factor": 2.5}, 10240),
+    ],
+)
+def test_the_width_of_the_mlp_follows_neoxs_arithmetic(changes: dict[str, Any], width: int) -> None:
+    table = {**configuration("llama-7B"), **changes}
+    if "intermediate_size" not in changes:
+        del table["intermediate_size"]
+    assert adopted_run(table, dict(LOCAL)).model.intermediate_size == width
+
+
+def test_a_width_that_neox_itself_cannot_multiply_is_refused() -> None:
+    table = {**configuration("llama-7B"), "intermediate_size": 14336, "mlp_multiple_of": 1}
+    account = account_of(write("a.yml", table))
+    assert "4779 columns and 4778 rows" in answer(account, "intermediate_size").reason
+
+
+def test_silent_defaults_of_neox_are_written_out() -> None:
+    table = configuration("19M")
+    for key in ("weight_decay", "gradient_clipping", "min_lr", "lr_decay_style", "warmup", "no_weight_tying"):
+        del table[key]
+    table["optimizer"] = {"type": "Adam", "params": {"lr": 0.001}}
+    run = adopted_run(table, dict(LOCAL))
+    optimizer = run.optimizer
+    assert (optimizer.betas, optimizer.weight_decay, optimizer.gradient_clipping) == ((0.9, 0.999), 0.1, 1.0)
+    assert (optimizer.schedule, optimizer.minimum_ratio, optimizer.warmup_steps) == ("linear", 0.0, 3200)
+    assert run.model.tie_word_embeddings
+    assert run.data.split == pytest.approx((0.969, 0.03, 0.001))
+
+
+def test_differences_in_the_numbers_are_said() -> None:
+    account = account_of(write("a.yml", configuration("125M")), write("b.yml", LOCAL))
+    wang = answer(account, "output_layer_init_method")
+    # sqrt(2 / (5 * 768)) / sqrt(2 * 12) here, 2 / 12 / sqrt(768) there.
+    assert wang.outcome.value == "changed"
+    assert "0.00466 instead of 0.00601" in wang.reason
+    notes = " ".join(account.notes)
+    assert all(word in notes for word in ("warm-up", "order of samples", "padded"))
+
+
+def test_linear_decay_that_stops_at_a_least_rate_is_said() -> None:
+    account = account_of(write("a.yml", {**configuration("125M"), "lr_decay_style": "linear"}))
+    assert answer(account, "min_lr").outcome.value == "changed"
+
+
+def test_a_sliding_window_counts_the_token_itself_here() -> None:
+    run = adopted_run(configuration("mistral-7B"), dict(LOCAL))
+    assert run.model.sliding_window == 4097
+
+
+def test_files_of_a_cluster_have_training_and_validation_text_of_their_own() -> None:
+    run = adopted_run(configuration("125M"), dict(CLUSTER))
+    assert run.data.source == "data/enwik8/enwik8_text_document"
+    assert run.data.validation == "data/enwik8/enwik8_val_text_document"
+    assert (run.data.split, run.validation.every) == (None, 1000)
+
+
+def test_blends_keep_their_weights() -> None:
+    paths = ["data/enwik8/enwik8_text_document", "data/enwik8/enwik8_val_text_document"]
+    local = {
+        "train_data_paths": paths,
+        "train-data-weights": [0.3, 0.7],
+        "vocab_file": "data/gpt2-vocab.json",
+    }
+    table = {key: value for key, value in configuration("125M").items() if not key.startswith("eval")}
+    run = adopted_run(table, local)
+    assert [(part.source, part.weight) for part in run.data.blend or ()] == list(
+        zip(paths, (0.3, 0.7), strict=True)
+    )
+
+
+def test_a_hostfile_becomes_an_argument_of_the_launcher() -> None:
+    assert account_of(write("a.yml", configuration("125M"))).launch == ["--hostfile", "/mock_path"]
+
+
+def test_a_file_of_the_model_alone_says_what_is_missing() -> None:
+    account = account_of(write("a.yml", {"num_layers": 2, "hidden-size": 64, "num_attention_heads": 4}))
+    assert {"seq_length", "data_path", "train_iters", "train_micro_batch_size_per_gpu"} <= refused(account)
+
+
+def test_a_checkpoint_of_another_run_is_imported_first() -> None:
+    account = account_of(write("a.yml", {**configuration("125M"), "load": "theirs", "finetune": True}))
+    assert "megalite convert import theirs" in answer(account, "load").remedy
+
+
+def test_unknown_keys_are_refused_by_name_with_the_nearest_one() -> None:
+    table = configuration("19M")
+    table["zero_optimization"]["algather_bucket_size"] = 1
+    account = account_of(write("a.yml", {**table, "num_layer": 3, "nothing_like_it_xyz": None}))
+    assert "did you mean num_layers?" in answer(account, "num_layer").remedy
+    assert "allgather_bucket_size" in answer(account, "zero_optimization.algather_bucket_size").remedy
+    assert answer(account, "nothing_like_it_xyz").numbers
+
+
+def test_a_key_of_two_files_is_an_error_as_in_neox() -> None:
+    paths = write("a.yml", {"num-layers": 2}), write("b.yml", {"num_layers": 2})
+    with pytest.raises(ConfigError, match=r"num_layers: stands in a.yml and in b.yml"):
+        account_of(*paths)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_layers", "many"),
+        ("hidden_size", [1]),
+        ("optimizer", "Adam"),
+        ("warmup", 7),
+        ("split", "a,b"),
+        ("attention_config", "flash"),
+        ("zero_optimization", {"stage": 9}),
+        ("train_data_weights", [1.0]),
+        ("init_method_std", ".inf"),
+        ("gradient_clipping", "much"),
+        ("norm", ["layernorm"]),
+        ("activation", {"swiglu": 1}),
+    ],
+)
+def test_unusable_values_are_refused_by_name(key: str, value: Any) -> None:
+    account = account_of(write("a.yml", {**configuration("19M"), key: value}))
+    assert any(each == key or each.startswith(f"{key}.") for each in refused(account))
