@@ -192,7 +192,6 @@ _TUNING: Mapping[str, KeyRule] = {
         f"special_tokens.{name}": Together(axolotl_data.read_special_tokens)
         for name in ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens")
     },
-    "special_tokens": NoEffect("it is empty"),
     "added_tokens_overrides": Refuse("megalite adds tokens (tokenizer.add_tokens)", "leave it out", ({},)),
     "reinit_weights": Refuse("model.weights starts from weights", "set model.hf_config instead"),
     "shuffle_merged_datasets": Switch({"data.shuffle": True}, {"data.shuffle": False}),
@@ -200,6 +199,10 @@ _TUNING: Mapping[str, KeyRule] = {
     "max_packed_sequence_len": Refuse(
         "axolotl no longer reads it", "set sequence_len and sample_packing", ()
     ),
+    **refused("megalite has no context parallelism", "use parallel.tensor", "context_parallel_size", (1,)),
+    **refused("megalite has no context parallelism", "use parallel.tensor", "sequence_parallel_degree", (1,)),
+    "tensor_parallel_size": Take("parallel.tensor", whole),
+    **idle("the replicas are the ranks that tensor and pipeline leave", "dp_shard_size dp_replicate_size"),
     "gptq": Refuse("megalite trains no base of 4 bits", tuning.BASE_REMEDY),
     "plugins": Together(_read_plugins),
     **refused(
@@ -219,10 +222,8 @@ _TUNING: Mapping[str, KeyRule] = {
         "default_system_message chat_template_kwargs eot_tokens use_onebitllms "
         "model_quantization_config processor_type is_multimodal orpo_alpha cpo_alpha simpo_gamma ebft "
         "diffusion dense_mixer kd_trainer quantize_moe_experts streaming "
-        "pretraining_sample_concatenation sequence_parallel_degree context_parallel_size "
-        "tensor_parallel_size dp_shard_size dp_replicate_size fp32_norm_classes freeze_mm_modules "
-        "mora hatchery",
-        (False, 0, 1, 0.0, "none", [], {}, ""),
+        "pretraining_sample_concatenation fp32_norm_classes freeze_mm_modules mora hatchery",
+        (False, 0, "none", [], {}, ""),
     ),
 }
 _TRAINING: Mapping[str, KeyRule] = {

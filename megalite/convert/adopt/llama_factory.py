@@ -140,9 +140,14 @@ _TUNING: Mapping[str, KeyRule] = {
         "upcast_layernorm use_llama_pro use_adam_mini use_galore use_apollo use_badam use_dft_loss "
         "use_asft_loss use_eaft_loss pref_ftx pref_bco_weight ld_alpha pure_bf16 fp8 use_mca "
         "use_megatron_bridge use_hyper_parallel use_kt ref_model_adapters reward_model resize_vocab "
-        "new_special_tokens_config use_fp8 expert_model_parallel_size context_parallel_size "
-        "moe_grouped_gemm",
-        (False, 0, 1, 0.0, "none", [], {}),
+        "new_special_tokens_config use_fp8 moe_grouped_gemm",
+        (False, 0, "none", [], {}),
+    ),
+    **refused(
+        "megalite has no experts and no context parallelism",
+        "leave it out",
+        "expert_model_parallel_size context_parallel_size",
+        (1,),
     ),
     "use_muon": Refuse(
         "megalite's muon has its own rates", 'set optimizer.name = "muon" and its rate in run.toml'

@@ -53,7 +53,7 @@ def _read_dataset(reading: Reading, key: str, value: Any) -> None:
     columns: set[str] = set()
     for name in tuning.names(value):
         entry = info.get(name)
-        problems += [f"{name}: {problem}" for problem in _problems(entry)]
+        problems += [f"{name}: {problem}" for problem in _problems(entry, reading.get("stage", "sft"))]
         if isinstance(entry, Mapping) and isinstance(entry.get("file_name"), str):
             paths.append(str(folder / entry["file_name"]))
             columns.add(str(_table(entry, "columns").get("prompt", "")))
@@ -88,14 +88,14 @@ def _table(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return table if isinstance(table, Mapping) else {}
 
 
-def _problems(entry: Any) -> Iterator[str]:
+def _problems(entry: Any, stage: Any) -> Iterator[str]:
     if not isinstance(entry, Mapping):
         yield f"is not in {_INFO}"
         return
     if "file_name" not in entry:
         yield "is on a hub, which megalite does not read; download it"
     for theirs, column in _table(entry, "columns").items():
-        if column not in _COLUMNS.get(theirs, ()):
+        if column not in _COLUMNS.get(theirs, ()) and (stage, theirs) != ("pt", "prompt"):
             yield f"its column {column} ({theirs}) has another name in megalite's forms"
     for theirs, name in _table(entry, "tags").items():
         if theirs in _TAGS and name not in _TAGS[theirs]:

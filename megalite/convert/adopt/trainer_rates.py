@@ -190,8 +190,7 @@ def fill_defaults(reading: Reading, system: str, others: Mapping[str, Any]) -> N
     account, reason = reading.account, f"{system}'s default"
     settings = account.settings
     optimizer = settings.get("optimizer.name", "adamw")
-    defaults = {
-        **others,
+    defaults: dict[str, Any] = {
         "run.seed": 42,
         "training.micro_batches": 1,
         "training.precision": "fp32",
@@ -202,6 +201,7 @@ def fill_defaults(reading: Reading, system: str, others: Mapping[str, Any]) -> N
         "optimizer.minimum_ratio": 0.0,
         "optimizer.weight_decay": 0.0,
         "optimizer.gradient_clipping": 1.0,
+        **others,
     }
     if optimizer in ("adamw", "lion"):
         defaults["optimizer.betas"] = [0.9, 0.999]
