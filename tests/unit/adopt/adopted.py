@@ -1,4 +1,4 @@
-"""What the tests of adopted configurations share: write files of another program, adopt them, show the run."""
+"""Write files of another program, adopt them, and show the run."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -103,6 +103,10 @@ INFO = {
 }
 
 
+KEPT = ("lora-sft", "lora-sft-demo")
+"""The configurations of the core; the others run with the further cases."""
+
+
 @pytest.fixture(autouse=True)
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model and the data that the configurations name, in a folder of their own."""
@@ -123,7 +127,10 @@ def adopted_run(table: dict[str, Any]) -> RunConfig:
     return load_run("run.toml").config
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "name",
+    [each if each in KEPT else pytest.param(each, marks=pytest.mark.extended) for each in CONFIGURATIONS],
+)
 def test_public_configurations_have_an_answer_for_every_key(name: str) -> None:
     path = write("a.yaml", configuration(name))
     account = account_of(path)

@@ -12,7 +12,7 @@ from megalite.errors import ConfigError
 from tests.unit.adopt.adopted import account_of, adopt_and_show, answer, refused, unanswered, write
 from tests.unit.adopt.neox_facts import CLUSTER, LOCAL, NAMES, REFUSED, configuration
 
-KEPT = ("19M", "20B", "pythia-1B", "llama2-70B", "sparse")
+KEPT = ("19M", "sparse")
 """The configurations of the core; the others run with the further cases."""
 
 
@@ -53,12 +53,12 @@ def test_pythia_1b_has_its_published_numbers() -> None:
     assert (model.num_hidden_layers, model.hidden_size, model.num_attention_heads) == (16, 2048, 8)
     assert (model.intermediate_size, model.partial_rotary_factor, model.rope_theta) == (8192, 0.25, 10000.0)
     assert (model.tie_word_embeddings, model.attention_bias, model.mlp_bias) == (False, True, True)
-    assert model.initializer_range == pytest.approx(sqrt(2 / (5 * 2048)))
+    assert model.initializer_range == sqrt(2 / (5 * 2048))
     assert (training.precision, training.micro_batch_size, training.micro_batches) == ("bf16", 4, 4)
     assert (training.steps, training.sequence_length, training.recompute) == (143000, 2048, "full")
     assert (optimizer.learning_rate, optimizer.betas, optimizer.eps) == (0.00025, (0.9, 0.95), 1e-8)
     assert (optimizer.schedule, optimizer.warmup_steps, optimizer.decay_steps) == ("cosine", 1430, 143000)
-    assert optimizer.minimum_ratio == pytest.approx(0.1)
+    assert optimizer.minimum_ratio == 0.00025 / 10 / 0.00025
     assert (optimizer.weight_decay, optimizer.gradient_clipping) == (0.1, 1.0)
     assert (run.zero_stage, run.run.folder, run.checkpoint.every) == (0, "checkpoints", 1000)
 
@@ -69,7 +69,7 @@ def test_gpt_neox_20b_has_its_published_numbers() -> None:
     assert (run.model.hidden_act, run.model.hidden_size) == ("gelu_pytorch_tanh", 6144)
     assert (run.training.precision, run.training.initial_loss_scale_power) == ("fp16", 12)
     assert run.training.loss_scale_hysteresis == 2
-    assert run.data.split == pytest.approx((0.995, 0.004, 0.001))
+    assert run.data.split == (0.995, 0.004, 0.001)
     assert run.zero_stage == 1
     assert run.deepspeed_json()["zero_optimization"]["allgather_bucket_size"] == 500000000
     # 150,000 steps, of which 1% warm up.
@@ -117,7 +117,7 @@ def test_silent_defaults_of_neox_are_written_out() -> None:
     assert (optimizer.betas, optimizer.weight_decay, optimizer.gradient_clipping) == ((0.9, 0.999), 0.1, 1.0)
     assert (optimizer.schedule, optimizer.minimum_ratio, optimizer.warmup_steps) == ("linear", 0.0, 3200)
     assert run.model.tie_word_embeddings
-    assert run.data.split == pytest.approx((0.969, 0.03, 0.001))
+    assert run.data.split == (0.969, 0.03, 0.001)
 
 
 def test_differences_in_the_numbers_are_said() -> None:
@@ -186,7 +186,7 @@ def test_unknown_keys_are_refused_by_name_with_the_nearest_one() -> None:
 
 def test_a_key_of_two_files_is_an_error_as_in_neox() -> None:
     paths = write("a.yml", {"num-layers": 2}), write("b.yml", {"num_layers": 2})
-    with pytest.raises(ConfigError, match=r"num_layers: stands in a.yml and in b.yml"):
+    with pytest.raises(ConfigError, match=r"num_layers: stands in a\.yml and in b\.yml"):
         account_of(*paths)
 
 

@@ -68,10 +68,12 @@ def test_the_run_file_takes_the_model_and_the_data_from_flags(capsys: pytest.Cap
 def test_every_argument_of_transformers_has_an_answer() -> None:
     from transformers import Seq2SeqTrainingArguments
 
-    arguments = Seq2SeqTrainingArguments(output_dir="out")
-    table = json.loads(arguments.to_json_string())
-    names = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments)}
-    path = write("training_args.json", json.dumps(dict.fromkeys(names) | table))
+    plain = str | int | float | bool
+    table = {
+        field.name: field.default if isinstance(field.default, plain) else None
+        for field in dataclasses.fields(Seq2SeqTrainingArguments)
+    }
+    path = write("training_args.json", json.dumps(table))
     account = account_of(path)
     assert unanswered(account, path) == set()
     assert refused(account) == MISSING
@@ -84,7 +86,7 @@ def test_every_argument_of_transformers_has_an_answer() -> None:
         ({"lr_scheduler_type": "constant"}, {"optimizer.schedule": "constant"}),
         (
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 3e-6}},
-            {"optimizer.schedule": "cosine", "optimizer.minimum_ratio": pytest.approx(0.1)},
+            {"optimizer.schedule": "cosine", "optimizer.minimum_ratio": 3e-6 / 3e-5},
         ),
         ({"optim": "sgd", "adam_beta2": 0.999}, {"optimizer.name": "sgd"}),
         ({"optim": "lion_32bit"}, {"optimizer.name": "lion", "optimizer.betas": [0.9, 0.98]}),
