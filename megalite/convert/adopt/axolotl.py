@@ -6,6 +6,7 @@ from typing import Any
 
 from megalite.convert.adopt import axolotl_data, trainer, trainer_rates, tuning
 from megalite.convert.adopt.account import Account
+from megalite.convert.adopt.companions import answer_companions, find_deepspeed, named_files
 from megalite.convert.adopt.keyed_file import answer_all, complete, idle, read_files, refused
 from megalite.convert.adopt.rules import (
     OFF,
@@ -331,8 +332,11 @@ RULES: Mapping[str, KeyRule] = {**trainer.RULES, **_TUNING, **_TRAINING, **_IDLE
 
 def read(sources: Sequence[Source]) -> Account:
     """Return the account of axolotl files. Raises ConfigError for one that cannot be read."""
-    reading, unset = read_files(NAME, sources, ("special_tokens",))
+    files = named_files(sources, RULES)
+    reading, unset = read_files(NAME, files.own, ("special_tokens",))
+    deepspeed = find_deepspeed(reading, files)
     reading = answer_all(reading, unset, RULES, trainer.STRUCTURES | _LISTS)
+    answer_companions(reading, files, deepspeed)
     complete(reading, _fill)
     return reading.account
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 from megalite.convert.adopt import axolotl, llama_factory, neox, trainer
+from megalite.convert.adopt.deepspeed_rules import DEEPSPEED
 from megalite.convert.adopt.keyed_file import MAPPINGS, score
 from megalite.convert.adopt.rules import KeyRule
 from megalite.convert.adopt.sources import Source, System
@@ -23,6 +24,8 @@ def recognised(source: Source) -> str | None:
     if source.suffix not in MAPPINGS:
         return None
     scores = {name: score(source, rules, hyphens=name == neox.NAME) for name, rules in _RULES.items()}
+    if source.suffix == ".json" and scores[neox.NAME] == score(source, DEEPSPEED):
+        scores[neox.NAME] = 0  # DeepSpeed's own JSON, beside another file
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] else None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megalite.convert.adopt import llama_factory_data, trainer, trainer_rates, tuning
 from megalite.convert.adopt.account import Account
+from megalite.convert.adopt.companions import answer_companions, find_deepspeed, named_files
 from megalite.convert.adopt.keyed_file import answer_all, complete, idle, read_files, refused
 from megalite.convert.adopt.rules import (
     OFF,
@@ -232,8 +233,11 @@ RULES: Mapping[str, KeyRule] = {**trainer.RULES, **_TUNING, **_PARALLEL, **llama
 
 def read(sources: Sequence[Source]) -> Account:
     """Return the account of LLaMA-Factory files. Raises ConfigError for one that cannot be read."""
-    reading, unset = read_files(NAME, sources, ())
+    files = named_files(sources, RULES)
+    reading, unset = read_files(NAME, files.own, ())
+    deepspeed = find_deepspeed(reading, files)
     reading = answer_all(reading, unset, RULES, trainer.STRUCTURES | _LISTS)
+    answer_companions(reading, files, deepspeed)
     complete(reading, _fill)
     return reading.account
 

@@ -9,7 +9,8 @@ from typing import Any
 from megalite.convert.adopt import neox_model, neox_run
 from megalite.convert.adopt.account import Account
 from megalite.convert.adopt.deepspeed_rules import BLOCKS, DEEPSPEED
-from megalite.convert.adopt.keyed_file import answer_all, complete, idle, read_files, refused
+from megalite.convert.adopt.keyed_file import MAPPINGS, answer_all, complete, idle, read_files, refused
+from megalite.convert.adopt.launchers import answer_launcher, is_hostfile
 from megalite.convert.adopt.rules import (
     KeyRule,
     NoEffect,
@@ -354,11 +355,14 @@ RULES: Mapping[str, KeyRule] = {**DEEPSPEED, **_MODEL, **_TRAINING, **_DATA_RULE
 def read(sources: Sequence[Source]) -> Account:
     """Return the account of one or several GPT-NeoX files. Raises ConfigError for a file that cannot be read."""
     extra = {_EXTRA + block for block in BLOCKS}
-    reading, unset = read_files(NAME, sources, _BLOCKS | extra, hyphens=True)
+    hostfiles = [source for source in sources if source.suffix not in MAPPINGS and is_hostfile(source)]
+    own = [source for source in sources if source not in hostfiles]
+    reading, unset = read_files(NAME, own, _BLOCKS | extra, hyphens=True)
     reading = _with_extra_arguments(reading)
     reading = answer_all(reading, unset, RULES, _STRUCTURES)
     complete(reading, neox_model.fill_model_defaults, neox_model.choose_family, neox_run.fill_run_defaults)
     neox_run.report_missing(reading)
+    answer_launcher(reading.account, [], hostfiles)
     return reading.account
 
 

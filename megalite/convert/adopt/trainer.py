@@ -8,10 +8,12 @@ from typing import Any
 
 from megalite.convert.adopt import trainer_rates
 from megalite.convert.adopt.account import Account
+from megalite.convert.adopt.companions import answer_companions, find_deepspeed, named_files
 from megalite.convert.adopt.keyed_file import answer_all, idle, read_files, refused
 from megalite.convert.adopt.rules import (
     OFF,
     KeyRule,
+    NoEffect,
     Reading,
     Refuse,
     Switch,
@@ -77,15 +79,6 @@ def _read_fsdp_table(reading: Reading, key: str, value: Any) -> None:
     if value.get("offload_params") is True:
         settings["deepspeed.zero_optimization.offload_optimizer.device"] = "cpu"
     reading.change(key, settings, "ZeRO shards what FSDP shards; the numbers are the same")
-
-
-def _read_deepspeed(reading: Reading, key: str, value: Any) -> None:
-    if isinstance(value, str):
-        reading.take(key, {"deepspeed.config": value}, "megalite config show says what becomes of its keys")
-    elif isinstance(value, Mapping) and value:
-        reading.take(key, {f"deepspeed.{name}": inner for name, inner in value.items()}, "as [deepspeed]")
-    else:
-        reading.no_effect(key, "DeepSpeed is not used")
 
 
 def _read_resume(reading: Reading, key: str, value: Any) -> None:
@@ -171,7 +164,7 @@ _RUN: Mapping[str, KeyRule] = {
     "greater_is_better": Refuse("the best checkpoint has the lowest loss", "set it to false", numbers=False),
     "eval_on_start": Switch({"validation.at_start": True}),
     "resume_from_checkpoint": Together(_read_resume),
-    "deepspeed": Together(_read_deepspeed),
+    "deepspeed": NoEffect("DeepSpeed is not used"),
     "fsdp": Together(_read_fsdp),
     "fsdp_config": Together(_read_fsdp_table),
     "group_by_length": Together(_read_grouping),
@@ -240,8 +233,11 @@ RULES: Mapping[str, KeyRule] = {**_BATCH, **_OPTIMIZER, **_RUN}
 
 def read(sources: Sequence[Source]) -> Account:
     """Return the account of a file of TrainingArguments. Raises ConfigError for one that cannot be read."""
-    reading, unset = read_files(NAME, sources, ())
+    files = named_files(sources, RULES)
+    reading, unset = read_files(NAME, files.own, ())
+    deepspeed = find_deepspeed(reading, files)
     reading = answer_all(reading, unset, RULES, STRUCTURES)
+    answer_companions(reading, files, deepspeed)
     trainer_rates.fill_defaults(reading, NAME, {"training.micro_batch_size": 8})
     for key, ours in (("model", "model.weights"), ("train_dataset", "data.source")):
         remedy = f"set {ours} in run.toml"

@@ -1,6 +1,7 @@
 """axolotl's files: twenty configurations from the facts of the public ones, and the numbers that they must give."""
 
 from collections.abc import Mapping
+from json import dumps
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,28 @@ def test_sharded_data_parallel_becomes_zero() -> None:
     assert (
         adopted_run({**configuration("fft"), "fsdp_config": {"reshard_after_forward": False}}).zero_stage == 2
     )
+
+
+def test_the_keys_of_deepspeeds_json_are_answered_too() -> None:
+    table = {**configuration("lora-ray"), "deepspeed": "deepspeed_configs/other.json"}
+    path = write("a.yml", table)
+    keys = {
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 2, "overlap_comm": True},
+        "gradient_clipping": 0.5,
+        "steps_per_print": 10,
+        "no_such_key": 1,
+    }
+    account = account_of(path, write("other.json", dumps(keys)))
+    assert account.settings["deepspeed.zero_optimization.overlap_comm"] is True
+    assert account.settings["optimizer.gradient_clipping"] == 0.5
+    assert "other.json: no_such_key" in refused(account)
+    assert "name it as another PATH" in answer(account_of(path), "deepspeed").remedy
+
+
+def test_a_hostfile_beside_gives_the_ranks() -> None:
+    account = account_of(write("a.yml", configuration("lora")), write("hosts", "one slots=4\ntwo slots=4\n"))
+    assert (account.ranks, account.launch) == (8, ["--hostfile hosts"])
 
 
 @pytest.mark.parametrize(

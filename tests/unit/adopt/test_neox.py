@@ -165,6 +165,11 @@ def test_a_hostfile_becomes_an_argument_of_the_launcher() -> None:
     assert account_of(write("a.yml", configuration("125M"))).launch == ["--hostfile", "/mock_path"]
 
 
+def test_a_hostfile_beside_gives_the_ranks() -> None:
+    account = account_of(write("a.yml", configuration("350M")), write("hosts", "one slots=8\n"))
+    assert (account.ranks, account.launch) == (8, ["--hostfile hosts"])
+
+
 def test_a_file_of_the_model_alone_says_what_is_missing() -> None:
     account = account_of(write("a.yml", {"num_layers": 2, "hidden-size": 64, "num_attention_heads": 4}))
     assert {"seq_length", "data_path", "train_iters", "train_micro_batch_size_per_gpu"} <= refused(account)

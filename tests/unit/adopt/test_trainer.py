@@ -94,7 +94,7 @@ def test_every_argument_of_transformers_has_an_answer() -> None:
         ({"bf16": False, "fp16": True}, {"training.precision": "fp16"}),
         ({"bf16": False, "tf32": True}, {"training.precision": "fp32", "training.tf32": True}),
         ({"gradient_checkpointing": True}, {"training.recompute": "full"}),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {"deepspeed.zero_optimization": {"stage": 2}}),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {"deepspeed.zero_optimization.stage": 2}),
         ({"fsdp": "shard_grad_op auto_wrap"}, {"deepspeed.zero_optimization.stage": 2}),
         ({"load_best_model_at_end": True}, {"checkpoint.best": True, "checkpoint.export": "best"}),
     ],
