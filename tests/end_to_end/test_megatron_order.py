@@ -95,6 +95,16 @@ def test_each_validation_has_the_next_samples() -> None:
     assert abs(first - second) > LAYOUT_RTOL * first
 
 
+@pytest.mark.extended
+def test_a_run_validates_on_a_file_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"data.blend": None, "data.source": "web", "data.split": None, "data.validation": "code"}
+    with training_here():
+        Trainer(ordered("named", **changes)).train()
+    said = capsys.readouterr().out
+    assert "samples in Megatron's order (data.order)" in said and "validation on 8 sequences" in said
+    assert ("validation_loss", 4) in losses("named")
+
+
 @pytest.mark.parametrize(
     ("step", "first"), [(0, 0), (1, 0), (4, 0), (5, 8), (8, 8), (9, 16)], ids=lambda number: str(number)
 )

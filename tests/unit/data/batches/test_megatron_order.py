@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megalite.config.load import load_run
+from megalite.config.sections.schema import RunConfig
 from megalite.data.batches.loader import BatchShare
 from megalite.data.batches.megatron_loader import MegatronLoader
 from megalite.data.batches.megatron_order import (
@@ -18,10 +20,13 @@ from megalite.data.batches.megatron_order import (
     prepare_samples,
     set_index,
     split_ends,
+    training_order,
+    validation_order,
 )
 from megalite.data.files.token_file import TokenFile, TokenWriter, bin_path, idx_path
 from megalite.errors import DataError
-from tests.support.megatron_core_samples import CASES, CODE, NOTES, PARTS, WEB, recorded
+from tests.support.megatron_core_samples import CASES, CODE, NOTES, PARTS, WEB, Case, DataSet, recorded
+from tests.support.tiny_run import SETTINGS
 
 RECORDED = Path(__file__).with_name("megatron_core_samples.npz")
 
@@ -234,3 +239,55 @@ def test_a_place_behind_the_last_sample_is_one_error(tmp_path: Path) -> None:
     )
     with pytest.raises(DataError, match=r"and the run asks for sample 1,000,001; set training\.steps"):
         samples.read(np.array([0, 10**6]))
+
+
+# Four sets of two samples each; the blend takes three of the second one.
+FEW = Case(
+    [DataSet(name, 1, 20, 20) for name in "abcd"],
+    (1, 0, 0),
+    split="100,0,0",
+    weights=[0.0035, 0.3867, 0.0002, 0.0032],
+)
+
+
+def test_a_blend_that_takes_more_than_a_set_has_is_one_error(tmp_path: Path) -> None:
+    prefixes = [data_set.write(tmp_path) for data_set in FEW.sets]
+    with pytest.raises(DataError, match=r"b has 2 samples where the blend takes 3; Megatron refuses it too"):
+        prepare_samples(prefixes, MegatronOrder(1234, 8, 1, weights=FEW.weights), tmp_path / "run")
+    assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore")
+def test_megatron_core_refuses_it_too(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core.datasets.gpt_dataset", reason="megatron-core is not installed")
+    with pytest.raises(IndexError, match="blend oversamples"):
+        next(recorded(FEW, tmp_path))
+
+
+def configured(**changes: Any) -> RunConfig:
+    settings = {
+        **SETTINGS,
+        "training.steps": 9,
+        "data.source": "text",
+        "data.order": "megatron",
+        "validation.every": 4,
+        "validation.samples": 8,
+        **changes,
+    }
+    flags = [f"--{name}={value}" for name, value in settings.items()]
+    return load_run(None, flags).config
+
+
+def test_the_settings_of_a_run_say_its_numbers_of_samples() -> None:
+    """Of training train-iters x global batch, of validation (train-iters // eval-interval + 1) x eval samples."""
+    config = configured(**{"data.split": "[969, 30, 1]", "run.seed": 5})
+    train = MegatronOrder(5, 12, 9 * 4, 0, (969.0, 30.0, 1.0))
+    assert training_order(config) == train
+    assert validation_order(config) == replace(train, samples=(9 // 4 + 1) * 8, part=1)
+
+
+def test_validation_data_of_its_own_is_read_whole() -> None:
+    config = configured(**{"data.validation": "held"})
+    assert training_order(config) == MegatronOrder(1234, 12, 36)
+    assert validation_order(config) == MegatronOrder(1234, 12, 24)
