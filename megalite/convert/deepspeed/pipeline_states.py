@@ -72,9 +72,9 @@ class PipelineStates:
         """The hyperparameters of the group with the largest weight decay, in our words, before a schedule."""
         rank = self._partitions[0].ranks[0]
         groups = [group for group in rank.param_groups if "lr" in group]
-        group: dict[str, Any] = dict(
-            max(groups, key=lambda group: _number(group.get("weight_decay")), default={})
-        )
+        nothing: Mapping[str, Any] = {}
+        decayed = max(groups, key=lambda group: _number(group.get("weight_decay")), default=nothing)
+        group = dict(decayed)
         section = rank.settings.get("optimizer")
         configured = section.get("params") if isinstance(section, Mapping) else None
         peak = _number(configured.get("lr")) if isinstance(configured, Mapping) else 0.0
