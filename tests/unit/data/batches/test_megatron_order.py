@@ -280,7 +280,7 @@ def configured(**changes: Any) -> RunConfig:
 
 
 def test_the_settings_of_a_run_say_its_numbers_of_samples() -> None:
-    """Of training train-iters x global batch, of validation (train-iters // eval-interval + 1) x eval samples."""
+    """Training takes train-iters x global batch, validation (train-iters // eval-interval + 1) x eval samples."""
     config = configured(**{"data.split": "[969, 30, 1]", "run.seed": 5})
     train = MegatronOrder(5, 12, 9 * 4, 0, (969.0, 30.0, 1.0))
     assert training_order(config) == train
