@@ -1,7 +1,6 @@
 """Canonical weights and optimizer states from tensors under the names of a transformers model."""
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -10,16 +9,15 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
-from megalite.checkpoint.regions import full_slice, index_in
-from megalite.checkpoint.weights import WeightReader, require_no_others
-from megalite.convert.finite import require_finite
+from megalite.checkpoint.weights import require_no_others
 from megalite.convert.huggingface.load import BUFFERS
 from megalite.convert.universal.folder import MOMENTS, WEIGHTS
+from megalite.convert.whole_tensors import WholeTensorReader
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
-from megalite.topology.parameters import EMBEDDING, HEAD, canonical_tensors
+from megalite.families.tensors import FamilyTensor
+from megalite.topology.parameters import EMBEDDING, HEAD
 from megalite.topology.shape import ModelShape
-from megalite.topology.sharding import TensorSlice
 
 
 class NamedStates(Protocol):
@@ -40,16 +38,13 @@ class NamedStates(Protocol):
         """Read a tensor, in its shape or flat. Raises CheckpointError if it is missing or damaged."""
 
 
-class FamilyStatesReader(WeightReader):
+class FamilyStatesReader(WholeTensorReader):
     """Canonical tensors of named states, once these were seen to be exactly those of the model."""
-
-    # Each tensor is read whole.
-    block_elements = 1 << 62
 
     def __init__(self, states: NamedStates, shape: ModelShape):
         """Raises CheckpointError for what is missing, unknown or of another shape, by name."""
+        super().__init__(shape, self._whole, states.place)
         self.states = states
-        self._shapes = canonical_tensors(shape)
         names, family = states.names, FAMILIES[shape.family].names
         tensors = family_tensors(shape)
         tables = [tensor.name for tensor in tensors if EMBEDDING in tensor.parts]
@@ -57,48 +52,45 @@ class FamilyStatesReader(WeightReader):
             names, [*tables, *(family.in_models.get(name, name) for name in tables)]
         )
         # A model of transformers 5 may have other names in memory than in files.
-        stored = {file: model for file, model in family.in_models.items() if self._prefix + model in names}
-        named = [replace(each, name=stored.get(each.name, each.name)) for each in tensors]
-        self._tensors = {part: tensor for tensor in named for part in tensor.parts}
-        self._tied, self._head = shape.tie_word_embeddings, stored.get(family.of(HEAD), family.of(HEAD))
-        self._check()
+        self._names = {
+            file: self._prefix + model
+            for file, model in family.in_models.items()
+            if self._prefix + model in names
+        }
+        self._table, self._head = next(iter(tables), ""), family.of(HEAD) if shape.tie_word_embeddings else ""
+        self._check({tensor.name: tensor.shape for tensor in tensors})
 
-    def close(self) -> None:
-        """No file is open between two reads."""
-
-    def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
-        """Return a region of a canonical tensor: the weights (state key WEIGHT) or a moment."""
-        tensor = self._tensors[name]
+    def _whole(self, state_key: str, tensor: FamilyTensor) -> Tensor:
         state = WEIGHTS if state_key == WEIGHT else state_key
-        values = self.states.tensor(self._prefix + tensor.name, state).reshape(tensor.shape)
-        require_finite(values, f"{state_key} of {tensor.name}", self.states.place)
-        values = values.t() if tensor.transposed else values
-        stored = tensor.slices(name, region, self._shapes)
-        pieces = [values[index_in(piece, full_slice(tuple(values.shape)))] for piece in stored]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return self.states.tensor(self._stored(tensor.name), state).reshape(tensor.shape)
 
-    def _check(self) -> None:
-        expected = {tensor.name: tensor.shape for tensor in self._tensors.values()}
-        stored = {name.removeprefix(self._prefix) for name in self.states.names}
-        extra = {name for name in stored - expected.keys() if not self._is_spare(name)}
+    def _stored(self, name: str) -> str:
+        """Return the name of the states' tensor that the family's files have under `name`."""
+        return self._names.get(name, self._prefix + name)
+
+    def _check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        expected = {self._stored(name): shape for name, shape in shapes.items()}
+        stored = set(self.states.names)
+        extra = {
+            name.removeprefix(self._prefix) for name in stored - expected.keys() if not self._is_spare(name)
+        }
+        missing = {name.removeprefix(self._prefix) for name in expected.keys() - stored}
         advice = "use the config.json of this checkpoint (checkpoints of several tensor-parallel ranks or with adapters"
-        place, advice = self.states.place, f"{advice} are not supported)"
-        require_no_others(place, expected.keys() - stored, extra, advice)
+        require_no_others(self.states.place, missing, extra, f"{advice} are not supported)")
         for name, shape in expected.items():
             for state in (WEIGHTS, *MOMENTS):
-                size = self.states.size(self._prefix + name, state)
+                size = self.states.size(name, state)
                 if size not in (shape, (prod(shape),)):
                     raise CheckpointError(
-                        f"{place}: {state} of {name} has shape {size}, but its config.json gives {shape}; use the"
-                        " config.json of this model, with the same vocab_size"
+                        f"{self.states.place}: {state} of {name} has shape {size}, but its config.json gives {shape};"
+                        " use the config.json of this model, with the same vocab_size"
                     )
 
     def _is_spare(self, name: str) -> bool:
         """Whether a tensor is a buffer, or the embedding once more under its other name."""
-        if name == self._head and self._tied:
+        if self._head and name == self._stored(self._head):
             head, table = (
-                self.states.tensor(self._prefix + each, WEIGHTS).flatten()
-                for each in (name, self._tensors[EMBEDDING].name)
+                self.states.tensor(each, WEIGHTS).flatten() for each in (name, self._stored(self._table))
             )
             return torch.equal(head, table)
         return name.endswith(BUFFERS)

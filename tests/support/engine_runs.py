@@ -155,17 +155,17 @@ def _partitioned(optimizer: Any) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
     old = hasattr(optimizer, "bf16_groups")
     groups = optimizer.bf16_groups if old else optimizer.round_robin_bit16_groups
     flats = optimizer.fp32_groups_flat_partition if old else optimizer.single_partition_of_fp32_groups
-    for parameters, flat in zip(groups, flats, strict=True):
+    for index, (parameters, flat) in enumerate(zip(groups, flats, strict=True)):
         moments = optimizer.optimizer.state[flat]
         whole = {
             key: _gathered(values)
             for key, values in {"fp32": flat, **{k: moments[k] for k in MOMENTS}}.items()
         }
-        start = 0
-        for parameter in parameters:
-            end = start + parameter.numel()
-            yield parameter, {key: values[start:end].view(parameter.shape) for key, values in whole.items()}
-            start = end
+        ends = [0, *accumulate(parameter.numel() for parameter in parameters)]
+        offsets = ends if old else optimizer.round_robin_bit16_offsets[index]
+        for start, parameter in zip(offsets, parameters, strict=False):
+            flat_range = slice(start, start + parameter.numel())
+            yield parameter, {key: values[flat_range].view(parameter.shape) for key, values in whole.items()}
 
 
 def _gathered(partition: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megalite.convert.deepspeed.folder import EngineFiles
+from megalite.convert.adamw import require_adamw
+from megalite.convert.deepspeed.folder import WEIGHTS_ONLY, EngineFiles
 from megalite.convert.deepspeed.model_states import ModelStates
 from megalite.convert.deepspeed.partitions import OptimizerPartitions
 from megalite.convert.deepspeed.unpartitioned import UnpartitionedOptimizer
@@ -114,24 +115,28 @@ class EngineStates:
             )
         return values[:numel]
 
+    @property
+    def optimizer_parameters(self) -> Mapping[str, Any]:
+        """`optimizer.params` of the DeepSpeed JSON; empty where the program made the optimizer itself."""
+        section = self.model.settings.get("optimizer")
+        parameters = section.get("params") if isinstance(section, Mapping) else None
+        return parameters if isinstance(parameters, Mapping) else {}
+
     def _require_adamw(self) -> None:
-        kind = optimizer_type(self.model.settings)
+        section = self.model.settings.get("optimizer")
+        kind = section.get("type") if isinstance(section, Mapping) else None
         others = sorted(self.trained.other_states() - {*MOMENTS})
-        if kind.lower() not in ("", "adam", "adamw") or others:
-            name = (
-                kind
-                if kind.lower() not in ("", "adam", "adamw")
-                else f"an optimizer with {', '.join(others)}"
-            )
+        name = "" if str(kind or "adam").lower() in ("adam", "adamw") else str(kind)
+        if name or others:
             raise CheckpointError(
-                f"{self.place} was trained with {name}, but only the states of Adam and AdamW are read; import only the"
-                " weights: load them into the model, call its save_pretrained(FOLDER) and name that folder"
+                f"{self.place} was trained with {name or 'an optimizer with ' + ', '.join(others)}, but only the states"
+                f" of Adam and AdamW are read; {WEIGHTS_ONLY}"
+            )
+        in_json = {"decoupled_weight_decay": self.optimizer_parameters.get("adam_w_mode")}
+        groups = [{**in_json, **group} for group in self.trained.param_groups]
+        require_adamw(groups, self.place)
+        if any(group.get("bias_correction") is False for group in groups):
+            raise CheckpointError(
+                f"{self.place} was trained without bias_correction, which AdamW here always has; {WEIGHTS_ONLY}"
             )
         self.trained.require(STATE_FILES)
-
-
-def optimizer_type(settings: Mapping[str, Any]) -> str:
-    """Return optimizer.type of a DeepSpeed JSON; "" where the program made the optimizer itself."""
-    section = settings.get("optimizer")
-    kind = section.get("type") if isinstance(section, Mapping) else None
-    return kind if isinstance(kind, str) else ""

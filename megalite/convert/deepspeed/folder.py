@@ -15,9 +15,10 @@ from megalite.errors import CheckpointError, listed
 LATEST = "latest"
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_STEP = re.compile(r"checkpoint-(\d{1,15})", re.ASCII)
 _PIPELINE = "layer_*-model*_states.pt"
 _EXPERTS = ("*expert_*_model_states.pt", "expp_rank_*_optim_states.pt")
-_WEIGHTS_ONLY = (
+WEIGHTS_ONLY = (
     "import only the weights: load them into the model, call its save_pretrained(FOLDER) and name that folder"
 )
 
@@ -37,13 +38,17 @@ class EngineFiles:
 def find_engine(folder: Path) -> Path | None:
     """Return the TAG folder: `folder` itself, or the one its `latest` names; None for another kind of folder.
 
-    Raises CheckpointError for a pointer to a folder without such a checkpoint, and for experts.
+    In an output folder of Hugging Face's Trainer it is that of the latest checkpoint-N. Raises CheckpointError for a
+    pointer to a folder without such a checkpoint, for several model-parallel ranks and for experts.
     """
     if _has_model_states(folder):
         return _supported(folder)
     tag = named_by(folder / LATEST)
     if tag is not None and _has_model_states(folder / tag):
         return _supported(folder / tag)
+    inside = {int(match[1]): path for path in folder.glob("*/") if (match := _STEP.fullmatch(path.name))}
+    if inside:
+        return find_engine(inside[max(inside)])
     tags = sorted(path.name for path in folder.glob("*/") if _has_model_states(path))
     if not tags:
         return None
@@ -86,10 +91,10 @@ def _supported(place: Path) -> Path:
     if others:
         raise CheckpointError(
             f"{place} has {listed(sorted(others))}: checkpoints of several model-parallel ranks (AutoTP) are not"
-            f" supported; {_WEIGHTS_ONLY}"
+            f" supported; {WEIGHTS_ONLY}"
         )
     if any(any(place.glob(pattern)) for pattern in _EXPERTS):
         raise CheckpointError(
-            f"{place} has the files of experts, whose checkpoints are not supported; {_WEIGHTS_ONLY}"
+            f"{place} has the files of experts, whose checkpoints are not supported; {WEIGHTS_ONLY}"
         )
     return place

@@ -13,6 +13,8 @@ import torch
 
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.cli import convert
+from megalite.convert.foreign import ImportOptions
+from megalite.convert.formats import find_format
 from megalite.convert.huggingface.export import read_family_tensor
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
@@ -57,7 +59,7 @@ def test_any_number_of_ranks_is_read_bit_for_bit(
         assert reader.manifest.trainer_state == {"step": 7, "skipped_steps": 2, "samples": 56, "tokens": 0}
         assert reader.manifest.optimizer == {"step": 5.0}
         assert reader.manifest.config["optimizer"] | {"betas": None} == {
-            **{"name": "adamw", "learning_rate": 0.01, "eps": 1e-8, "weight_decay": 0.0, "betas": None}
+            **{"name": "adamw", "learning_rate": 0.01, "eps": 1e-8, "weight_decay": 0.1, "betas": None}
         }
 
 
@@ -66,7 +68,7 @@ def test_a_folder_of_trainer_is_read_with_its_moments_and_not_from_its_weights(t
     (folder / "model.safetensors").touch()
     EngineFolder(random_states(SHAPE)).write(folder)
     assert import_folder(folder, tmp_path / "run").format == "a checkpoint of DeepSpeed's engine"
-    assert import_folder(folder / "global_step7", tmp_path / "other").step == 7
+    assert import_folder(tmp_path, tmp_path / "other").step == 7
 
 
 def test_inspect_shows_layout_step_names_and_shapes(
@@ -84,7 +86,7 @@ def test_weight_decay_that_differs_between_parameters_is_said(tmp_path: Path) ->
     folder = with_config(tmp_path / "left")
     EngineFolder(random_states(SHAPE)).write(folder)
     notes = "\n".join(import_folder(folder, tmp_path / "run").notes)
-    assert "weight decay 0.1: 8 parameters (model.layers.0." in notes
+    assert "weight decay 0.0: 3 parameters (model.embed_tokens.weight, " in notes
 
 
 def optimizer_file(folder: Path, rank: int = 1) -> Path:
@@ -260,3 +262,43 @@ def test_what_is_not_whole_is_refused_and_nothing_written(
         convert.run(["import", str(folder), str(tmp_path / "run")])
     assert said in str(refused.value)
     assert not list(tmp_path.glob("run/checkpoints/*")) and not (tmp_path / "run-by-the-pickle").exists()
+
+
+def zero_0(folder: Path, groups: int) -> States:
+    """Write a folder of ZeRO 0 in fp32, whose parameters are in turn in one of so many groups; return its states."""
+    states, place = random_states(SHAPE), folder / "global_step7"
+    place.mkdir()
+    members = [list(states)[group::groups] for group in range(groups)]
+    order = [name for group in members for name in group]
+    state = {
+        index: {"step": 5} | {key: states[name][key] for key in KEYS[1:]} for index, name in enumerate(order)
+    }
+    param_groups = [{"lr": 0.01, "params": [order.index(name) for name in group]} for group in members]
+    module = {name: values["fp32"] for name, values in states.items()}
+    module["lm_head.weight"] = module["model.embed_tokens.weight"]
+    counters = {"global_steps": 7, "skipped_steps": 2, "global_samples": 56}
+    content = {"module": module, "optimizer": {"state": state, "param_groups": param_groups}, **counters}
+    torch.save(content, place / "mp_rank_00_model_states.pt")
+    return states
+
+
+def test_zero_0_is_read_where_its_order_is_the_only_one(tmp_path: Path) -> None:
+    folder = with_config(tmp_path / "one")
+    states = zero_0(folder, 1)
+    imported = import_folder(folder / "global_step7", tmp_path / "run")
+    assert differing(imported.checkpoint, states, SHAPE) == []
+    folder = with_config(tmp_path / "several")
+    zero_0(folder, 2)
+    with pytest.raises(
+        CheckpointError, match=r"each be one of 2 with shape \(.*; save the checkpoint with ZeRO 1"
+    ):
+        import_folder(folder / "global_step7", tmp_path / "other")
+
+
+def test_a_missing_moment_is_named_before_a_tensor_is_read(tmp_path: Path, left: Path) -> None:
+    folder = tmp_path / "left"
+    shutil.copytree(left, folder)
+    resaved(optimizer_file, without("exp_avg"))(folder)
+    known, place = find_format(folder) or pytest.fail("no format has the folder")
+    with pytest.raises(CheckpointError, match=r"lacks exp_avg of model\."):
+        known.loader().open_checkpoint(place, ImportOptions())
