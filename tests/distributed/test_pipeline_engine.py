@@ -72,11 +72,14 @@ TOYS = {
         *("megatron", 2, 1, 2), kv_heads=2, parallel=False, rotary=1.0, rms=True, gated=True, biases=False
     ),
 }
-# Computed in bf16 there: only what is stored is compared.
+# Computed in 16 bits there, or without a norm: only stored values are compared.
 NARROW = {
     "NeoX, bf16, pipeline 2 x data 2": Toy(precision="bf16", data=2),
     "NeoX, bf16, ZeRO 0": Toy(precision="bf16", stage=0),
     "NeoX, fp16": Toy(precision="fp16"),
+    "NeoX, ZeRO 0": Toy(data=2, stage=0),
+    "NeoX, fp16, ZeRO 0": Toy(model=2, precision="fp16", stage=0),
+    "NeoX, fp16, ZeRO 0, tied": Toy(precision="fp16", stage=0, tied=True),
 }
 
 

@@ -9,7 +9,7 @@ import math
 from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import repeat
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -417,7 +417,8 @@ def run_engine(toy: Toy, folder: str, saved: int, end: int) -> EngineRun:
     run = EngineRun(place.pipe, place.model, [], {}, None)
     for step in range(end):
         loss = engine.train_batch(_micro_batches(step, toy, place.data))
-        run.steps.append((float(loss), float(engine.get_global_grad_norm())))
+        norm = engine.get_global_grad_norm()
+        run.steps.append((float(loss), math.nan if norm is None else float(norm)))
         if step + 1 == saved:
             engine.save_checkpoint(folder, tag=f"global_step{saved}", client_state=_client_state(toy, saved))
             run.states.update(_states(engine))
@@ -467,17 +468,26 @@ def _engine(toy: Toy) -> tuple[Any, Any]:
 def _states(engine: Any) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
+    optimizer, names = engine.optimizer, {each: name for name, each in engine.module.named_parameters()}
+    if not hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):  # ZeRO 0
+        groups = getattr(optimizer, "fp16_groups", []), getattr(optimizer, "fp32_groups", [])
+        pairs = list(zip(*map(chain.from_iterable, groups), strict=True)) or [(each, each) for each in names]
+        state = getattr(optimizer, "optimizer", optimizer).state
+        inner = [(names[parameter], master, state[master]) for parameter, master in pairs]
+        return {
+            name: (master.detach().clone(), values["exp_avg"].clone(), values["exp_avg_sq"].clone())
+            for name, master, values in inner
+        }
     # It links all groups after the first group's first step, when the others have no state.
-    engine.optimizer._hp_optimizer_states_linked = False
-    engine.optimizer._lazy_init_hp_params_optimizer_state()
-
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
     return {
         name: (
             safe_get_full_fp32_param(parameter).clone(),
             safe_get_full_optimizer_state(parameter, "exp_avg").clone(),
             safe_get_full_optimizer_state(parameter, "exp_avg_sq").clone(),
         )
-        for name, parameter in engine.module.named_parameters()
+        for parameter, name in names.items()
     }
 
 

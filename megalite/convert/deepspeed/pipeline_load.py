@@ -11,7 +11,7 @@ from megalite.convert.deepspeed import neox_settings
 from megalite.convert.deepspeed.megatron_deepspeed import DIALECT, megatron_deepspeed_shape
 from megalite.convert.deepspeed.neox_settings import DOWN_NAMES, Sizes, neox_dialect, neox_shape
 from megalite.convert.deepspeed.pipeline_files import EngineState, arguments_of, open_state
-from megalite.convert.deepspeed.pipeline_folder import open_pipeline_folder
+from megalite.convert.deepspeed.pipeline_folder import PipelineFolder, open_pipeline_folder
 from megalite.convert.deepspeed.pipeline_names import Dialect
 from megalite.convert.deepspeed.pipeline_reader import Layers, PipelineReader, open_reader, survey
 from megalite.convert.deepspeed.pipeline_states import MOMENTS, PipelineStates
@@ -24,7 +24,7 @@ from megalite.topology.shape import ModelShape
 
 
 def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """Open a checkpoint of GPT-NeoX or Megatron-DeepSpeed, with the optimizer's states where ZeRO's files have them.
+    """Open a checkpoint of GPT-NeoX or Megatron-DeepSpeed, with the optimizer's states where its files have them.
 
     Raises CheckpointError where the model cannot be expressed, or the files are damaged or not whole.
     """
@@ -37,11 +37,10 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
     reader.notes.extend(_notes(layers, shape, dialect))
     state = open_state(folder.states[0]) if folder.states else EngineState(place, {})
     step = state.count("iteration", "global_steps")
-    if not folder.optimizers:
-        reader.notes.append("it has no optim_states files: weights alone, as the first step of a new run")
+    states = _open_states(folder, reader)
+    if states is None:
         run = ImportedRun(shape, {"model": {"weights": str(place)}}, reader.dtype)
         return ForeignCheckpoint(run, reader, step, options.hf_config, reader.notes)
-    states = PipelineStates(folder)
     _check_sizes(reader, states)
     reader.states = states.read
     counters = {"step": step, "samples": state.count("global_samples"), "tokens": 0}
@@ -53,6 +52,17 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
         optimizer=states.scalars,
     )
     return ForeignCheckpoint(run, reader, step, options.hf_config, reader.notes)
+
+
+def _open_states(folder: PipelineFolder, reader: PipelineReader) -> PipelineStates | None:
+    """Return the optimizer's states; None, with a note, where ZeRO 0 has saved none that can be named."""
+    try:
+        return PipelineStates(folder)
+    except CheckpointError as error:
+        if folder.optimizers:
+            raise
+        reader.notes.append(f"weights alone, as the first step of a new run, since {error}")
+        return None
 
 
 def _model(layers: Layers, options: ImportOptions) -> tuple[ModelShape, Dialect]:

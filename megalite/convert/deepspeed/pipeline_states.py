@@ -1,67 +1,72 @@
 """The optimizer states of a checkpoint of DeepSpeed's pipeline engine, by pipeline layer and model-parallel rank."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
+from megalite.convert.deepspeed.engine_states import TrainedStates
+from megalite.convert.deepspeed.model_states import ModelStates
 from megalite.convert.deepspeed.partitions import OptimizerPartitions, param_shapes
-from megalite.convert.deepspeed.pipeline_files import open_state
+from megalite.convert.deepspeed.pipeline_files import EngineState, open_layer, open_state
 from megalite.convert.deepspeed.pipeline_folder import PipelineFolder
 from megalite.convert.deepspeed.rank_states import FP32
-from megalite.convert.foreign_pickle import Foreign
+from megalite.convert.deepspeed.training_state import loss_scale
+from megalite.convert.deepspeed.unpartitioned import UnpartitionedOptimizer
 from megalite.errors import CheckpointError
 from megalite.topology.optimizers import OPTIMIZERS
 
 MOMENTS = OPTIMIZERS["adamw"].keys
 _SETTINGS = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
 """Their name of a hyperparameter -> ours."""
+_TIED = "tied_modules."
 
 
 class PipelineStates:
-    """Masters and moments: each stage and model rank has those of its parameters, partitioned over data ranks."""
+    """Masters and moments: each stage and model rank has those of its parameters, with ZeRO cut over data ranks."""
 
     def __init__(self, folder: PipelineFolder):
         """Open the files of all ranks. Raises CheckpointError for files that do not belong together."""
         self.folder = folder
-        self._partitions = [
-            OptimizerPartitions(files, param_shapes(open_state(path).content, path))
-            for (_, files), path in zip(sorted(folder.optimizers.items()), folder.states, strict=True)
-        ]
-        for partitions in self._partitions:
-            if partitions.step != self._partitions[0].step:
+        self._config = open_state(folder.states[0]).content.get("ds_config") if folder.states else None
+        open_stages = _partitioned if folder.optimizers else _unpartitioned
+        self._stages: list[TrainedStates] = [*open_stages(folder)]
+        for path, stage in zip(folder.states, self._stages, strict=True):
+            if stage.step != self._stages[0].step:
                 raise CheckpointError(
-                    f"{partitions.ranks[0].path} has {partitions.step:g} updates, but the first stage"
-                    f" {self._partitions[0].step:g}; fetch the files of one step"
+                    f"{path} has {stage.step:g} updates, but the first stage {self._stages[0].step:g}; fetch the files"
+                    " of one step"
                 )
-            partitions.require(MOMENTS)
+            stage.require(MOMENTS)
 
     @property
     def step(self) -> float:
-        return self._partitions[0].step
+        return self._stages[0].step
 
     def numel(self, layer: int, rank: int, name: str) -> int:
         """Return how many elements the files have of a rank's tensor. Raises CheckpointError if they have none."""
-        partitions, stored = self._find(layer, rank, name)
-        return partitions.numels[stored]
+        stage, stored = self._find(layer, rank, name)
+        return prod(stage.shape(stored))
 
     def read(self, state_key: str, layer: int, rank: int, name: str) -> Tensor:
-        """Return a rank's tensor, flat. state_key: WEIGHT for the fp32 masters, or a moment."""
-        partitions, stored = self._find(layer, rank, name)
+        """Return a rank's tensor, flat or not. state_key: WEIGHT for the fp32 masters, or a moment."""
+        stage, stored = self._find(layer, rank, name)
         # The masters are saved as parameters, which ask for gradients.
-        return partitions.read(stored, FP32 if state_key == WEIGHT else state_key).detach()
+        return stage.read(stored, FP32 if state_key == WEIGHT else state_key).detach()
 
-    def _find(self, layer: int, rank: int, name: str) -> tuple[OptimizerPartitions, str]:
+    def _find(self, layer: int, rank: int, name: str) -> tuple[TrainedStates, str]:
         """Return the first stage that has a tensor, and its name there: a tied layer has no index, but a key."""
-        for partitions in self._partitions[rank :: self.folder.model_ranks]:
-            if f"{layer}.{name}" in partitions.numels:
-                return partitions, f"{layer}.{name}"
-        for partitions in self._partitions[rank :: self.folder.model_ranks]:
-            for stored in partitions.names:
-                if stored.startswith("tied_modules.") and stored.split(".", 2)[2] == name:
-                    return partitions, stored
+        stages = self._stages[rank :: self.folder.model_ranks]
+        for stage in stages:
+            if f"{layer}.{name}" in stage.names:
+                return stage, f"{layer}.{name}"
+        for stage in stages:
+            for stored in stage.names:
+                if stored.startswith(_TIED) and stored.split(".", 2)[2] == name:
+                    return stage, stored
         raise CheckpointError(
             f"{self.folder.path} has no optimizer state of {name} of layer {layer}, model rank {rank}; import it"
             " without the optim_states files"
@@ -70,37 +75,76 @@ class PipelineStates:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The hyperparameters of the group with the largest weight decay, in our words, before a schedule."""
-        rank = self._partitions[0].ranks[0]
-        groups = [group for group in rank.param_groups if "lr" in group]
+        config: Mapping[str, Any] = self._config if isinstance(self._config, Mapping) else {}
+        groups = [group for group in self._stages[0].param_groups if "lr" in group]
         nothing: Mapping[str, Any] = {}
         decayed = max(groups, key=lambda group: _number(group.get("weight_decay")), default=nothing)
         group = dict(decayed)
-        section = rank.settings.get("optimizer")
+        section = config.get("optimizer")
         configured = section.get("params") if isinstance(section, Mapping) else None
         peak = _number(configured.get("lr")) if isinstance(configured, Mapping) else 0.0
         group["lr"] = peak or group.get("initial_lr") or group.get("lr")
         values = {ours: group.get(theirs) for theirs, ours in _SETTINGS.items()}
-        values["gradient_clipping"] = _number(rank.settings.get("gradient_clipping")) or None
+        values["gradient_clipping"] = _number(config.get("gradient_clipping")) or None
         plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
         return {name: value for name, value in plain.items() if isinstance(value, int | float | list)}
 
     @property
     def scalars(self) -> dict[str, Any]:
         """The optimizer's numbers as a checkpoint of ours keeps them: its updates, and a dynamic loss scale."""
-        scaler = self._partitions[0].ranks[0].table.get("loss_scaler")
-        dynamic = isinstance(scaler, Foreign) and scaler.type_name.endswith("DynamicLossScaler")
-        fields: Mapping[str, Any] = scaler.fields if isinstance(scaler, Foreign) and dynamic else {}
-        scale, window = _number(fields.get("cur_scale")), _number(fields.get("scale_window"))
-        if not scale or not window:
-            return {"step": self.step}
-        # Theirs doubles at a step before which as many steps without an overflow were made as a multiple of the window.
-        clean = max(0.0, _number(fields.get("cur_iter")) - _number(fields.get("last_overflow_iter")) - 1)
-        return {
-            "step": self.step,
-            "loss_scale": scale,
-            "loss_scale_steps_since_change": int((clean - 1) % window) if clean else -1,
-            "loss_scale_overflows_left": int(_number(fields.get("cur_hysteresis")) or 1),
-        }
+        return {"step": self.step, **loss_scale(self._stages[0].table)}
+
+
+def _partitioned(folder: PipelineFolder) -> Iterator[OptimizerPartitions]:
+    for (_, files), path in zip(sorted(folder.optimizers.items()), folder.states, strict=True):
+        yield OptimizerPartitions(files, param_shapes(open_state(path).content, path))
+
+
+def _unpartitioned(folder: PipelineFolder) -> Iterator[UnpartitionedOptimizer]:
+    """Yield the optimizer of each stage and model rank, which names no parameter: their layers are counted."""
+    firsts = [0] * folder.model_ranks  # the next layer of each model rank that is of no stage yet
+    layers = sorted(folder.layers)
+    for index, path in enumerate(folder.states):
+        state, rank = open_state(path), index % folder.model_ranks
+        elements, last = _elements(state), index >= len(folder.states) - folder.model_ranks
+        module: dict[str, Tensor] = {}
+        while firsts[rank] < len(layers) and _total(module.values()) < elements:
+            layer = layers[firsts[rank]]
+            module |= {f"{layer}.{name}": each for name, each in _layer(folder, layer, rank)}
+            firsts[rank] += 1
+        if last and _total(module.values()) < elements:
+            # The copy of a tied embedding is the first module of a stage.
+            module = {f"{_TIED}copy.{name}": each for name, each in _layer(folder, layers[0], rank)} | module
+        if _total(module.values()) != elements or (last and firsts[rank] < len(layers)):
+            raise CheckpointError(
+                f"{path} has the optimizer state of {elements:,} elements under ZeRO 0, which are not those of whole"
+                " layers; save the checkpoint with ZeRO 1, which names its parameters"
+            )
+        yield UnpartitionedOptimizer(ModelStates(path, {**state.content, "module": module}))
+
+
+def _layer(folder: PipelineFolder, layer: int, rank: int) -> Iterator[tuple[str, Tensor]]:
+    yield from open_layer(folder.layers[layer][rank]).items()
+
+
+def _total(tensors: Iterable[Tensor]) -> int:
+    return sum(values.numel() for values in tensors)
+
+
+def _elements(state: EngineState) -> int:
+    """Return how many elements have a first moment. Raises CheckpointError if the file has no Adam's state."""
+    table = state.content.get("optimizer")
+    table = table if isinstance(table, Mapping) else {}
+    base = table.get("optimizer_state_dict", table)
+    states = base.get("state") if isinstance(base, Mapping) else None
+    entries = list(states.values()) if isinstance(states, Mapping) else []
+    found = (entry.get(MOMENTS[0]) if isinstance(entry, Mapping) else None for entry in entries)
+    moments = [values for values in found if isinstance(values, Tensor)]
+    if not moments or len(moments) < len(entries):
+        raise CheckpointError(
+            f"{state.path} has no state of Adam; fetch the optim_states files of all ranks too"
+        )
+    return _total(moments)
 
 
 def _number(value: object) -> float:
