@@ -6,16 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
+from megalite.convert.adopt.sources import read_source
+from megalite.convert.adopt.yaml_file import read_mapping
 from megalite.convert.deepspeed.pipeline_names import Dialect
 from megalite.convert.megatron.arguments import Arguments
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, ConfigError
 from megalite.families.registry import FAMILIES, inexpressible
 from megalite.topology.shape import ModelShape
 
 CONFIGS = "configs"
-_LARGEST_FILE = 1 << 20
 # Each changes the model where it is set, and is not built here.
 _OFF = (
     "num_unique_layers",
@@ -76,22 +75,20 @@ def read_settings(place: Path, arguments: Mapping[str, Any]) -> Arguments:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise ValueError(f"it has more than {_LARGEST_FILE:,} bytes")
-        content = _parsed(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; fetch it again, or correct it") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds no settings of GPT-NeoX")
-    return content
+        source = read_source(path)
+        # JSON has numbers like 1e-05, which YAML takes for words.
+        return _as_json(source.text) or read_mapping(source)
+    except ConfigError as error:
+        problem = "; ".join(map(str, error.problems))
+        raise CheckpointError(f"{path} cannot be read: {problem}") from error
 
 
-def _parsed(text: str) -> Any:
-    """Return the content of YAML or JSON, which has numbers like 1e-05 that YAML takes for words."""
+def _as_json(text: str) -> dict[str, Any] | None:
     try:
-        return json.loads(text)
-    except ValueError:
-        return yaml.safe_load(text)
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def not_built(settings: Arguments) -> Iterator[str]:

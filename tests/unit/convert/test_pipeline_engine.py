@@ -212,6 +212,10 @@ def flip(path: Path) -> None:
 
 
 LAYER, STATE = "layer_03-model_00-model_states.pt", "mp_rank_00_model_states.pt"
+# Each line has ten times the values of the one before.
+GROWING = "a0: &a0 [global]\n" + "".join(
+    f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(12)
+)
 DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
     "a layer is missing": (LAYER, Path.unlink, rf"{LAYER} is missing"),
     "a rank's state is missing": (STATE, Path.unlink, rf"{STATE} is missing"),
@@ -273,6 +277,11 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         "configs/local.yml",
         lambda path: path.write_text("num_layers: 4"),
         "has num_layers, which another file",
+    ),
+    "settings that grow without an end": (
+        "configs/local.yml",
+        lambda path: path.write_text(GROWING),
+        "local.yml cannot be read",
     ),
     "settings that make an object": (
         "configs/local.yml",
