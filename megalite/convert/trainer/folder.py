@@ -10,8 +10,6 @@ checkpoint-N/config.json, model.safetensors      the weights, as a Hugging Face 
 import re
 from pathlib import Path
 
-from megalite.errors import CheckpointError
-
 STATE = "trainer_state.json"
 CONFIG = "config.json"
 ARGUMENTS = "training_args.bin"
@@ -25,15 +23,11 @@ _RANDOM_STATES = re.compile(r"rng_state(_\d+)?\.pth", re.ASCII)
 def find_trainer(folder: Path) -> Path | None:
     """Return the folder of one step: `folder`, or its latest checkpoint-N if it has no model itself; None for others.
 
-    A folder without an optimizer's file is one of Hugging Face weights. Raises CheckpointError for an adapter.
+    A folder with neither an optimizer's file nor an adapter is one of Hugging Face weights.
     """
     if (folder / STATE).is_file():
-        if (folder / _ADAPTER).is_file():
-            raise CheckpointError(
-                f"{folder} holds an adapter, not a whole model; name it in adapter.path to go on from its weights, or"
-                " merge it into its model with peft's merge_and_unload and import that"
-            )
-        return folder if (folder / CONFIG).is_file() and optimizer_file(folder) is not None else None
+        whole = (folder / CONFIG).is_file() and optimizer_file(folder) is not None
+        return folder if whole or is_adapter(folder) else None
     if (folder / CONFIG).is_file():
         return None
     try:
@@ -41,6 +35,11 @@ def find_trainer(folder: Path) -> Path | None:
     except OSError:
         return None
     return find_trainer(inside[max(inside)]) if inside else None
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether the folder has an adapter of PEFT instead of a whole model."""
+    return (folder / _ADAPTER).is_file()
 
 
 def optimizer_file(folder: Path) -> Path | None:

@@ -7,16 +7,25 @@ from typing import Any
 from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
+from megalite.checkpoint.tensor_header import HeaderEntry
 from megalite.checkpoint.weights import WeightReader
 from megalite.config.sources.huggingface import shape_of_folder
+from megalite.config.sources.peft import ADAPTER_FILE
 from megalite.convert.adamw import MOMENTS, STEP, common_step, number, require_adamw, settings_of
 from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import Foreign, load_pickle, require_undamaged
-from megalite.convert.huggingface.files import headers
+from megalite.convert.huggingface.files import header_of, headers
 from megalite.convert.huggingface.load import HuggingFaceReader
 from megalite.convert.huggingface.origin import read_object
 from megalite.convert.streamed import ImportedRun
-from megalite.convert.trainer.folder import ARGUMENTS, SCALER, STATE, optimizer_file, process_count
+from megalite.convert.trainer.folder import (
+    ARGUMENTS,
+    SCALER,
+    STATE,
+    is_adapter,
+    optimizer_file,
+    process_count,
+)
 from megalite.convert.trainer.parameters import match_parameters
 from megalite.convert.whole_tensors import WholeTensorReader
 from megalite.errors import CheckpointError
@@ -50,6 +59,11 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
 
     Raises CheckpointError when it does not hold exactly the model of its config.json, or not AdamW's state of it.
     """
+    if is_adapter(place):
+        raise CheckpointError(
+            f"{place} holds an adapter, not a whole model; name it in adapter.path to go on from its weights, or"
+            " merge it into its model with peft's merge_and_unload and import that"
+        )
     counters = _counters(place)
     shape = shape_of_folder(str(place))
     content = _optimizer(place, checked=True)
@@ -71,6 +85,10 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
 
 def describe(place: Path) -> Iterator[str]:
     """Yield the lines of `megalite convert inspect`."""
+    if is_adapter(place):
+        yield f"{place}: a Hugging Face Trainer checkpoint of an adapter, step {_counters(place)['step']:,}"
+        yield from _lines(header_of(place / ADAPTER_FILE))
+        return
     counters, content = _counters(place), _optimizer(place)
     tensors = {name: entry for entries in headers(place).values() for name, entry in entries.items()}
     states = content["state"]
@@ -83,6 +101,10 @@ def describe(place: Path) -> Iterator[str]:
     yield f"  optimizer: groups of {sizes} parameters with {', '.join(keys)}"
     for name, value in settings_of(content["param_groups"]).items():
         yield f"  optimizer.{name} = {value}"
+    yield from _lines(tensors)
+
+
+def _lines(tensors: Mapping[str, HeaderEntry]) -> Iterator[str]:
     width = max(map(len, tensors), default=0)
     for name, entry in tensors.items():
         yield f"  {name:<{width}}  {' x '.join(map(str, entry.shape)):>16}  {entry.dtype}"

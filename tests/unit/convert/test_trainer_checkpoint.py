@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.cli import convert
@@ -301,3 +302,15 @@ def test_bf16_weights_are_their_values_in_float32(tmp_path: Path) -> None:
     weights = canonical_weights(folder, SHAPES["llama"])
     assert {values.dtype for values in weights.values()} == {torch.bfloat16}
     assert all(torch.equal(states["weight"][name], values.float()) for name, values in weights.items())
+
+
+def test_an_adapters_folder_is_still_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "checkpoint-7"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 7}))
+    (folder / "adapter_config.json").write_text("{}")
+    save_file({"base_model.model.lora_A.weight": torch.ones(2, 3)}, folder / "adapter_model.safetensors")
+    convert.run(["inspect", str(tmp_path)])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "a Hugging Face Trainer checkpoint of an adapter, step 7" in printed
+    assert "base_model.model.lora_A.weight 2 x 3 F32" in printed
