@@ -39,12 +39,17 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _checked(output: Path) -> int:
-    """Load the run file as `megalite config show` does, and print what still has to be set."""
+    """Load the run file as `config show` does; print what has to be set, and what this machine lacks."""
     try:
         load_run(output)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return _WRONG_INPUT
+    try:
+        load_run(output, places=True)
+    except ConfigError as error:
+        for problem in error.problems:
+            print(f"note: not on this machine: {problem.key} = {problem.message}")
     return 0
 
 
