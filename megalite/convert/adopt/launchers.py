@@ -8,7 +8,14 @@ from megalite.convert.adopt.shell_expand import as_source, is_known
 from megalite.convert.adopt.sources import Source
 from megalite.launcher.hosts.hostfile import read_hostfile
 
-_RANKS = {"nproc_per_node": "slots", "num_gpus": "slots", "nnodes": "hosts", "num_nodes": "hosts"}
+_RANKS = {
+    "nproc_per_node": "slots",
+    "num_gpus": "slots",
+    "ntasks_per_node": "slots",
+    "gpus_per_node": "slots",
+}
+_RANKS |= {"nnodes": "hosts", "num_nodes": "hosts", "nodes": "hosts", "N": "hosts"}
+_SBATCH = re.compile(r"^#SBATCH[ \t]+(--?([A-Za-z][\w-]*))(?:[= ][ \t]*(\S+))?", re.MULTILINE)
 _KEPT = {
     "hostfile": "--hostfile",
     "H": "--hostfile",
@@ -36,9 +43,18 @@ def is_hostfile(source: Source) -> bool:
     return bool(_HOST_LINE.search(source.text)) and "--" not in source.text
 
 
-def answer_launcher(account: Account, words: Sequence[str], hostfiles: Sequence[Source]) -> None:
-    """Answer each word of the launcher, and set the number of ranks where it is known."""
+def batch_variables(script: str) -> dict[str, str]:
+    """Return the variables that SLURM sets for the #SBATCH lines of a script."""
+    options = {name.replace("-", "_"): value for _, name, value in _SBATCH.findall(script)}
+    nodes = options.get("nodes", options.get("N", ""))
+    return dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes) if nodes.isdecimal() else {}
+
+
+def answer_launcher(account: Account, words: Sequence[str], script: str, hostfiles: Sequence[Source]) -> None:
+    """Answer each #SBATCH line of the script and each word of the launcher; set the number of ranks if it is known."""
     sizes: dict[str, int] = {}
+    for written, name, value in _SBATCH.findall(script):
+        _answer_word(account, sizes, ("#SBATCH", written, name.replace("-", "_")), value)
     rest = list(words)
     programs = [word.rpartition("/")[2] for word in rest]
     launcher = next((name for name in _LAUNCHERS if name in programs), "launcher")
@@ -61,6 +77,8 @@ def answer_launcher(account: Account, words: Sequence[str], hostfiles: Sequence[
             str(source.path), None, Outcome.TAKEN, {}, f"{len(hosts)} hosts, {sizes['slots']} slots"
         )
         account.add(answer)
+    if not hostfiles:
+        account.launch += [f"--{name} {size}" for name, size in sizes.items() if name == "slots" or size > 1]
     if {"slots", "hosts"} <= set(sizes) or (launcher in ("deepspeed", "torchrun") and "slots" in sizes):
         account.ranks = sizes["slots"] * sizes.get("hosts", 1)
 
@@ -70,8 +88,6 @@ def _answer_word(account: Account, sizes: dict[str, int], names: tuple[str, str,
     key, shown = f"{launcher} {written}", as_source(value) or None
     if name in _RANKS and value.isdecimal() and int(value):
         sizes[_RANKS[name]] = int(value)
-        if int(value) > 1 or _RANKS[name] == "slots":
-            account.launch.append(f"--{_RANKS[name]} {value}")
         account.add(KeyAnswer(key, shown, Outcome.TAKEN, {}, f"megalite launch --{_RANKS[name]}"))
     elif name in _RANKS:
         reason = "known only in a run: the number of ranks stays open"

@@ -6,7 +6,12 @@ from pathlib import Path, PurePosixPath
 
 from megalite.convert.adopt.account import Account, KeyAnswer, Outcome
 from megalite.convert.adopt.deepspeed_json import answer_json, read_json
-from megalite.convert.adopt.launchers import answer_launcher, is_hostfile, set_data_parallel_size
+from megalite.convert.adopt.launchers import (
+    answer_launcher,
+    batch_variables,
+    is_hostfile,
+    set_data_parallel_size,
+)
 from megalite.convert.adopt.megatron_arguments import (
     answer_arguments,
     argument_key,
@@ -76,13 +81,14 @@ def _matches(source: Source) -> bool:
 def _read(sources: Sequence[Source]) -> Account:
     scripts = [source for source in sources if source.suffix != ".json" and not is_hostfile(source)]
     name = " ".join(str(source.path) for source in scripts)
-    script = _script("\n".join(source.text for source in scripts), scripts, name)
+    text = "\n".join(source.text for source in scripts)
+    script = _script(text, scripts, name)
     launcher, program, words = _training_command(script, name)
     keys, names, strays, repeated = arguments_of(words)
     deepspeed = any(key in keys for key in _OF_DEEPSPEED)
     account = Account("Megatron-DeepSpeed" if deepspeed else "Megatron-LM")
     account.script = script.notes
-    answer_launcher(account, launcher, [source for source in sources if is_hostfile(source)])
+    answer_launcher(account, launcher, text, [source for source in sources if is_hostfile(source)])
     _answer_program(account, program)
     for written, value in repeated:
         account.add(
@@ -102,7 +108,9 @@ SYSTEM = System("Megatron-LM and Megatron-DeepSpeed", _matches, _read)
 
 
 def _script(text: str, scripts: Sequence[Source], name: str) -> ScriptText:
-    values = {key: value for source in scripts for key, value in source.values.items()}
+    values = batch_variables(text) | {
+        key: value for source in scripts for key, value in source.values.items()
+    }
     try:
         return read_script(text, values)
     except (ShellSyntax, TooLong) as error:

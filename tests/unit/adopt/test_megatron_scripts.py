@@ -151,7 +151,6 @@ SKIPPED = {
     "llama3_8b": {"--fp8-format", "--fp8-amax-history-len"},
     "mixtral_8x7b": {"--wandb-project"},
     "ds_llama2": {"--deepspeed-activation-checkpointing"},
-    "bigscience_13b": {"--nodes", "--ntasks-per-node", "--job-name"},
 }
 VARIABLES = {"gpt3_175b": {"1": "runs/gpt3", "2": "text", "3": "gpt2"}}
 
@@ -282,6 +281,16 @@ def test_an_unknown_argument_is_refused_with_the_closest_one(there: Path) -> Non
     assert answers["--hidden-sise", "64"].numbers
     assert "again later" in answers["--lr", "1e-3"].reason
     assert answers["--lr", "1e-4"].settings == {"optimizer.learning_rate": 0.0001}
+
+
+def test_the_lines_of_sbatch_say_the_ranks(there: Path) -> None:
+    head = "#!/bin/bash\n#SBATCH --nodes=4\n#SBATCH --ntasks-per-node 8\n#SBATCH -t 10:00\n"
+    call = "srun python pretrain_gpt.py --num-layers 2 --hidden-size 64 --tensor-model-parallel-size $SLURM_NNODES\n"
+    Path("batch.sh").write_text(head + call)
+    account = adopt([Path("batch.sh")])
+    assert account.ranks == 32 and account.launch == ["--hosts 4", "--slots 8"]
+    assert account.settings["parallel.tensor"] == 4 and account.settings["parallel.data"] == 8
+    assert "#SBATCH -t" in {answer.key for answer in account.answers}
 
 
 def test_an_existing_run_file_is_kept(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
