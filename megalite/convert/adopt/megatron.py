@@ -47,6 +47,7 @@ _SIGNS = (
     "lr",
     "lr-decay-style",
 )
+_SUBSTITUTION = re.compile(r"s/(\w+)/([^/\n]*)/g?")
 _PRINTED = ("echo", "printf", "sed", "grep", "mkdir")
 _OF_DEEPSPEED = (
     "deepspeed",
@@ -187,12 +188,24 @@ def _answer_json(
     beside = [folder / wanted for folder in (*(source.path.parent for source in scripts), Path())]
     if named:
         for source in named:
-            answer_json(account, read_json(source.text, source.path.name), source.path.name)
+            content = _substituted(script, source.text)
+            answer_json(account, read_json(content, source.path.name), source.path.name)
     elif wanted in written:
         content = as_source(written[wanted])
         answer_json(account, read_json(content, PurePosixPath(wanted).name), PurePosixPath(wanted).name)
     elif place := next((path for path in beside if path.is_file()), None):
-        answer_json(account, read_json(read_source(place).text, place.name), place.name)
+        answer_json(account, read_json(_substituted(script, read_source(place).text), place.name), place.name)
     else:
         reason, remedy = "DeepSpeed's JSON is not here", "name it as another PATH"
         account.add(KeyAnswer(wanted, None, Outcome.REFUSED, {}, reason, remedy, numbers=True))
+
+
+def _substituted(script: ScriptText, content: str) -> str:
+    """Return a template of a JSON after the script's `sed "s/NAME/value/"`, once on each line."""
+    for command in script.commands:
+        for word in command.words[1:] if command.words[0] == "sed" else ():
+            form = _SUBSTITUTION.fullmatch(as_source(word))
+            if form is not None and is_known(word):
+                lines = [line.replace(form[1], form[2], 1) for line in content.split("\n")]
+                content = "\n".join(lines)
+    return content

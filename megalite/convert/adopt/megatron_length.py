@@ -38,6 +38,8 @@ def read_length(reading: Reading, key: str, value: object) -> None:
     settings = {"training.steps": whole_steps}
     if shortest.endswith("iters"):
         reading.take(shortest, settings)
+    elif shortest.endswith("tokens"):
+        reading.take(shortest, settings, "until the tokens are reached, as there")
     elif steps != whole_steps:
         note = "no whole batches: the last one is dropped, and the order of samples that repeat depends on their number"
         reading.change(shortest, settings, note)

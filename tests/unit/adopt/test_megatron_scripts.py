@@ -272,6 +272,20 @@ def test_the_keys_of_the_json_are_answered_one_by_one(there: Path) -> None:
     assert answers["ds_config_gbs512.json: prescale_gradients"].outcome is Outcome.NO_EFFECT
 
 
+def test_a_template_of_the_json_is_filled_in_as_sed_does(there: Path) -> None:
+    template = (
+        Path("ds_config.json").read_text().replace("1024", "GBSIZE").replace('"stage": 1', '"stage": ZERO')
+    )
+    Path("TEMPLATE.json").write_text(template)
+    Path("ds_config.json").unlink()
+    call = 'GLOBAL=1024\nsed "s/GBSIZE/${GLOBAL}/" TEMPLATE.json | sed "s/ZERO/1/" > ds_config.json\n'
+    Path("ds.sh").write_text(call + _text("ds_gpt_13b"))
+    answers = {answer.key: answer for answer in adopt([Path("ds.sh"), Path("TEMPLATE.json")]).answers}
+    assert answers["TEMPLATE.json: train_batch_size"].settings == {"training.global_batch_size": 1024}
+    stage = answers["TEMPLATE.json: zero_optimization.stage"]
+    assert stage.settings == {"deepspeed.zero_optimization.stage": 1}
+
+
 def test_an_unknown_argument_is_refused_with_the_closest_one(there: Path) -> None:
     Path("typo.sh").write_text(
         "torchrun pretrain_gpt.py --num-layers 2 --hidden-sise 64 --lr 1e-3 --lr 1e-4\n"
