@@ -176,7 +176,7 @@ def apply_rules(reading: Reading, rules: Mapping[str, KeyRule]) -> None:
             continue
         try:
             rule.answer(reading, key, value)
-        except ValueError as error:
+        except (ValueError, ArithmeticError) as error:
             reading.refuse(key, str(error), "correct it")
         if key not in reading.answered:
             reading.refuse(key, "has no rule for this value", "set it in run.toml by hand")

@@ -85,8 +85,8 @@ def split_words(word: str, variables: Variables) -> list[str]:
                 parts[-1] += item
             real = real or bool(piece)
         elif quoted:
-            parts[-1] += piece[0]
-            real = True
+            parts[-1] += " ".join(piece)
+            real = real or bool(piece)
         else:
             text = " ".join(piece)
             words = text.split()

@@ -1,15 +1,43 @@
 """Nothing of a script is executed, what was not read is named, and no script takes more than a bounded time."""
 
 import os
+import random
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from megalite.cli import main
+from megalite.convert.adopt.account import Outcome
+from megalite.convert.adopt.report import run_file_text
 from megalite.convert.adopt.shell import ScriptText, read_script
 from megalite.convert.adopt.shell_expand import TooLong, as_source
 from megalite.convert.adopt.shell_tokens import ShellSyntax
+from megalite.convert.adopt.systems import adopt
+from megalite.errors import ConfigError
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PIECES = (
+    '"',
+    "'",
+    "`",
+    "$(",
+    "${",
+    "}",
+    ")",
+    "$((",
+    "\\\n",
+    "\n",
+    "if ",
+    "fi\n",
+    "esac",
+    "--lr",
+    " 0 ",
+    "-5",
+    "1e999",
+    "nan",
+)
 
 TRAIN = "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 8"
 COMMANDS = {
@@ -126,6 +154,7 @@ SHELL = {
     "A=(--a 1 '2 3'); A+=(--b); echo \"${A[@]}\" ${A[1]}": ["--a", "1", "2 3", "--b", "1"],
     "A='--a 1'; echo $A \"$A\"": ["--a", "1", "--a 1"],
     "A=3; echo $((A*2)) $(( ${A} + 1 )) $((7/2)) $((-7/2))": ["6", "4", "3", "-3"],
+    'A=(a b); echo "$@" "${A[*]}" "${B[@]}" ""': ["a b", ""],
     "A=x; A+=y; export B=$A; echo $B": ["xy"],
     "echo a \\\n  b # comment\n": ["a", "b"],
     "A=2; if [ $A -gt 1 ] && [[ $A == 2 ]]; then B=yes; else B=no; fi; echo $B": ["yes"],
@@ -152,3 +181,22 @@ def test_a_file_that_a_script_writes_is_kept() -> None:
 
 def test_a_variable_can_be_set_from_outside() -> None:
     assert words("echo $1 ${B:-c}", **{"1": "a", "B": "b"}) == [["echo", "a", "b"]]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("seed", range(40))
+def test_a_spoiled_script_is_an_account_or_one_error(seed: int, tmp_path: Path) -> None:
+    draw = random.Random(seed)
+    text = draw.choice([path.read_text() for path in sorted(SCRIPTS.glob("*.sh"))])
+    for _ in range(draw.choice((1, 2, 8))):
+        place, piece = draw.randrange(len(text)), draw.choice(PIECES)
+        text = text[:place] + piece + text[place + draw.choice((0, 0, 1, 20)) :]
+    path = tmp_path / "run.sh"
+    path.write_text(text)
+    try:
+        account = adopt([path])
+    except ConfigError as error:
+        assert error.problems and all(problem.message for problem in error.problems)
+    else:
+        assert all(answer.reason and answer.remedy for answer in account.with_outcome(Outcome.REFUSED))
+        tomllib.loads(run_file_text(account, "run.sh"))
