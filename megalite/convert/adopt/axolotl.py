@@ -139,7 +139,11 @@ def _read_template(reading: Reading, key: str, value: Any) -> None:
 
 
 def _read_plugins(reading: Reading, key: str, value: Any) -> None:
-    others = [name for name in tuning.names(value) if not any(part in name for part in _HARMLESS_PLUGINS)]
+    others = [
+        name
+        for name in (tuning.names(value) if value else ())
+        if not any(part in name for part in _HARMLESS_PLUGINS)
+    ]
     if others:
         reading.refuse(key, f"megalite has no {', '.join(others)}", _MODEL)
     else:

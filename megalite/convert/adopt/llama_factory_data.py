@@ -15,7 +15,6 @@ from megalite.convert.adopt.rules import (
     Take,
     Together,
     WordsOf,
-    number,
     switch,
     text,
     whole,
@@ -140,10 +139,8 @@ def _read_template(reading: Reading, key: str, value: Any) -> None:
 
 
 def _read_probabilities(reading: Reading, key: str, value: Any) -> None:
-    shares = [number(share) for share in (value.split(",") if isinstance(value, str) else value)]
-    reading.refuse(
-        key, f"draws {len(shares)} data sets by probabilities", "write them as [[data.blend]] with weights"
-    )
+    remedy = "write them as [[data.blend]] with weights"
+    reading.refuse(key, "draws the data sets by probabilities", remedy)
 
 
 def _read_folder(reading: Reading, key: str, value: Any) -> None:

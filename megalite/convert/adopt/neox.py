@@ -226,9 +226,8 @@ _TRAINING: Mapping[str, KeyRule] = {
     "fp16.type": NoEffect("fp16.enabled and precision decide; bfloat16 makes it bf16"),
     "train_impl": Together(_read_training_kind),
     "dpo_beta": Take("preference.beta", number),
-    **refused(
-        "megalite's reference is the model before its tuning", "set it to false", "dpo_reference_free z_loss"
-    ),
+    **refused("megalite's reference is the model before its tuning", "set it to false", "dpo_reference_free"),
+    **idle("GPT-NeoX has it for reward models alone", "z_loss"),
     **idle("log-probabilities are computed in fp32", "dpo_fp32"),
     **idle(
         "it belongs to a training that is refused",

@@ -52,14 +52,13 @@ def _read_tf32(reading: Reading, key: str, value: Any) -> None:
         reading.take(key, {"training.tf32": switch(value)})
 
 
+_SHARDING = {"full_shard": 3, "shard_grad_op": 2, "hybrid_shard": 3}
+
+
 def _read_fsdp(reading: Reading, key: str, value: Any) -> None:
     words = value.replace(",", " ").split() if isinstance(value, str) else value
-    if words is True:
-        words = ["full_shard"]
-    stages = {"full_shard": 3, "shard_grad_op": 2, "no_shard": 0, "hybrid_shard": 3}
-    stage = (
-        next((stages[word] for word in words or () if word in stages), 0) if isinstance(words, list) else 0
-    )
+    words = ["full_shard"] if words is True else words if isinstance(words, list) else []
+    stage = max((_SHARDING.get(str(word), 0) for word in words), default=0)
     if not stage:
         reading.no_effect(key, "nothing is sharded")
         return

@@ -33,7 +33,11 @@ OUR_TEMPLATES = ("chatml", "alpaca")
 def names(value: Any) -> list[str]:
     """Return a list of names, also of one that is a text with commas. Raises ValueError."""
     parts = value.split(",") if isinstance(value, str) else value
-    if not isinstance(parts, list) or not all(isinstance(part, str) and part.strip() for part in parts):
+    if (
+        not isinstance(parts, list)
+        or not parts
+        or not all(isinstance(part, str) and part.strip() for part in parts)
+    ):
         raise ValueError(f"{value!r} is no list of names")
     return [part.strip() for part in parts]
 
