@@ -27,12 +27,17 @@ _CLASSES = (
     "TensorProperties",
     "_MEM_FORMAT_ENCODING",
 )
+_PLANS = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+_MCORE_METADATA = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 _NAMES = stand_ins(
     *(f"{_MODULE}.{name}" for name in (*_CLASSES, "ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
     "torch.distributed.checkpoint.filesystem._StoragePrefix",
     *("torch.Size", "torch.serialization._get_layout"),
     *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("Path", "PosixPath")),
+    # megatron-core keeps the plans of all ranks beside it, which are not read.
+    *(f"torch.distributed.checkpoint.planner.{name}" for name in _PLANS),
+    *(_MCORE_METADATA, "megatron.core.dist_checkpointing.strategies.torch.MCoreSavePlan"),
 )
 _MOST_DIMS = 64
 
@@ -107,7 +112,8 @@ def read_metadata(folder: Path) -> DcpMetadata:
     """
     path = folder / METADATA
     content = load_plain_pickle(path, _NAMES)
-    fields = _fields(content, f"{_MODULE}.Metadata", path)
+    is_mcore = isinstance(content, Foreign) and content.type_name == _MCORE_METADATA
+    fields = _fields(content, _MCORE_METADATA if is_mcore else f"{_MODULE}.Metadata", path)
     entries, storage = fields.get("state_dict_metadata"), fields.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(storage, dict):
         raise _bad(path, "it lists no entries or no files")
