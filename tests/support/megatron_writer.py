@@ -124,7 +124,7 @@ def write_megatron(
     arguments = arguments_of(shape, how, **changes)
     for pp in range(how.pipeline):
         for tp in range(how.tensor):
-            models = [_chunk(shape, weights, how, tp, pp, chunk) for chunk in range(how.chunks)]
+            models = [chunk_of(shape, weights, how, tp, pp, chunk) for chunk in range(how.chunks)]
             state: dict[str, Any] = {"model": models[0]}
             if how.chunks > 1:
                 state = {f"model{chunk}": model for chunk, model in enumerate(models)}
@@ -133,7 +133,6 @@ def write_megatron(
                 "iteration": how.iteration,
                 "rng_state": [{"torch": torch.get_rng_state()}],
             }
-            state["optimizer"] = {"state": {0: {"exp_avg": torch.zeros(3)}}, "param_groups": [{"lr": 1e-3}]}
             if how.version:
                 state["checkpoint_version"] = how.version
             path = folder / f"iter_{how.iteration:07d}" / how.folder_of(tp, pp) / "model_optim_rng.pt"
@@ -143,7 +142,7 @@ def write_megatron(
     return folder
 
 
-def _chunk(
+def chunk_of(
     shape: ModelShape, weights: Mapping[str, Tensor], how: Written, tp: int, pp: int, chunk: int
 ) -> dict[str, Any]:
     """Return the state of one model chunk on one rank: chunk number `chunk * pipeline + pp` in model order."""

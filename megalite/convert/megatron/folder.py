@@ -1,10 +1,13 @@
-"""Find the rank files of a Megatron-LM checkpoint saved with `--ckpt-format torch`. No torch.
+"""Find the files of a Megatron-LM checkpoint. No torch.
 
 latest_checkpointed_iteration.txt         1000, or release
-iter_0001000/mp_rank_01/model_optim_rng.pt            tensor-parallel rank 1
+iter_0001000/mp_rank_01/model_optim_rng.pt            --ckpt-format torch: tensor-parallel rank 1
 iter_0001000/mp_rank_01_003/model_optim_rng.pt        tensor-parallel rank 1, pipeline rank 3
+iter_0001000/mp_rank_01_003/distrib_optim.pt          beside it, with --use-distributed-optimizer
+iter_0001000/metadata.json common.pt .metadata __0_0.distcp ...      --ckpt-format torch_dist
 """
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +21,11 @@ _RANK = re.compile(r"mp_rank_(\d{2,6})(?:_(\d{3,6}))?", re.ASCII)
 _ITERATION = re.compile(r"iter_\d{7,12}|release", re.ASCII)
 # The second name is of versions that kept the optimizer in a separate file.
 _FILES = ("model_optim_rng.pt", "model_rng.pt")
-# Files of torch.distributed.checkpoint and zarr checkpoints.
-_SHARDED = ("metadata.json", "common.pt", ".metadata")
+COMMON = "common.pt"
+DISTRIBUTED_OPTIMIZER = "distrib_optim.pt"
+# Files of checkpoints of global tensors: torch_dist, the older zarr, and torch_dcp.
+_BACKEND = "metadata.json"
+_SHARDED = (_BACKEND, COMMON, ".metadata")
 
 
 @dataclass(frozen=True)
@@ -49,17 +55,36 @@ def megatron_place(folder: Path) -> Path | None:
     return folder if one else None
 
 
+def find_sharded_folder(folder: Path) -> Path | None:
+    """Return the iteration's folder of a `torch_dist` checkpoint; None for one of rank files.
+
+    Raises CheckpointError for a checkpoint of another backend, or without one of its files.
+    """
+    path = _of_iteration(folder)
+    if not any((path / name).exists() for name in _SHARDED):
+        return None
+    try:
+        backend = json.loads((path / _BACKEND).read_text(encoding="utf-8")).get("sharded_backend")
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path / _BACKEND} cannot be read ({error}); fetch it again") from error
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"{path / _BACKEND} names the backend {backend!r:.60}; first convert the checkpoint with Megatron-LM:"
+            " --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+        )
+    if absent := [name for name in _SHARDED if not (path / name).is_file()]:
+        raise CheckpointError(
+            f"{path} lacks {', '.join(absent)}; fetch every file of the torch_dist checkpoint"
+        )
+    return path
+
+
 def find_megatron_folder(folder: Path) -> MegatronFolder:
     """Return the rank files of the latest iteration in `folder`, or of `folder` if that is an iteration's.
 
     Raises CheckpointError for a missing or unexpected file.
     """
     path = _of_iteration(folder)
-    if any((path / name).exists() for name in _SHARDED):
-        raise CheckpointError(
-            f"{path} is a distributed checkpoint of megatron-core; first convert it with Megatron-LM:"
-            " --ckpt-convert-format torch --ckpt-convert-save FOLDER"
-        )
     named = {name: each for name, each in _inside(path).items() if name.startswith("mp_rank_")}
     matches = {name: _RANK.fullmatch(name) for name in named}
     if unknown := sorted(name for name, match in matches.items() if match is None):

@@ -1,4 +1,4 @@
-"""A Megatron-LM checkpoint's weights as a run's step 0, and the lines that describe a checkpoint."""
+"""A Megatron-LM checkpoint as a run's first one, and the lines that describe a checkpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,25 +6,38 @@ from pathlib import Path
 from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST, not_built
-from megalite.convert.megatron.folder import find_megatron_folder
+from megalite.convert.megatron.folder import find_megatron_folder, find_sharded_folder
 from megalite.convert.megatron.rank_files import open_megatron, open_rank
+from megalite.convert.megatron.sharded import describe_sharded, open_sharded
+from megalite.convert.megatron.trained_ranks import open_trained
+from megalite.convert.megatron.training_state import settings_of, shown_settings, trained_run
 from megalite.convert.streamed import ImportedRun
 
 
 def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """Open a Megatron-LM checkpoint's weights, in their type.
+    """Open a Megatron-LM checkpoint: with its training state in float32, or its weights alone in their type.
 
     Raises CheckpointError where the model cannot be expressed, or the files are damaged or not whole.
     """
+    if (sharded := find_sharded_folder(place)) is not None:
+        return open_sharded(sharded, options)
     reader = open_megatron(place, options.vocab_size)
-    for path in find_megatron_folder(place).files.values():
+    for path in reader.folder.files.values():
         require_undamaged(path)
+    if (trained := open_trained(reader)) is not None:
+        arguments = reader.ranks(0)[0].arguments
+        run = trained_run(reader.shape, arguments, reader.iteration, trained.scalars)
+        reader.notes.append(shown_settings(settings_of(arguments, trained.scalars)))
+        return ForeignCheckpoint(run, trained, reader.iteration, notes=reader.notes)
     run = ImportedRun(reader.shape, {"model": {"weights": str(place)}}, reader.dtype)
     return ForeignCheckpoint(run, reader, reader.iteration, notes=reader.notes)
 
 
 def describe(place: Path) -> Iterator[str]:
     """Lines on a checkpoint, be it one that can be built here or not; no tensor is read."""
+    if (sharded := find_sharded_folder(place)) is not None:
+        yield from describe_sharded(sharded)
+        return
     ranks = find_megatron_folder(place)
     stages = [open_rank(ranks.files[stage, 0]) for stage in range(ranks.pipeline)]
     first, chunks = stages[0], len(stages[0].chunks)

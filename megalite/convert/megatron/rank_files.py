@@ -40,13 +40,18 @@ Entry = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class RankFile:
-    """One rank's file. chunks: the tensors of each model chunk (virtual stage) by Megatron-LM's names."""
+    """One rank's file.
+
+    chunks: the tensors of each model chunk (virtual stage) by Megatron-LM's names, in the order of its modules.
+    optimizer: the optimizer's state as it was saved, unchecked; None without one.
+    """
 
     path: Path
     iteration: int | None
     version: float
     arguments: Arguments
     chunks: tuple[Mapping[str, Tensor], ...]
+    optimizer: Any = None
 
     @property
     def entries(self) -> list[dict[str, Entry]]:
@@ -68,11 +73,7 @@ def open_rank(path: Path) -> RankFile:
         raise CheckpointError(
             f"{path} has checkpoint_version {version!r}; supported are {', '.join(map(str, _VERSIONS))}"
         )
-    arguments = content.get("args")
-    if not isinstance(arguments, Foreign) or arguments.type_name not in _NAMESPACES:
-        raise CheckpointError(
-            f"{path} has no args, which give the model's shape; load and save it with a newer Megatron-LM"
-        )
+    arguments = arguments_in(content, path)
     chunks = []
     for state in states:
         named = {name: value for name, value in flat_names(state).items() if is_weight(name)}
@@ -87,9 +88,20 @@ def open_rank(path: Path) -> RankFile:
             f"{path}: its tensors have {said_bytes} bytes, but the file {path.stat().st_size}"
         )
     whole = iteration if isinstance(iteration, int) else None
+    optimizer = content.get("optimizer")
+    return RankFile(path, whole, float(version), arguments, tuple(chunks), optimizer)
+
+
+def arguments_in(content: Mapping[str, Any], path: Path) -> Arguments:
+    """Return the args of a checkpoint's file. Raises CheckpointError where it has none."""
+    arguments = content.get("args")
+    if not isinstance(arguments, Foreign) or arguments.type_name not in _NAMESPACES:
+        raise CheckpointError(
+            f"{path} has no args, which give the model's shape; load and save it with a newer Megatron-LM"
+        )
     # Tensors are dropped: comparing one with a plain value does not give a bool.
     plain = {name: value for name, value in arguments.fields.items() if not isinstance(value, Tensor)}
-    return RankFile(path, whole, float(version), Arguments(plain, path), tuple(chunks))
+    return Arguments(plain, path)
 
 
 def _virtual_stages(content: Mapping[str, Any]) -> Iterator[Any]:
@@ -100,7 +112,7 @@ def _virtual_stages(content: Mapping[str, Any]) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class StoredParameter:
     """Where a registered parameter is stored: pipeline rank, model chunk, Megatron-LM's name."""
 
     stage: int
@@ -120,7 +132,7 @@ class MegatronReader(WeightReader):
     version: float
     iteration: int | None
     dtype: torch.dtype
-    places: Mapping[str, _Place]
+    places: Mapping[str, StoredParameter]
     notes: list[str] = field(default_factory=list)
     _opened: tuple[int, Sequence[RankFile]] | None = None
     # A tensor at once: each read joins the shards of all ranks.
@@ -138,12 +150,12 @@ class MegatronReader(WeightReader):
 
     def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
         """Return a region of a canonical tensor. Raises CheckpointError if ranks hold different replicas of it."""
-        parameter, index = self._parts[name]
+        parameter, _ = self._parts[name]
         shards = self._shards(parameter.name)
         if parameter.spec.dim is None:
             for tp, copy in enumerate(shards[1:], start=1):
                 self._compare(f"the copy of {self.places[name].name} on tensor rank {tp}", copy, shards[0])
-        whole = part_of(parameter, index, shards, self.shape, self.version)
+        whole = self.whole(name, shards)
         values = whole[index_in(region, TensorSlice((0,) * len(region.offsets), tuple(whole.shape)))]
         require_finite(values, name, self.folder.path, region.offsets)
         if name == EMBEDDING:
@@ -156,12 +168,28 @@ class MegatronReader(WeightReader):
             head = torch.cat(list(self._shards(HEAD)))[: self.shape.vocab_size]
             self._compare(f"{self.places[HEAD].name} of the last stage", head, embedding)
 
+    def whole(self, name: str, shards: Sequence[Tensor]) -> Tensor:
+        """Return a canonical tensor, with padding rows, from all tensor ranks' tensors of its parameter."""
+        parameter, index = self._parts[name]
+        return part_of(parameter, index, shards, self.shape, self.version)
+
+    def place_of(self, name: str) -> StoredParameter:
+        """Return where a canonical tensor's parameter is stored."""
+        return self.places[self._parts[name][0].name]
+
+    def ranks(self, stage: int) -> Sequence[RankFile]:
+        """Return the files of a stage's tensor ranks, which stay open until another stage is asked for."""
+        if self._opened is None or self._opened[0] != stage:
+            self._opened = None  # unmap the previous stage's files first
+            self._opened = (
+                stage,
+                [open_rank(self.folder.files[stage, tp]) for tp in range(self.folder.tensor)],
+            )
+        return self._opened[1]
+
     def _shards(self, parameter: str) -> list[Tensor]:
         place = self.places[parameter]
-        if self._opened is None or self._opened[0] != place.stage:
-            self._opened = None  # unmap the previous stage's files first
-            self._opened = (place.stage, _open_stage(self.folder, place.stage))
-        return [rank.chunks[place.chunk][place.name] for rank in self._opened[1]]
+        return [rank.chunks[place.chunk][place.name] for rank in self.ranks(place.stage)]
 
     def _compare(self, what: str, copy: Tensor, taken: Tensor) -> None:
         if torch.equal(copy, taken):
@@ -185,7 +213,7 @@ def open_megatron(path: Path, vocab_size: int | None = None) -> MegatronReader:
     first = open_rank(folder.files[0, 0])
     shape = megatron_shape(first.arguments, vocab_size=1)  # an unsupported model is refused first
     _check_layout(folder, first)
-    places: dict[str, _Place] = {}
+    places: dict[str, StoredParameter] = {}
     shapes: dict[str, Entry] = {}
     stages = [_entries_of_stage(folder, stage, first) for stage in range(folder.pipeline)]
     first_layer = 0
@@ -199,7 +227,7 @@ def open_megatron(path: Path, vocab_size: int | None = None) -> MegatronReader:
                         "which the model lacks" if ours is None else f"a second copy of {places[ours].name}"
                     )
                     raise CheckpointError(f"{where} has {name}, {what}; correct its args")
-                places[ours], shapes[ours] = _Place(stage, chunk, name), entry
+                places[ours], shapes[ours] = StoredParameter(stage, chunk, name), entry
             first_layer += _layer_count(chunks[chunk], folder.files[stage, 0])
     if first_layer != shape.num_hidden_layers:
         raise first.arguments.problem(
@@ -214,10 +242,6 @@ def open_megatron(path: Path, vocab_size: int | None = None) -> MegatronReader:
     for _, kind in shapes.values():
         dtype = torch.promote_types(dtype, kind)
     return MegatronReader(folder, shape, first.version, first.iteration, dtype, places)
-
-
-def _open_stage(folder: MegatronFolder, stage: int) -> list[RankFile]:
-    return [open_rank(folder.files[stage, tp]) for tp in range(folder.tensor)]
 
 
 def _check_layout(folder: MegatronFolder, first: RankFile) -> None:
@@ -279,7 +303,7 @@ def _check_tensors(
     folder: MegatronFolder,
     shape: ModelShape,
     version: float,
-    places: Mapping[str, _Place],
+    places: Mapping[str, StoredParameter],
     entries: Mapping[str, Entry],
 ) -> None:
     """Raise CheckpointError unless the files hold exactly the model's tensors, with the expected shapes per rank."""
@@ -309,7 +333,9 @@ def _check_tensors(
     _check_heads(folder, shape, version)
 
 
-def _lacking(folder: MegatronFolder, missing: Sequence[str], places: Mapping[str, _Place]) -> CheckpointError:
+def _lacking(
+    folder: MegatronFolder, missing: Sequence[str], places: Mapping[str, StoredParameter]
+) -> CheckpointError:
     """Return the error for missing tensors: the first file that lacks some, and Megatron-LM's names of these."""
     names = {ours: place.name for ours, place in places.items()}
 
