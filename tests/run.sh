@@ -13,6 +13,7 @@ chosen=()
 if [ "${1-}" = --all ]; then
     chosen=(-m "not gpu and not slow")
     shift
+    bash tests/unit/convert/setup.sh
     bash tests/unit/evaluate/setup.sh & # beside what needs no lm_eval
     bash tests/launch/setup.sh || exit
 fi

@@ -46,8 +46,19 @@ class _NoTracker:
         return True
 
 
-def build(shape: ModelShape, arguments: Namespace, ranks: int) -> torch.nn.Module:
-    """Build megatron-core's model with random weights, also for norms and biases."""
+def build(
+    shape: ModelShape,
+    arguments: Namespace,
+    ranks: int,
+    *,
+    pipeline: int = 1,
+    parallel_output: bool = False,
+    **settings: Any,
+) -> torch.nn.Module:
+    """Build this rank's part of megatron-core's model with random weights, also for norms and biases.
+
+    settings: more fields of its TransformerConfig.
+    """
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
@@ -55,7 +66,7 @@ def build(shape: ModelShape, arguments: Namespace, ranks: int) -> torch.nn.Modul
     from megatron.core.transformer import TransformerConfig
 
     tensor_parallel.get_cuda_rng_tracker = tensor_parallel.random.get_cuda_rng_tracker = _NoTracker
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=ranks)
+    parallel_state.initialize_model_parallel(ranks, pipeline)
     gated = arguments.swiglu
     config = TransformerConfig(
         num_layers=arguments.num_layers,
@@ -81,6 +92,8 @@ def build(shape: ModelShape, arguments: Namespace, ranks: int) -> torch.nn.Modul
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
+        pipeline_model_parallel_size=pipeline,
+        **settings,
     )
     model = GPTModel(
         config,
@@ -91,13 +104,19 @@ def build(shape: ModelShape, arguments: Namespace, ranks: int) -> torch.nn.Modul
         rotary_base=arguments.rotary_base,
         rope_scaling=shape.rope_scaling is not None,
         share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        parallel_output=False,
+        parallel_output=parallel_output,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
     )
     generator = torch.Generator()
     with torch.no_grad():
         for number, tensor in enumerate(model.parameters()):
             cut = getattr(tensor, "tensor_model_parallel", False)  # other tensors are replicated
-            generator.manual_seed(1000 * number + (distributed.get_rank() if cut else 0))
+            # A tied embedding is the first tensor of the first stage, and stands once more on the last.
+            place = 0 if getattr(tensor, "shared_embedding", False) else number
+            generator.manual_seed(
+                1000 * place + (parallel_state.get_tensor_model_parallel_rank() if cut else 0)
+            )
             noise = torch.randn(tensor.shape, generator=generator)
             tensor.copy_(0.15 * noise + 1.0 * (tensor.dim() == 1))
     return model.eval()
