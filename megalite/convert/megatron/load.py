@@ -6,11 +6,11 @@ from pathlib import Path
 from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST, not_built
-from megalite.convert.megatron.folder import find_megatron_folder, find_sharded_folder
+from megalite.convert.megatron.folder import DISTRIBUTED_OPTIMIZER, find_megatron_folder, find_sharded_folder
 from megalite.convert.megatron.rank_files import open_megatron, open_rank
 from megalite.convert.megatron.sharded import describe_sharded, open_sharded
 from megalite.convert.megatron.trained_ranks import open_trained
-from megalite.convert.megatron.training_state import settings_of, shown_settings, trained_run
+from megalite.convert.megatron.training_state import trained_run, training_notes
 from megalite.convert.streamed import ImportedRun
 
 
@@ -27,7 +27,7 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
     if (trained := open_trained(reader)) is not None:
         arguments = reader.ranks(0)[0].arguments
         run = trained_run(reader.shape, arguments, reader.iteration, trained.scalars)
-        reader.notes.append(shown_settings(settings_of(arguments, trained.scalars)))
+        reader.notes.extend(training_notes(reader.shape, arguments, trained.scalars))
         return ForeignCheckpoint(run, trained, reader.iteration, notes=reader.notes)
     run = ImportedRun(reader.shape, {"model": {"weights": str(place)}}, reader.dtype)
     return ForeignCheckpoint(run, reader, reader.iteration, notes=reader.notes)
@@ -46,6 +46,9 @@ def describe(place: Path) -> Iterator[str]:
     yield f"{ranks.path}: a Megatron-LM checkpoint of tensor {ranks.tensor} x pipeline {ranks.pipeline}{virtual}"
     yield f"  iteration {first.iteration}, checkpoint_version {first.version:g}"
     yield f"  {size_bytes:,} bytes in {len(ranks.files)} files"
+    if first.optimizer is not None:
+        beside = (first.path.parent / DISTRIBUTED_OPTIMIZER).is_file()
+        yield f"  optimizer: {'distributed, in ' + DISTRIBUTED_OPTIMIZER if beside else 'in the rank files'}"
     table = first.arguments.table
     yield f"  args: {', '.join(f'{name} {table[name]}' for name in OF_INTEREST if name in table)}"
     if foreign := list(not_built(first.arguments)):

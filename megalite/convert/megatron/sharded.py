@@ -29,9 +29,8 @@ from megalite.convert.megatron.sharded_states import SavedStates, ShardedModel, 
 from megalite.convert.megatron.training_state import (
     OptimizerNotRead,
     require_masters_of,
-    settings_of,
-    shown_settings,
     trained_run,
+    training_notes,
 )
 from megalite.convert.streamed import ImportedRun
 from megalite.convert.torch_dcp.reader import DcpFolder
@@ -108,7 +107,7 @@ def open_sharded(path: Path, options: ImportOptions) -> ForeignCheckpoint:
         return ForeignCheckpoint(run, GlobalReader(model, None), iteration, notes=notes)
     states, scalars = found
     run = trained_run(model.shape, arguments, iteration, scalars)
-    notes.append(shown_settings(settings_of(arguments, scalars)))
+    notes.extend(training_notes(model.shape, arguments, scalars))
     return ForeignCheckpoint(run, GlobalReader(model, states), iteration, notes=notes)
 
 

@@ -1,6 +1,6 @@
 """The parts of Megatron-LM's training state that belong to no parameter: step, samples, loss scale, settings."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,9 +105,8 @@ def settings_of(arguments: Arguments, scalars: OptimizerScalars) -> dict[str, An
     table, group = arguments.table, scalars.group
     rate, least = _positive(table.get("lr")), plain_number(table.get("min_lr"))
     betas = group.get("betas", (table.get("adam_beta1"), table.get("adam_beta2")))
-    coupled = table.get("decoupled_weight_decay") is False
     settings = {
-        "name": "adam" if coupled else "adamw",
+        "name": "adamw",
         "learning_rate": rate,
         "betas": _numbers(betas),
         "eps": _positive(group.get("eps", table.get("adam_eps"))),
@@ -121,9 +120,18 @@ def settings_of(arguments: Arguments, scalars: OptimizerScalars) -> dict[str, An
     return {name: value for name, value in settings.items() if value is not None}
 
 
-def shown_settings(settings: Mapping[str, Any]) -> str:
-    """Return the note on them."""
-    return f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in settings.items())}"
+def training_notes(shape: ModelShape, arguments: Arguments, scalars: OptimizerScalars) -> Iterator[str]:
+    """Yield the settings that a run needs to go on alike, and what would be computed otherwise."""
+    settings = settings_of(arguments, scalars)
+    yield f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in settings.items())}"
+    if arguments.table.get("decoupled_weight_decay") is False and settings.get("weight_decay"):
+        yield "its weight decay was a term of the gradient (Adam with L2); adamw here decays the weights themselves"
+    rows = _count(arguments.table.get("padded_vocab_size"))
+    if rows > shape.vocab_size:
+        yield (
+            f"its loss was over the {rows} rows of the padded vocabulary, here it is over {shape.vocab_size};"
+            f" --vocab-size {rows} keeps all rows and so the loss"
+        )
 
 
 def require_masters_of(weights: Tensor, masters: Tensor, name: str, path: Path) -> None:

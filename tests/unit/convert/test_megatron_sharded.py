@@ -62,6 +62,8 @@ def test_each_form_of_the_state_is_read_to_the_bit(tmp_path: Path, shape: ModelS
     write_sharded(tmp_path / "theirs", shape, states, form)
     done = import_folder(tmp_path / "theirs", tmp_path / "run")
     assert (done.shape, done.step, done.dtype) == (shape, 1000, torch.float32)
+    trained, padded = done.notes
+    assert "optimizer.learning_rate = 0.001" in trained and "over the 104 rows of the padded" in padded
     found = stored(done.checkpoint)
     assert found.keys() == {(key, name) for key in STATES for name in canonical_tensors(shape)}
     assert [at for at, tensor in found.items() if not torch.equal(tensor, states[at[0]][at[1]])] == []
