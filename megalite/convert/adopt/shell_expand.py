@@ -195,7 +195,7 @@ def _braces(source: str, variables: Variables) -> tuple[list[str], bool]:
         if value is None:
             return ([], True) if index in ("@", "*") else ([variables.unknown(source)], False)
         if index in ("@", "*") and isinstance(value, list):
-            return value, True
+            return value, index == "@"
         return [value if isinstance(value, str) else value[0] if value else ""], False
     text = " ".join(value) if isinstance(value, list) else value
     empty = text is None or (action.startswith(":") and text == "")
