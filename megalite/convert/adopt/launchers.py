@@ -50,7 +50,9 @@ def batch_variables(script: str) -> dict[str, str]:
     return dict.fromkeys(("SLURM_NNODES", "SLURM_JOB_NUM_NODES"), nodes) if nodes.isdecimal() else {}
 
 
-def answer_launcher(account: Account, words: Sequence[str], script: str, hostfiles: Sequence[Source]) -> None:
+def answer_launcher(
+    account: Account, words: Sequence[str], hostfiles: Sequence[Source], script: str = ""
+) -> None:
     """Answer each #SBATCH line of the script and each word of the launcher; set the number of ranks if it is known."""
     sizes: dict[str, int] = {}
     for written, name, value in _SBATCH.findall(script):

@@ -89,7 +89,7 @@ def _read(sources: Sequence[Source]) -> Account:
     deepspeed = any(key in keys for key in _OF_DEEPSPEED)
     account = Account("Megatron-DeepSpeed" if deepspeed else "Megatron-LM")
     account.script = script.notes
-    answer_launcher(account, launcher, text, [source for source in sources if is_hostfile(source)])
+    answer_launcher(account, launcher, [source for source in sources if is_hostfile(source)], text)
     _answer_program(account, program)
     for written, value in repeated:
         account.add(
