@@ -37,7 +37,7 @@ def match_parameters(
         named = {in_files.get(name, name): states.get(key) for key, name in by_name.items()}
         _check(named, shapes, folder)
         return named
-    parameters = _parameters(folder)
+    parameters = parameters_in_order(folder)
     ordered = {in_files.get(name, name): is_norm for name, is_norm in parameters.items()}
     if ordered.keys() != shapes.keys():
         both = sorted(ordered.keys() ^ shapes.keys())
@@ -47,7 +47,7 @@ def match_parameters(
         )
     fitting = [
         names
-        for names in _orders(ordered)
+        for names in possible_groups(ordered)
         if [len(group) for group in names] == [len(group) for group in groups]
         and _fits(
             [name for group in names for name in group],
@@ -70,7 +70,7 @@ def match_parameters(
     return matched
 
 
-def _parameters(folder: Path) -> dict[str, bool]:
+def parameters_in_order(folder: Path) -> dict[str, bool]:
     """Return the model's parameters in order, and whether each is one of a norm."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -87,8 +87,11 @@ def _parameters(folder: Path) -> dict[str, bool]:
     return {name: name.rpartition(".")[0] in norms for name, _ in model.named_parameters()}
 
 
-def _orders(parameters: Mapping[str, bool]) -> list[list[list[str]]]:
-    """Return the groups that the Trainer's versions make, and the one group of a plain torch.optim.AdamW."""
+def possible_groups(parameters: Mapping[str, bool]) -> list[list[list[str]]]:
+    """Return the groups that versions of the Trainer make, the newest first, and the one group of a plain AdamW.
+
+    parameters: name -> whether it is one of a norm, in the order of the model.
+    """
     orders = []
     for norms_decay in (False, True):
         decays = {

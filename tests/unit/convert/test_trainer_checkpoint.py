@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.cli import convert
 from megalite.convert.formats import find_format
+from megalite.convert.trainer.parameters import parameters_in_order, possible_groups
 from megalite.errors import CheckpointError
-from megalite.families.registry import family_tensors
+from megalite.families.registry import family_tensors, hf_config
 from megalite.topology.shape import ModelShape
 from tests.support.foreign import import_folder
 from tests.support.next_step import LAYOUTS, NextStep, assert_next_step, states_of, token_rows
@@ -314,3 +315,17 @@ def test_an_adapters_folder_is_still_inspected(tmp_path: Path, capsys: pytest.Ca
     printed = " ".join(capsys.readouterr().out.split())
     assert "a Hugging Face Trainer checkpoint of an adapter, step 7" in printed
     assert "base_model.model.lora_A.weight 2 x 3 F32" in printed
+
+
+@pytest.mark.parametrize("family", FAMILY_SHAPES)
+def test_the_groups_of_every_family_are_those_that_the_trainer_makes(tmp_path: Path, family: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+    shape = FAMILY_SHAPES[family]
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
+    arguments = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    groups = Trainer(model=model, args=arguments).create_optimizer().param_groups
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    theirs = [[names[parameter] for parameter in group["params"]] for group in groups]
+    assert possible_groups(parameters_in_order(tmp_path))[0] == theirs
