@@ -201,6 +201,22 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         resaved(model_file, lambda content: content.update(ds_config={"optimizer": {"type": "Lamb"}})),
         "was trained with Lamb, but only",
     ),
+    "a weight decay inside of the gradient": (
+        resaved(
+            model_file,
+            lambda content: content.update(
+                ds_config={"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}
+            ),
+        ),
+        "was trained with Adam, whose weight decay is part of the gradient",
+    ),
+    "moments without bias correction": (
+        resaved(
+            lambda folder: optimizer_file(folder, 0),
+            lambda content: base_of(content)["param_groups"][0].update(bias_correction=False),
+        ),
+        "was trained without bias_correction",
+    ),
     "ranks of different steps": (
         resaved(optimizer_file, lambda content: base_of(content)["state"][0].update(step=6)),
         "has parameters with different numbers of updates",
