@@ -165,6 +165,23 @@ def test_a_hostfile_becomes_an_argument_of_the_launcher() -> None:
     assert account_of(write("a.yml", configuration("125M"))).launch == ["--hostfile", "/mock_path"]
 
 
+@pytest.mark.parametrize(
+    ("keys", "precision", "hysteresis"),
+    [
+        ({"bf16": {"enabled": True}}, "bf16", 1),
+        ({"precision": "bfloat16"}, "bf16", 1),
+        ({"fp16": {"enabled": True}}, "fp16", 2),
+        ({"fp16": {"enabled": True, "hysteresis": 3}}, "fp16", 3),
+        ({"fp16": {"enabled": True, "type": "bfloat16", "hysteresis": 3}}, "bf16", 1),
+        ({}, "fp32", 1),
+    ],
+)
+def test_number_types_and_the_loss_scale(keys: dict[str, Any], precision: str, hysteresis: int) -> None:
+    table = {key: value for key, value in configuration("350M").items() if key != "fp16"}
+    training = adopted_run({**table, **keys}, dict(LOCAL)).training
+    assert (training.precision, training.loss_scale_hysteresis) == (precision, hysteresis)
+
+
 def test_a_hostfile_beside_gives_the_ranks() -> None:
     account = account_of(write("a.yml", configuration("350M")), write("hosts", "one slots=8\n"))
     assert (account.ranks, account.launch) == (8, ["--hostfile hosts"])
