@@ -2,6 +2,9 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
@@ -32,6 +35,13 @@ class _PlainLoader(yaml.SafeLoader):
 
 def read_mapping(source: Source) -> dict[str, Any]:
     """Return the keys of a YAML or JSON file. Raises ConfigError, with the line, for one that is no plain mapping."""
+    return deepcopy(_read(source.path, source.text))
+
+
+# Each system asks for the keys of a file before one of them reads it.
+@lru_cache(maxsize=8)
+def _read(path: Path, text: str) -> dict[str, Any]:
+    source = Source(path, text)
     if len(source.text) > _LARGEST:
         _fail(source, f"has more than {_LARGEST:,} characters", "name a configuration")
     values = _read_json(source) if source.suffix == ".json" else _read_yaml(source)

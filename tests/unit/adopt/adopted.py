@@ -7,6 +7,8 @@ from typing import Any
 import yaml
 
 from megalite.cli import main
+from megalite.config.load import load_run
+from megalite.config.sections.schema import RunConfig
 from megalite.convert.adopt.account import Account, KeyAnswer
 from megalite.convert.adopt.sources import read_source
 from megalite.convert.adopt.systems import adopt
@@ -51,6 +53,12 @@ def unanswered(account: Account, *paths: Path) -> set[str]:
     return {
         key for key in keys if key not in answers and not any(each.startswith(f"{key}.") for each in answers)
     }
+
+
+def adopted_run(*paths: Path) -> RunConfig:
+    """Adopt files without a refused key that changes the numbers, and load the run file as `config show` does."""
+    assert main(["adopt", *map(str, paths), "--output", "run.toml", "--overwrite"]) == 0
+    return load_run("run.toml", places=True).config
 
 
 def adopt_and_show(*paths: Path) -> tuple[int, int]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from tests.unit.adopt.adopted import (
     account_of,
     adopt_and_show,
+    adopted_run,
     answer,
     model_folder,
     refused,
@@ -127,9 +127,8 @@ def configuration(name: str) -> dict[str, Any]:
     return {**_COMMON, **CONFIGURATIONS[name][0]}
 
 
-def adopted_run(table: dict[str, Any]) -> RunConfig:
-    assert adopt_and_show(write("a.yml", table)) == (0, 0)
-    return load_run("run.toml").config
+def run_of(table: dict[str, Any]) -> RunConfig:
+    return adopted_run(write("a.yml", table))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +147,7 @@ def test_public_configurations_have_an_answer_for_every_key(name: str) -> None:
 
 
 def test_a_lora_keeps_its_numbers() -> None:
-    run = adopted_run(configuration("lora"))
+    run = run_of(configuration("lora"))
     adapter, optimizer = run.adapter, run.optimizer
     assert (adapter.kind, adapter.rank, adapter.alpha, adapter.dropout) == ("lora", 32, 16.0, 0.05)
     assert (adapter.targets, run.data.packing, run.data.too_long) == ("all", "best_fit", "drop")
@@ -171,22 +170,20 @@ def test_silent_defaults_are_axolotls() -> None:
         "warmup_ratio",
     ):
         del table[key]
-    run = adopted_run(table)
+    run = run_of(table)
     assert (run.training.sequence_length, run.training.micro_batch_size, run.training.epochs) == (512, 1, 1.0)
     assert (run.data.packing, run.optimizer.schedule, run.optimizer.warmup_ratio) == ("none", "cosine", 0.03)
     assert run.optimizer.learning_rate == 2e-5
 
 
 def test_pairs_count_both_answers() -> None:
-    run = adopted_run(configuration("dpo"))
+    run = run_of(configuration("dpo"))
     assert (run.data.kind, run.preference.loss, run.preference.beta) == ("preference", "sigmoid", 0.2)
     assert (run.training.micro_batch_size, run.training.micro_batches) == (4, 4)
 
 
 def test_text_has_its_column_and_no_settings_of_conversations() -> None:
-    run = adopted_run(
-        {**configuration("completion"), "train_on_inputs": False, "excess_length_strategy": "drop"}
-    )
+    run = run_of({**configuration("completion"), "train_on_inputs": False, "excess_length_strategy": "drop"})
     assert (run.data.kind, run.data.text_column, run.tokenizer.chat_template) == ("text", "body", None)
 
 
@@ -196,10 +193,8 @@ def test_data_of_the_hub_are_refused_with_the_remedy() -> None:
 
 
 def test_sharded_data_parallel_becomes_zero() -> None:
-    assert adopted_run(configuration("fsdp")).zero_stage == 3
-    assert (
-        adopted_run({**configuration("fft"), "fsdp_config": {"reshard_after_forward": False}}).zero_stage == 2
-    )
+    assert run_of(configuration("fsdp")).zero_stage == 3
+    assert run_of({**configuration("fft"), "fsdp_config": {"reshard_after_forward": False}}).zero_stage == 2
 
 
 def test_the_keys_of_deepspeeds_json_are_answered_too() -> None:
@@ -234,7 +229,7 @@ def test_a_hostfile_beside_gives_the_ranks() -> None:
 )
 def test_targets_have_llamas_names(modules: list[str], targets: tuple[str, ...]) -> None:
     table = {**configuration("lora"), "lora_target_linear": None, "lora_target_modules": modules}
-    assert adopted_run(table).adapter.targets == targets
+    assert run_of(table).adapter.targets == targets
 
 
 def test_prompts_that_differ_are_said() -> None:

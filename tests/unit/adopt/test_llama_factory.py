@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from tests.unit.adopt.adopted import (
     account_of,
     adopt_and_show,
+    adopted_run,
     answer,
     model_folder,
     refused,
@@ -122,9 +122,8 @@ def configuration(name: str) -> dict[str, Any]:
     return {**_COMMON, **CONFIGURATIONS[name][0]}
 
 
-def adopted_run(table: dict[str, Any]) -> RunConfig:
-    assert adopt_and_show(write("a.yaml", table)) == (0, 0)
-    return load_run("run.toml").config
+def run_of(table: dict[str, Any]) -> RunConfig:
+    return adopted_run(write("a.yaml", table))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_public_configurations_have_an_answer_for_every_key(name: str) -> None:
 
 
 def test_a_lora_keeps_its_numbers() -> None:
-    run = adopted_run(configuration("lora-sft"))
+    run = run_of(configuration("lora-sft"))
     adapter, optimizer = run.adapter, run.optimizer
     # lora_alpha is twice the rank where it is not set.
     assert (adapter.kind, adapter.rank, adapter.alpha, adapter.dropout) == ("lora", 8, 16.0, 0.0)
@@ -159,7 +158,7 @@ def test_a_lora_keeps_its_numbers() -> None:
 
 def test_silent_defaults_are_llama_factorys() -> None:
     keys = ("model_name_or_path", "dataset", "output_dir")
-    run = adopted_run({key: _COMMON[key] for key in keys})
+    run = run_of({key: _COMMON[key] for key in keys})
     assert (run.data.kind, run.adapter.kind, run.adapter.rank, run.adapter.alpha) == (
         "instruct",
         "lora",
@@ -175,18 +174,18 @@ def test_silent_defaults_are_llama_factorys() -> None:
 
 
 def test_pairs_count_both_answers() -> None:
-    run = adopted_run(configuration("lora-dpo"))
+    run = run_of(configuration("lora-dpo"))
     assert (run.data.kind, run.preference.loss, run.preference.beta) == ("preference", "sigmoid", 0.1)
     assert (run.training.micro_batch_size, run.training.micro_batches) == (2, 8)
 
 
 def test_text_has_the_column_of_dataset_info() -> None:
-    run = adopted_run(configuration("lora-pretrain"))
+    run = run_of(configuration("lora-pretrain"))
     assert (run.data.kind, run.data.source, run.data.text_column) == ("text", "data/c4_demo.jsonl", "body")
 
 
 def test_packed_conversations_that_see_each_other_are_said() -> None:
-    assert adopted_run(configuration("packing")).data.packing == "greedy"
+    assert run_of(configuration("packing")).data.packing == "greedy"
     assert "see each other" in answer(account_of(write("a.yaml", configuration("packing"))), "packing").reason
     assert (
         answer(account_of(write("a.yaml", configuration("neat-packing"))), "packing").outcome.value == "taken"

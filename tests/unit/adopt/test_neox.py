@@ -6,10 +6,17 @@ from typing import Any
 
 import pytest
 
-from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError
-from tests.unit.adopt.adopted import account_of, adopt_and_show, answer, refused, unanswered, write
+from tests.unit.adopt.adopted import (
+    account_of,
+    adopt_and_show,
+    adopted_run,
+    answer,
+    refused,
+    unanswered,
+    write,
+)
 from tests.unit.adopt.neox_facts import CLUSTER, LOCAL, NAMES, REFUSED, configuration
 
 KEPT = ("19M", "sparse")
@@ -27,11 +34,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write(f"data/{name}", "{}")
 
 
-def adopted_run(*tables: dict[str, Any]) -> RunConfig:
+def run_of(*tables: dict[str, Any]) -> RunConfig:
     """The run of configurations that are adopted whole."""
-    paths = [write(f"{number}.yml", table) for number, table in enumerate(tables)]
-    assert adopt_and_show(*paths) == (0, 0)
-    return load_run("run.toml").config
+    return adopted_run(*(write(f"{number}.yml", table) for number, table in enumerate(tables)))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +52,7 @@ def test_public_configurations_have_an_answer_for_every_key(name: str) -> None:
 
 
 def test_pythia_1b_has_its_published_numbers() -> None:
-    run = adopted_run(configuration("pythia-1B"), dict(LOCAL))
+    run = run_of(configuration("pythia-1B"), dict(LOCAL))
     model, optimizer, training = run.model, run.optimizer, run.training
     assert (model.family, model.norm_placement, model.norm) == ("gpt_neox", "parallel", "layer_norm")
     assert (model.num_hidden_layers, model.hidden_size, model.num_attention_heads) == (16, 2048, 8)
@@ -64,7 +69,7 @@ def test_pythia_1b_has_its_published_numbers() -> None:
 
 
 def test_gpt_neox_20b_has_its_published_numbers() -> None:
-    run = adopted_run(configuration("20B"), dict(LOCAL))
+    run = run_of(configuration("20B"), dict(LOCAL))
     assert (run.parallel.pipeline, run.parallel.tensor) == (4, 2)
     assert (run.model.hidden_act, run.model.hidden_size) == ("gelu_pytorch_tanh", 6144)
     assert (run.training.precision, run.training.initial_loss_scale_power) == ("fp16", 12)
@@ -77,7 +82,7 @@ def test_gpt_neox_20b_has_its_published_numbers() -> None:
 
 
 def test_llama_2_70b_has_the_width_and_epsilon_of_metas_files() -> None:
-    run = adopted_run(configuration("llama2-70B"), dict(LOCAL))
+    run = run_of(configuration("llama2-70B"), dict(LOCAL))
     model = run.model
     assert (model.family, model.intermediate_size, model.num_key_value_heads) == ("llama", 28672, 8)
     assert (model.rms_norm_eps, model.hidden_act, model.gated_mlp) == (1e-5, "silu", True)
@@ -98,7 +103,7 @@ def test_the_width_of_the_mlp_follows_neoxs_arithmetic(changes: dict[str, Any], 
     table = {**configuration("llama-7B"), **changes}
     if "intermediate_size" not in changes:
         del table["intermediate_size"]
-    assert adopted_run(table, dict(LOCAL)).model.intermediate_size == width
+    assert run_of(table, dict(LOCAL)).model.intermediate_size == width
 
 
 def test_a_width_that_neox_itself_cannot_multiply_is_refused() -> None:
@@ -112,7 +117,7 @@ def test_silent_defaults_of_neox_are_written_out() -> None:
     for key in ("weight_decay", "gradient_clipping", "min_lr", "lr_decay_style", "warmup", "no_weight_tying"):
         del table[key]
     table["optimizer"] = {"type": "Adam", "params": {"lr": 0.001}}
-    run = adopted_run(table, dict(LOCAL))
+    run = run_of(table, dict(LOCAL))
     optimizer = run.optimizer
     assert (optimizer.betas, optimizer.weight_decay, optimizer.gradient_clipping) == ((0.9, 0.999), 0.1, 1.0)
     assert (optimizer.schedule, optimizer.minimum_ratio, optimizer.warmup_steps) == ("linear", 0.0, 3200)
@@ -136,12 +141,12 @@ def test_linear_decay_that_stops_at_a_least_rate_is_said() -> None:
 
 
 def test_a_sliding_window_counts_the_token_itself_here() -> None:
-    run = adopted_run(configuration("mistral-7B"), dict(LOCAL))
+    run = run_of(configuration("mistral-7B"), dict(LOCAL))
     assert run.model.sliding_window == 4097
 
 
 def test_files_of_a_cluster_have_training_and_validation_text_of_their_own() -> None:
-    run = adopted_run(configuration("125M"), dict(CLUSTER))
+    run = run_of(configuration("125M"), dict(CLUSTER))
     assert run.data.source == "data/enwik8/enwik8_text_document"
     assert run.data.validation == "data/enwik8/enwik8_val_text_document"
     assert (run.data.split, run.validation.every) == (None, 1000)
@@ -155,7 +160,7 @@ def test_blends_keep_their_weights() -> None:
         "vocab_file": "data/gpt2-vocab.json",
     }
     table = {key: value for key, value in configuration("125M").items() if not key.startswith("eval")}
-    run = adopted_run(table, local)
+    run = run_of(table, local)
     assert [(part.source, part.weight) for part in run.data.blend or ()] == list(
         zip(paths, (0.3, 0.7), strict=True)
     )
@@ -178,7 +183,7 @@ def test_a_hostfile_becomes_an_argument_of_the_launcher() -> None:
 )
 def test_number_types_and_the_loss_scale(keys: dict[str, Any], precision: str, hysteresis: int) -> None:
     table = {key: value for key, value in configuration("350M").items() if key != "fp16"}
-    training = adopted_run({**table, **keys}, dict(LOCAL)).training
+    training = run_of({**table, **keys}, dict(LOCAL)).training
     assert (training.precision, training.loss_scale_hysteresis) == (precision, hysteresis)
 
 

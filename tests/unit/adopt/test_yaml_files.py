@@ -21,7 +21,7 @@ HOSTILE = {
     "aliases that make billions": (LAUGHS, "its aliases make more than"),
     "an alias of itself": ("num_layers: &a [*a]", "an alias holds itself"),
     "a merge of itself": ("num_layers: &a\n  <<: *a", "an alias holds itself"),
-    "deep brackets": ("[" * 200_000, "is nested more than"),
+    "deep brackets": ("[" * 20_000, "is nested more than"),
     "deep lines": ("\n".join(" " * depth + "a:" for depth in range(400)), "is nested more than"),
     "a key twice": (
         "num_layers: 6\nhidden_size: 512\nnum_layers: 7",
