@@ -8,9 +8,7 @@ from typing import Any
 
 from megalite.cli.arguments import Parser, options_and_settings, whole_number
 from megalite.config.load import LoadedRun, load_run
-from megalite.config.output.memory import memory_beyond_any_machine, memory_problems
 from megalite.config.output.summary import (
-    STATE_BYTES,
     TOKENS_PER_PARAMETER,
     memory_text,
     parameters_line,
@@ -21,6 +19,8 @@ from megalite.config.sections.schema import STARTING_POINTS, ModelConfig
 from megalite.config.sections.toml import format_key, format_value
 from megalite.config.sources.presets import PRESETS
 from megalite.errors import ConfigError
+from megalite.planner.machine import memory_beyond_any_machine, memory_problems
+from megalite.planner.memory import STATE_BYTES
 from megalite.topology.parameters import parameter_count
 
 _COLUMN = 40

@@ -12,11 +12,12 @@ from megalite.cli.first_run import starter_for
 from megalite.config.first_run import SIZES, Size
 from megalite.config.flags import apply_overrides
 from megalite.config.load import load_run
-from megalite.config.output.summary import needs_line, parameters_line
+from megalite.config.output.summary import parameters_line
 from megalite.config.sections.describe import section_models
 from megalite.config.sections.toml import format_value
 from megalite.config.sections.unchecked import SettingsDraft
 from megalite.errors import ConfigError, Problem
+from megalite.planner.memory import needs_line
 
 _COMMENT_COLUMN, _LONGEST_LINE = 32, 100
 _ORDER = ("run", "data", "tokenizer", "model", "parallel", "training", "optimizer", "deepspeed")

@@ -16,7 +16,6 @@ from megalite.cli.arguments import Parser, options_and_settings, whole_number
 from megalite.cli.remaining_hosts import remaining_hosts
 from megalite.cli.run_progress import attempt_end, published_step, records_mark
 from megalite.config.load import LoadedRun, load_run
-from megalite.config.output.memory import least_memory
 from megalite.config.smaller_layout import smaller_layout
 from megalite.errors import LaunchError, RankFailure
 from megalite.launcher.control.connection import RendezvousLimits
@@ -36,6 +35,7 @@ from megalite.launcher.rank.detect import DEFAULT_PORT, rank_info
 from megalite.launcher.rank.environment import variables
 from megalite.launcher.rank.placement import tensor_warning
 from megalite.launcher.rank.slurm import in_shell
+from megalite.planner.machine import least_memory
 
 _HELP = """\
 usage: megalite launch RUN.toml [options] [--section.key value ...] [-- MORE]

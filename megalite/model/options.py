@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil
 
 import torch
 
@@ -41,15 +40,7 @@ class ModelOptions:
     def recompute_of(self, place: int, layers: int) -> RecomputeMode:
         """Return what backward recomputes of layer number `place` of a chunk with `layers` layers: nothing, attention
         from the rotated query, key and value to its output ("selective"), or all of it ("full")."""
-        training = self.training
-        if training.recompute_layers is not None and place >= training.recompute_layers:
-            return "none"
-        if training.recompute_ratio is not None:
-            # As many as the ratio gives, rounded up, spread evenly.
-            chosen = ceil(training.recompute_ratio * layers - 1e-9)
-            if (place + 1) * chosen // layers == place * chosen // layers:
-                return "none"
-        return training.recompute
+        return self.training.recompute_of(place, layers)
 
 
 PLAIN = ModelOptions()

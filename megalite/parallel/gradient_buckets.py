@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from megalite.parallel.collectives import Pending, start_all_reduce
-from megalite.parallel.gradients import COLLECTIVE_BYTES, buckets
+from megalite.parallel.gradients import buckets
 from megalite.parallel.mesh import RankGroup
+from megalite.topology.collective_sizes import BUCKET_BYTES, COLLECTIVE_BYTES
 
-# About DDP's: large enough for the bandwidth, small enough that the first sum starts early.
-_BUCKET_BYTES = 25 << 20
 # Sums in another type that may be under way: each holds a converted copy of its gradients until its end.
 _MOST_CONVERTED = 4
 
@@ -54,7 +53,7 @@ class GradientBuckets:
         dtype: the type in which gradients are summed; by default their own.
         """
         self._copies, self._dtype = copies, dtype
-        self._bucket_bytes = min(bucket_bytes or _BUCKET_BYTES, COLLECTIVE_BYTES)
+        self._bucket_bytes = min(bucket_bytes or BUCKET_BYTES, COLLECTIVE_BYTES)
         self._watched = False
         self._pending = deque[Pending]()
         self._started: set[_Bucket] = set()

@@ -14,13 +14,11 @@ from torch import Tensor
 from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.collectives import all_reduce, broadcast
 from megalite.parallel.mesh import ParallelMesh, RankGroup
+from megalite.topology.collective_sizes import COLLECTIVE_BYTES
 from megalite.topology.parameters import EMBEDDING, Parameter
 from megalite.topology.sharding import Part
 
 T = TypeVar("T")
-
-# Large enough to hide the latency of a collective, small enough not to double the gradients' memory.
-COLLECTIVE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)

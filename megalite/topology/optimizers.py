@@ -80,7 +80,8 @@ class OptimizerRecord:
     name: `optimizer.name`, and the module of its mathematics. state: all states that it can have. settings: those of
     betas, eps and momentum that it reads; every optimizer reads the others. momentum: its default where it has one.
     whole_matrices: it computes with whole matrices, which ZeRO's partitions cut through. native: DeepSpeed has a
-    compiled form of it, deepspeed.native_optimizer. deepspeed: its form in DeepSpeed's JSON; None: DeepSpeed has none,
+    compiled form of it, deepspeed.native_optimizer. working: values that an update makes meanwhile, a trained weight.
+    deepspeed: its form in DeepSpeed's JSON; None: DeepSpeed has none,
     or one of another rule. note: for the description of `optimizer.name`.
     """
 
@@ -90,6 +91,7 @@ class OptimizerRecord:
     momentum: float | None = None
     whole_matrices: bool = False
     native: bool = False
+    working: int = 0
     deepspeed: DeepSpeedForm | None = None
     note: str = ""
 
@@ -126,6 +128,7 @@ _EVERY = (
         (OptimizerStateKey(MOMENTUM),),
         ("momentum",),
         momentum=0.0,
+        working=1,
         deepspeed=DeepSpeedForm(
             ("SGD",),
             {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
@@ -137,6 +140,7 @@ _EVERY = (
         "lion",
         (OptimizerStateKey(FIRST_MOMENT),),
         ("betas",),
+        working=1,
         deepspeed=DeepSpeedForm(
             ("Lion",),
             {"lr": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.0},

@@ -2,10 +2,10 @@
 
 import math
 
-from megalite.config.output.out_of_memory import out_of_memory_lines
 from megalite.config.sections.schema import RunConfig
 from megalite.launcher.control.progress import progress
 from megalite.monitor.memory import ExhaustedCard
+from megalite.planner.out_of_memory import out_of_memory_lines
 from megalite.train.interruption import what_is_left
 
 

@@ -11,7 +11,6 @@ import torch
 from megalite.checkpoint.failures import explain
 from megalite.checkpoint.folder import find_best, read_manifest
 from megalite.checkpoint.load import intact_instead
-from megalite.config.output.memory import memory_line
 from megalite.config.output.write import write_resolved
 from megalite.config.sections.schema import RunConfig
 from megalite.convert.huggingface.export import export
@@ -31,6 +30,7 @@ from megalite.monitor.memory import exhausted_memory_explained
 from megalite.monitor.work import working
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
+from megalite.planner.memory import memory_line
 from megalite.selftest.decide import agreed_kernels
 from megalite.train.callbacks import Callback
 from megalite.train.checkpoints.reference_table import ReferenceFile, give_reference_losses
@@ -284,7 +284,14 @@ def _tell_choices(
     reporter: RunReporter, trainer: TrainStep, precision: Precision, notes: Sequence[str]
 ) -> None:
     """Say memory, precision and operators of the run, and notes, such as that on the self-test; some may be empty."""
-    reporter.say(memory_line(trainer.config, trainer.shape.vocab_size))
+    reporter.say(
+        memory_line(
+            trainer.config,
+            trainer.shape.vocab_size,
+            on_cpu=trainer.mesh.device.type == "cpu",
+            plain_torch=trainer.kernels.name == "reference",
+        )
+    )
     if precision.warning:
         reporter.warn(precision.warning)
     if precision.note:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest
-from megalite.config.output.memory import memory_problems
 from megalite.config.sections.derived import offload_devices
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError, LaunchError, Problem
@@ -32,6 +31,7 @@ from megalite.launcher.rank.environment import meets_others, prepare_process, wa
 from megalite.launcher.rank.rank_count import how_to_start, ranks_started
 from megalite.monitor.console import announce, complain
 from megalite.monitor.jsonl import read_metrics
+from megalite.planner.machine import memory_problems
 from megalite.train.callbacks import Callback
 from megalite.train.interruption import (
     StopSignals,

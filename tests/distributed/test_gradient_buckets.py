@@ -42,7 +42,7 @@ def reduced(job: Job, *, early: bool) -> tuple[dict[str, torch.Tensor], list[int
 
 def both(job: Job) -> tuple[bool, list[int]]:
     """Return whether sums during and after the backward are equal, and how the first ones found the gradients."""
-    with mock.patch.object(gradient_buckets, "_BUCKET_BYTES", 1):
+    with mock.patch.object(gradient_buckets, "BUCKET_BYTES", 1):
         during, missing = reduced(job, early=True)
         after, _ = reduced(job, early=False)
     assert during.keys() == after.keys()

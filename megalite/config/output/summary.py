@@ -6,20 +6,16 @@ from math import prod
 from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.derived import vocabulary
 from megalite.config.sections.schema import RunConfig
-from megalite.topology.optimizers import OPTIMIZERS
 from megalite.topology.parameters import (
     EMBEDDING,
     HEAD,
     POSITIONS,
     model_parameters,
-    parameter_count,
     stage_parameters,
 )
 from megalite.topology.place import RankPlace
 
 _UNKNOWN_VOCABULARY = 1
-STATE_BYTES = 2 + 4 + 4 + 4 * len(OPTIMIZERS["adamw"].state)
-"""Bytes per parameter of AdamW in bf16: weights 2, gradients 4, fp32 weights 4, moments 8."""
 TOKENS_PER_PARAMETER = 20
 """Tokens that train a parameter (Hoffmann et al., "Training compute-optimal large language models", 2022)."""
 
@@ -50,18 +46,6 @@ def parameters_line(config: RunConfig) -> str:
     if rows is None:
         return f"{inner:,} without embedding and head, whose size is the tokenizer's"
     return f"{sum(each.numel for each in parameters):,} ({inner:,} without embedding and head)"
-
-
-def needs_line(config: RunConfig) -> str:
-    """Return memory for training with AdamW in bf16, and tokens for the number of parameters; "" without vocabulary.
-
-    Tokens: 20 per parameter, the compute-optimal number of Hoffmann et al. 2022.
-    """
-    rows = vocabulary(config)
-    if rows is None:
-        return ""
-    count = parameter_count(config.model.shape(rows))
-    return f"{memory_text(count * STATE_BYTES)} and {tokens_text(count * TOKENS_PER_PARAMETER)} tokens"
 
 
 def memory_text(size_bytes: float) -> str:

@@ -1,5 +1,6 @@
 """The settings of [training]: length and batch, number types, and how a step is computed."""
 
+from math import ceil
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -87,6 +88,17 @@ class ComputeSettings(Section):
         ge=0,
         description="weight of the squared log-sum-exp in the training loss; validation has none",
     )
+
+    def recompute_of(self, place: int, layers: int) -> RecomputeMode:
+        """Return what backward recomputes of layer number `place` of a chunk with `layers` layers."""
+        if self.recompute_layers is not None and place >= self.recompute_layers:
+            return "none"
+        if self.recompute_ratio is not None:
+            # As many as the ratio gives, rounded up, spread evenly.
+            chosen = ceil(self.recompute_ratio * layers - 1e-9)
+            if (place + 1) * chosen // layers == place * chosen // layers:
+                return "none"
+        return self.recompute
 
 
 class TrainingConfig(ComputeSettings, PrecisionSettings, _LengthSettings):

@@ -5,9 +5,9 @@ from unittest import mock
 
 import pytest
 
-from megalite.config.output.memory import memory_line, memory_of_stages
 from megalite.data.batches.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
+from megalite.planner.memory import memory_line, memory_of_stages
 from megalite.train.step import train_step
 from megalite.train.step.train_step import TrainStep
 from tests.support.matrix.axes import AXES

@@ -49,7 +49,7 @@ import torch
 
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import read_manifest
-from megalite.config.output.memory import memory_of_stages
+from megalite.planner.memory import memory_of_stages
 from megalite.errors import ConfigError
 from tests.support.checkpoint_pairs import save
 from tests.support.matrix.rows import config_of

@@ -1,8 +1,7 @@
-"""The memory of weights, gradients and optimizer state on a rank, by kind, and whether a machine has it. No torch."""
+"""Whether this machine has the memory that a run cannot do without. No torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 from megalite.config.output.summary import memory_text
@@ -10,70 +9,12 @@ from megalite.config.sections.derived import offload_devices, vocabulary
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import Problem
 from megalite.launcher.process import has_accelerator, total_memory_bytes
+from megalite.planner.memory import memory_of_stages
 from megalite.topology.dtypes import PRECISIONS
-from megalite.topology.optimizers import OPTIMIZERS
-from megalite.topology.parameters import (
-    EMBEDDING,
-    HEAD,
-    POSITIONS,
-    Parameter,
-    model_parameters,
-    stage_parameters,
-)
-from megalite.topology.place import RankPlace
+from megalite.topology.parameters import EMBEDDING, HEAD, POSITIONS, model_parameters
 
 # More than any accelerator of today has: a rank that needs more fits on none.
 _MOST_OF_A_CARD = 320 * 2**30
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Bytes on one rank. Activations and buffers of collectives are not counted, but those that LeastMemory names."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer
-
-
-def memory_line(config: RunConfig, vocab_size: int) -> str:
-    """Return the memory of the largest rank by kind, for a run whose precision is known."""
-    largest = max(memory_of_stages(config, vocab_size), key=lambda memory: memory.total)
-    kinds = f"weights {memory_text(largest.weights)}, gradients {memory_text(largest.gradients)}"
-    where = " of the largest rank" if config.layout.world_size > 1 else ""
-    return (
-        f"memory{where}: {kinds}, {config.optimizer.name} {memory_text(largest.optimizer)}, and activations"
-    )
-
-
-def memory_of_stages(config: RunConfig, vocab_size: int) -> Iterator[RankMemory]:
-    """Yield the memory of the first rank of each stage, for a run whose precision is known."""
-    shape = config.shape(vocab_size)
-    zero = config.zero_stage
-    of_weight = PRECISIONS[config.training.precision].size_bytes
-    exact = max(4, of_weight)
-    of_gradient = exact if config.training.accumulation == "fp32" else of_weight
-    for place in RankPlace.of_stages(config.layout):
-        copies = len(place.peers["dense_gradients"])
-        sizes = [
-            (parameter, prod(place.local_shape(parameter)))
-            for parameter in stage_parameters(shape, config.split, place.at.pp)
-        ]
-        trained = [(parameter, numel) for parameter, numel in sizes if parameter.trained]
-        weights = of_weight * sum(numel for _, numel in sizes)
-        gradients = of_gradient * sum(numel for _, numel in trained)
-        states = sum(_state_numel(config, parameter, place) for parameter, _ in trained)
-        # ZeRO has its own fp32 copy of what it updates, also of a model in fp32.
-        masters = sum(numel for _, numel in trained) if of_weight < 4 or zero else 0
-        optimizer = exact * (states + masters)
-        yield RankMemory(
-            weights / (copies if zero == 3 else 1),
-            gradients / (copies if zero >= 2 else 1),
-            optimizer / (copies if zero >= 1 else 1),
-        )
 
 
 @dataclass(frozen=True)
@@ -142,12 +83,9 @@ def _least_memory(config: RunConfig) -> LeastMemory:
     hidden_states = tokens * config.model.hidden_size * bytes_each / sliced
     rows_at_once = min(tokens, config.model.chunked_loss or tokens)
     logits = rows_at_once * rows * bytes_each / layout.tensor
-    on_disk = [name for name, device in _offloads(config).items() if device == "nvme"]
     totals = []
     for stage in memory_of_stages(config, rows):
-        optimizer = 0.0 if "offload_optimizer" in on_disk else stage.optimizer
-        weights = 0.0 if "offload_param" in on_disk else stage.weights
-        totals.append(weights + stage.gradients + optimizer + hidden_states)
+        totals.append(stage.states + stage.host + hidden_states)
     totals[-1] += logits  # the V-shaped schedules have the head elsewhere, which changes no sum
     return LeastMemory(min(totals), sum(totals) * (layout.world_size // layout.pipeline))
 
@@ -184,12 +122,3 @@ def _value(config: RunConfig, key: str) -> int:
         return config.batch.micro_batch_size
     section, name = key.split(".")
     return int(getattr(getattr(config, section), name) or 0)
-
-
-def _state_numel(config: RunConfig, parameter: Parameter, place: RankPlace) -> int:
-    """Return how many values the optimizer keeps for a rank's shard of a parameter."""
-    optimizer = config.optimizer
-    states = OPTIMIZERS[optimizer.name].states_of(parameter, optimizer.momentum)
-    average = [parameter] if optimizer.ema_decay else []
-    kept = (*average, *(state.parameter(parameter) for state in states))
-    return sum(prod(place.local_shape(each)) for each in kept)

@@ -4,26 +4,22 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config.output import memory
-from megalite.config.output.memory import (
-    least_memory,
-    memory_beyond_any_machine,
-    memory_of_stages,
-    memory_problems,
-)
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError
+from megalite.planner import machine as planner_machine
+from megalite.planner.machine import least_memory, memory_beyond_any_machine, memory_problems
+from megalite.planner.memory import memory_of_stages
 from tests.support.parity import about
 from tests.unit.config.runs import load
 
-GIB, BASE = 2**30, Path(__file__).parents[1] / "small_llama"
+GIB, BASE = 2**30, Path(__file__).parents[1] / "config" / "small_llama"
 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """Return the patch that gives this machine 24 GiB and no accelerator."""
-    monkeypatch.setattr(memory, "total_memory_bytes", lambda: 24 * GIB)
-    monkeypatch.setattr(memory, "has_accelerator", lambda: False)
+    monkeypatch.setattr(planner_machine, "total_memory_bytes", lambda: 24 * GIB)
+    monkeypatch.setattr(planner_machine, "has_accelerator", lambda: False)
     return monkeypatch
 
 
@@ -65,8 +61,8 @@ def test_all_ranks_of_one_machine_count_together(tmp_path: Path, machine: pytest
     least = least_memory(config)
     [stage] = memory_of_stages(config, 300)
     batch = config.batch.micro_batch_size * config.training.sequence_length * 4 * (48 + 300)
-    assert (least.rank, least.job) == (about(stage.total + batch), about(4 * (stage.total + batch)))
-    machine.setattr(memory, "total_memory_bytes", lambda: int(2.5 * least.rank))
+    assert (least.rank, least.job) == (about(stage.states + batch), about(4 * (stage.states + batch)))
+    machine.setattr(planner_machine, "total_memory_bytes", lambda: int(2.5 * least.rank))
     assert not list(memory_problems(config, 2))  # the others run on other machines
     [problem] = memory_problems(config, 4)
     assert "the 4 ranks on one machine need" in problem.message
@@ -85,9 +81,9 @@ def test_optimizer_state_on_a_disk_does_not_count(tmp_path: Path) -> None:
 def test_the_memory_of_cards_is_not_that_of_the_host(tmp_path: Path, machine: pytest.MonkeyPatch) -> None:
     config = run(tmp_path, {"model.vocab_size": 10**7})
     assert 0.2 * GIB < least_memory(config).job < 24 * GIB
-    machine.setattr(memory, "total_memory_bytes", lambda: GIB)
+    machine.setattr(planner_machine, "total_memory_bytes", lambda: GIB)
     assert list(memory_problems(config, 1))
-    machine.setattr(memory, "has_accelerator", lambda: True)
+    machine.setattr(planner_machine, "has_accelerator", lambda: True)
     assert not list(memory_problems(config, 1))
     assert list(memory_problems(run(tmp_path, {"model.hidden_size": 10**9}), 1))
 
@@ -102,11 +98,11 @@ def test_an_optimizer_on_the_host_lies_beside_weights_on_the_card(
         "deepspeed": {"zero_optimization": {"stage": 2} | _offload(device)},
     }
     config = run(tmp_path, changes)
-    machine.setattr(memory, "total_memory_bytes", lambda: 512 * GIB)
-    machine.setattr(memory, "has_accelerator", lambda: True)
+    machine.setattr(planner_machine, "total_memory_bytes", lambda: 512 * GIB)
+    machine.setattr(planner_machine, "has_accelerator", lambda: True)
     assert 512 * GIB < least_memory(config).rank < (512 + 320) * GIB
     assert (not list(memory_problems(config, 1))) is fits
-    machine.setattr(memory, "has_accelerator", lambda: False)
+    machine.setattr(planner_machine, "has_accelerator", lambda: False)
     # The machine that shows a configuration need not be the one that trains.
     assert (not list(memory_beyond_any_machine(config))) is fits
     assert list(memory_problems(config, 1))

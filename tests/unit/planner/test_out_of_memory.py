@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from megalite.config.output.memory import memory_of_stages
-from megalite.config.output.out_of_memory import activation_remedies, out_of_memory_lines, state_remedies
 from megalite.config.sections.schema import RunConfig
+from megalite.planner.memory import memory_of_stages
+from megalite.planner.out_of_memory import activation_remedies, out_of_memory_lines, state_remedies
 from tests.unit.config.runs import load
 
 VOCABULARY = 300
-BASE = Path(__file__).parents[1] / "small_llama"
+BASE = Path(__file__).parents[1] / "config" / "small_llama"
 ZERO = "deepspeed.zero_optimization.stage"
 RUNS: dict[str, dict[str, Any]] = {
     "one rank": {},
@@ -72,7 +72,7 @@ def test_remedies_of_the_state_lower_it(tmp_path: Path, name: str) -> None:
         if "offload" in remedy:
             continue  # the estimate counts what a rank keeps, on the host too
         [after, *_] = memory_of_stages(resolved(tmp_path, RUNS[name], *flags_of(remedy)), VOCABULARY)
-        assert after.total < before.total, remedy
+        assert after.states < before.states, remedy
 
 
 def test_settings_in_use_are_not_advised_again(tmp_path: Path) -> None:
@@ -86,17 +86,17 @@ def test_settings_in_use_are_not_advised_again(tmp_path: Path) -> None:
 def test_what_takes_more_of_the_card_comes_first(tmp_path: Path) -> None:
     config = resolved(tmp_path, RUNS["all axes"])
     stages = list(memory_of_stages(config, VOCABULARY))
-    kinds, first, second = out_of_memory_lines(config, VOCABULARY, 1, int(stages[1].total))
+    kinds, first, second = out_of_memory_lines(config, VOCABULARY, 1, int(stages[1].peak))
     assert kinds.startswith("this rank needs by estimate: weights ") and ", adamw " in kinds
-    assert kinds.endswith(", and activations") and "more than the card" not in kinds
+    assert ", activations " in kinds and "more than the card" not in kinds
     assert first.startswith("for weights, gradients and optimizer state: ") and second.startswith(
         "for activations"
     )
-    kinds, first, _ = out_of_memory_lines(config, VOCABULARY, 1, int(stages[1].total * 3))
+    kinds, first, _ = out_of_memory_lines(config, VOCABULARY, 1, int(stages[1].peak * 3))
     assert first.startswith(
         "for activations and logits: --training.micro_batch_size 1 --training.micro_batches 4"
     )
-    kinds, *_ = out_of_memory_lines(config, VOCABULARY, 1, int(stages[1].total) - 1)
+    kinds, *_ = out_of_memory_lines(config, VOCABULARY, 1, int(stages[1].peak) - 1)
     assert "which are more than the card has" in kinds
-    other, *_ = out_of_memory_lines(config, 10**6, 0, int(stages[1].total))
+    other, *_ = out_of_memory_lines(config, 10**6, 0, int(stages[1].peak))
     assert other != kinds, "each stage has its own figures"

@@ -2,10 +2,9 @@
 
 from collections.abc import Iterator
 
-from megalite.config.output.memory import RankMemory, memory_of_stages
-from megalite.config.output.summary import memory_text
 from megalite.config.sections.derived import offload_devices
 from megalite.config.sections.schema import RunConfig
+from megalite.planner.memory import RankMemory, kinds_text, memory_of_stages
 from megalite.topology.optimizers import OPTIMIZERS
 from megalite.topology.sharding import divisors, tensor_sizes
 
@@ -23,7 +22,7 @@ def out_of_memory_lines(config: RunConfig, vocab_size: int, stage: int, total: f
     memory = list(memory_of_stages(config, vocab_size))[stage]
     states = [f"for weights, gradients and optimizer state: {_joined(state_remedies(config))}"]
     activations = [f"for activations and logits: {_joined(activation_remedies(config))}"]
-    lines = [*states, *activations] if memory.total > total / 2 else [*activations, *states]
+    lines = [*states, *activations] if memory.states > total / 2 else [*activations, *states]
     return [_kinds(config, memory, total), *lines]
 
 
@@ -83,12 +82,10 @@ def _highest_zero_stage(config: RunConfig) -> int:
 
 
 def _kinds(config: RunConfig, memory: RankMemory, total: float) -> str:
-    sizes = [memory.weights, memory.gradients, memory.optimizer]
-    names = ["weights", "gradients", config.optimizer.name]
-    text = ", ".join(f"{name} {memory_text(size)}" for name, size in zip(names, sizes, strict=True))
-    if memory.total > total:
-        return f"this rank needs by estimate: {text}, which are more than the card has, and activations"
-    return f"this rank needs by estimate: {text}, and activations"
+    text = kinds_text(memory, config.optimizer.name)
+    if memory.peak > total:
+        return f"this rank needs by estimate: {text}, which are more than the card has"
+    return f"this rank needs by estimate: {text}"
 
 
 def _trains_head_on_pairs(config: RunConfig) -> bool:

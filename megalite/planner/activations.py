@@ -1,0 +1,249 @@
+"""The tensors that the autograd graphs of a decoder layer and of the head keep for the backward.
+
+Read off model/layer.py, attention.py, mlp.py, head.py and the autograd nodes of ops/ and parallel/: a norm saves its
+input, a linear its input if its weight is trained, attention query, key, value and output, a gated activation gate and
+up. planner/published_activations.py has the published formulas.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megalite.config.sections.training_section import RecomputeMode
+from megalite.planner.planned_run import PlannedRun
+from megalite.topology.adapter import Lora
+from megalite.topology.axes import Layout
+from megalite.topology.parameters import layer_norms, layer_parameters
+from megalite.topology.place import RankPlace
+from megalite.topology.shape import ModelShape
+from megalite.topology.sharding import heads_held
+from megalite.topology.stages import balanced_split
+
+QKV, O_PROJ, UP, DOWN = "self_attn.qkv_proj", "self_attn.o_proj", "mlp.up", "mlp.down_proj"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro batch in one part of the model.
+
+    kept: from the forward to the backward. deferred: from the input half of a split backward to its weight half.
+    forward, backward: beside what is kept, at the highest moment of the two.
+    """
+
+    kept: float = 0.0
+    deferred: float = 0.0
+    forward: float = 0.0
+    backward: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """A linear of a layer: whether its weight is trained, and the rows of its low-rank adapter's A; 0: none."""
+
+    trained: bool
+    low_rank: int
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The sizes of a layer on the first tensor-parallel rank: values a token of each tensor."""
+
+    hidden: int
+    query: int
+    key_value: int
+    heads: int
+    intermediate: int
+
+    @classmethod
+    def of(cls, shape: ModelShape, tensor: int) -> "Widths":
+        heads = len(heads_held(shape.num_attention_heads, 0, tensor))
+        shared = len(heads_held(shape.num_key_value_heads, 0, tensor))
+        intermediate = len(balanced_split(shape.intermediate_size, tensor)[0])
+        return cls(shape.hidden_size, heads * shape.head_dim, shared * shape.head_dim, heads, intermediate)
+
+    @property
+    def packed(self) -> int:
+        """Query, key and value together."""
+        return self.query + 2 * self.key_value
+
+
+def layer_activations(run: PlannedRun, mode: RecomputeMode, layer: int = 0) -> Activations:
+    """Return the activations of a decoder layer that is recomputed in this mode."""
+    kept = layer_tensors(run, mode, layer)
+    working = _backward_working(run)
+    if mode == "full":
+        again = sum(layer_tensors(run, "none", layer).values()) - sum(kept.values())
+        return Activations(sum(kept.values()), _deferred(run, layer), again, again + working)
+    again = 0.0
+    if mode == "selective":
+        again = sum(layer_tensors(run, "none", layer).values()) - sum(kept.values())
+    return Activations(sum(kept.values()), _deferred(run, layer), _gathered(run), max(again, working))
+
+
+def layer_tensors(run: PlannedRun, mode: RecomputeMode, layer: int = 0) -> dict[str, float]:
+    """Return name -> bytes of what a layer keeps of one micro batch."""
+    widths, linears = Widths.of(run.shape, run.layout.tensor), _linears(run.shape, layer, run.layout.tensor)
+    size, tokens = run.weight_bytes, run.tokens
+    hidden = run.positions * widths.hidden * size
+    if mode == "full":
+        return {"input": hidden}
+    norms, stat = len(layer_norms(run.shape)), run.positions * run.exact_bytes
+    of_norm = 2 if run.shape.norm == "layer_norm" else 1
+    kept = {
+        "inputs of norms": _normed_tensors(run.shape) * hidden,
+        "statistics of norms": norms * of_norm * stat,
+        "query, key, value": _heads(run, widths) * size,
+    }
+    if mode == "none":
+        kept |= _attention_core(run, widths)
+    inputs = {QKV: hidden, UP: hidden, DOWN: tokens * widths.intermediate * size}
+    shared = run.shape.norm_placement == "parallel_shared"
+    for name, width in inputs.items():
+        if _saves_input(linears[name], run, column=name != DOWN) and not (name == UP and shared):
+            kept[f"input of {name}"] = width
+    # Attention saves its output for its own backward too, unless that is recomputed.
+    if mode == "none" or _saves_input(linears[O_PROJ], run, column=False):
+        kept["output of attention"] = tokens * widths.query * size
+    kept["input of the activation"] = _activation(run, widths) * tokens * size
+    kept["adapters"] = _adapters(run, widths, linears)
+    return kept | _dropout(run, widths)
+
+
+def head_activations(run: PlannedRun, *, trained: bool) -> tuple[Activations, Activations]:
+    """Return the activations of the final norm and of logits and loss. trained: whether the head's weight is."""
+    size, exact, tokens = run.weight_bytes, run.exact_bytes, run.tokens
+    rows = head_rows(run)
+    hidden = run.positions * run.shape.hidden_size * size
+    gradient = tokens * run.shape.hidden_size * size
+    at_once = min(tokens, run.model.chunked_loss or tokens)
+    # Plain torch computes the loss of low-precision logits in a float32 copy.
+    copied = size < exact and run.plain_torch
+    of_logits = exact if copied else size
+    changed = (run.shape.final_logit_softcapping is not None) + (run.shape.logits_scaling != 1)
+    logits, low = at_once * rows * of_logits, at_once * rows * size * (copied + changed)
+    if run.model.chunked_loss:
+        kept = gradient + (rows * run.shape.hidden_size * exact if trained else 0)
+        return Activations(hidden, 0, 0, 0), Activations(kept, kept, logits + low, gradient)
+    softcap = at_once * rows * size * (run.shape.final_logit_softcapping is not None)
+    norm = hidden + (hidden if trained or run.layout.tensor > 1 else 0)
+    # The logits' gradient overwrites them; a deferred product of the head's weight keeps it.
+    deferred = hidden + at_once * rows * size if trained else 0.0
+    backward = max(gradient, at_once * rows * size * copied) + _gathered(run)
+    return Activations(norm, 0, 0, 0), Activations(logits + softcap, deferred, low + _gathered(run), backward)
+
+
+def head_rows(run: PlannedRun) -> int:
+    """Return the rows of the vocabulary on the first tensor-parallel rank."""
+    return len(balanced_split(run.shape.vocab_size, run.layout.tensor)[0])
+
+
+def _normed_tensors(shape: ModelShape) -> int:
+    """Return how many different tensors the norms of a layer read; the two of "parallel" read the same."""
+    return 1 if shape.norm_placement == "parallel" else len(layer_norms(shape))
+
+
+def _heads(run: PlannedRun, widths: Widths) -> float:
+    """Return the values of query, key and value that attention keeps, with those of a prefix and of their norms."""
+    prefix = run.shape.prefix_tokens * run.micro_batch_size * 2 * widths.key_value
+    values = run.tokens * widths.packed + prefix
+    if run.shape.qk_norm:
+        # The copies that their norms read; value stays a view of the whole product, beside the rotated heads.
+        values += 2 * run.tokens * (widths.query + widths.key_value)
+    return values
+
+
+def _attention_core(run: PlannedRun, widths: Widths) -> dict[str, float]:
+    """Return what attention keeps beside query, key, value and output."""
+    size, rows = run.weight_bytes, run.micro_batch_size * widths.heads * run.sequence_length
+    core = {"statistics of attention": float(rows * run.exact_bytes)}
+    if run.on_cpu and (run.plain_torch or size < 4) and widths.query > widths.key_value:
+        # torch's kernel for the host takes one key-value head a query head.
+        core["repeated keys and values"] = 2.0 * run.tokens * widths.query * size
+    if run.model.attention_dropout and run.plain_torch:
+        keys = run.sequence_length + run.shape.prefix_tokens
+        core["probabilities of attention"] = float(rows * keys * (1 + 2 * size))
+    return core
+
+
+def _activation(run: PlannedRun, widths: Widths) -> float:
+    """Return the values a token that the MLP's activation keeps; plain torch's GEGLU keeps the activated gate too."""
+    if not run.shape.gated_mlp:
+        return widths.intermediate
+    plain_geglu = run.plain_torch and run.shape.hidden_act != "silu"
+    return (3 if plain_geglu else 2) * widths.intermediate
+
+
+def _dropout(run: PlannedRun, widths: Widths) -> dict[str, float]:
+    """Return the masks, one byte a value."""
+    residual = 2 * run.positions * widths.hidden if run.model.residual_dropout else 0.0
+    inner = run.tokens * widths.intermediate if run.model.mlp_dropout else 0.0
+    return {"masks of dropout": residual + inner} if residual + inner else {}
+
+
+def _adapters(run: PlannedRun, widths: Widths, linears: Mapping[str, _Linear]) -> float:
+    """Return the bytes of the products with A, and of what DoRA scales."""
+    low = sum(linear.low_rank for linear in linears.values()) * run.tokens * run.weight_bytes
+    adapter = run.shape.adapter
+    if not isinstance(adapter, Lora) or not adapter.dora:
+        return low
+    up = widths.intermediate * (2 if run.shape.gated_mlp else 1)
+    outputs = {QKV: widths.packed, O_PROJ: widths.hidden, UP: up, DOWN: widths.hidden}
+    scaled = sum(outputs[name] for name, linear in linears.items() if linear.low_rank)
+    return low + scaled * run.tokens * run.weight_bytes
+
+
+def _deferred(run: PlannedRun, layer: int) -> float:
+    """Return the bytes from I to W: input and output gradient of each linear whose weight is trained."""
+    widths, linears = Widths.of(run.shape, run.layout.tensor), _linears(run.shape, layer, run.layout.tensor)
+    up = widths.intermediate * (2 if run.shape.gated_mlp else 1)
+    whole, shared = run.tokens, run.positions
+    sizes = {
+        QKV: shared * widths.hidden + whole * widths.packed,
+        O_PROJ: whole * (widths.query + widths.hidden),
+        UP: shared * widths.hidden + whole * up,
+        DOWN: whole * (widths.intermediate + widths.hidden),
+    }
+    trained = sum(size for name, size in sizes.items() if linears[name].trained)
+    low = sum(linear.low_rank for linear in linears.values()) * 2 * whole
+    return (trained + low) * run.weight_bytes
+
+
+def _backward_working(run: PlannedRun) -> float:
+    """Return the bytes of gradients at the highest moment of a layer's backward, less what it has freed by then.
+
+    That moment is the backward of the MLP's activation: gradients of its output, of its input and of the residual
+    stream, while the output itself is freed. Plain torch has one more tensor of the intermediate size.
+    """
+    widths = Widths.of(run.shape, run.layout.tensor)
+    inner = (2 if run.shape.gated_mlp else 1) + run.plain_torch
+    stream = run.positions * widths.hidden
+    values = run.tokens * inner * widths.intermediate + stream
+    # Attention comes when the MLP's tensors are freed.
+    freed = run.tokens * 3 * widths.intermediate
+    attention = run.tokens * (widths.query + 2 * widths.packed) + stream - freed
+    return max(values, attention) * run.weight_bytes + _gathered(run)
+
+
+def _gathered(run: PlannedRun) -> float:
+    """Return the bytes of the positions that sequence parallelism gathers: all of them, and the copy in rank order."""
+    if not run.sequence_parallel or run.layout.tensor == 1:
+        return 0.0
+    return 2 * run.tokens * run.shape.hidden_size * run.weight_bytes
+
+
+def _saves_input(linear: _Linear, run: PlannedRun, *, column: bool) -> bool:
+    """Return whether a linear's input is kept: for its weight, its adapter, or by the column-parallel node always."""
+    return linear.trained or bool(linear.low_rank) or (column and run.layout.tensor > 1)
+
+
+@lru_cache(maxsize=4096)
+def _linears(shape: ModelShape, layer: int, tensor: int) -> Mapping[str, _Linear]:
+    place, linears = RankPlace(Layout(tensor=tensor), 0), {}
+    parameters = {parameter.name: parameter for parameter in layer_parameters(shape, layer)}
+    up = "mlp.gate_up_proj" if shape.gated_mlp else "mlp.up_proj"
+    for name, module in {QKV: QKV, O_PROJ: O_PROJ, UP: up, DOWN: DOWN}.items():
+        path = f"model.layers.{layer}.{module}"
+        low = parameters.get(f"{path}.lora.A")
+        rows = 0 if low is None else place.local_shape(low)[0]
+        linears[name] = _Linear(parameters[f"{path}.weight"].trained, rows)
+    return linears

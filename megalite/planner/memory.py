@@ -1,0 +1,223 @@
+"""The memory of a rank, by kind: the one answer to "how many bytes", for train, launch, config, init and plan."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from megalite.config.output.summary import TOKENS_PER_PARAMETER, memory_text, tokens_text
+from megalite.config.sections.derived import vocabulary
+from megalite.config.sections.schema import RunConfig
+from megalite.planner.activations import Activations, head_activations, head_rows, layer_activations
+from megalite.planner.liveness import ChunkMemory, stage_moments
+from megalite.planner.planned_run import PlannedRun
+from megalite.planner.stage_parameters import ValueCounts, chunk_counts, stage_counts
+from megalite.topology.adapter import Lora
+from megalite.topology.collective_sizes import BUCKET_BYTES, COLLECTIVE_BYTES
+from megalite.topology.optimizers import OPTIMIZERS
+from megalite.topology.parameters import HEAD, parameter_count
+from megalite.topology.schedules import SCHEDULES, Action
+from megalite.topology.transfers import ACTIONS_AHEAD
+
+STATE_BYTES = 2 + 4 + 4 + 4 * len(OPTIMIZERS["adamw"].state)
+"""Bytes per parameter of AdamW in bf16: weights 2, gradients 4, fp32 weights 4, moments 8."""
+CARD_BASE_BYTES = 1 << 30
+"""A process on a card before its first tensor: context, libraries, work spaces. An estimate, no measurement."""
+_ID_BYTES = 8  # of a token, a label, a position
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank. peak: at the highest moment of a step; every kind: at its own, so that their sum may be more.
+
+    masters: float32 copies of the weights. moments: the optimizer's state beside them. activations: of the decoder
+    layers, with what their forward and backward need meanwhile. loss: logits and loss. buffers: of collectives,
+    transfers and batches. base: of the process itself. host: of the states that offload keeps in the host's memory.
+    """
+
+    weights: float
+    gradients: float
+    masters: float
+    moments: float
+    activations: float
+    loss: float
+    buffers: float
+    base: float
+    host: float
+    peak: float
+
+    @property
+    def optimizer(self) -> float:
+        """Moments and masters."""
+        return self.masters + self.moments
+
+    @property
+    def states(self) -> float:
+        """All that stays from step to step, with the gradients."""
+        return self.weights + self.gradients + self.optimizer
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """Kind -> bytes on the rank's own device."""
+        return {field.name: getattr(self, field.name) for field in fields(self)[:-2]}
+
+
+def needs_line(config: RunConfig) -> str:
+    """Return memory for training with AdamW in bf16, and tokens for the number of parameters; "" without vocabulary.
+
+    Tokens: 20 per parameter, the compute-optimal number of Hoffmann et al. 2022.
+    """
+    rows = vocabulary(config)
+    if rows is None:
+        return ""
+    count = parameter_count(config.model.shape(rows))
+    return f"{memory_text(count * STATE_BYTES)} and {tokens_text(count * TOKENS_PER_PARAMETER)} tokens"
+
+
+def memory_of_stages(
+    config: RunConfig, vocab_size: int, *, on_cpu: bool = False, plain_torch: bool = False
+) -> Iterator[RankMemory]:
+    """Yield the memory of the first rank of each stage, without the process's own, for a run of known precision."""
+    run = PlannedRun.of(config, vocab_size, on_cpu=on_cpu, plain_torch=plain_torch)
+    yield from (stage_memory(run, stage) for stage in range(run.layout.pipeline))
+
+
+def largest_rank(run: PlannedRun, *, base: float = 0.0) -> RankMemory:
+    """Return the memory of the rank that needs the most. base: bytes of a process before its first tensor."""
+    return max(
+        (stage_memory(run, stage, base=base) for stage in range(run.layout.pipeline)),
+        key=lambda memory: memory.peak,
+    )
+
+
+def stage_memory(run: PlannedRun, stage: int, *, base: float = 0.0) -> RankMemory:
+    """Return the memory of the first rank of a stage, which needs as much as any rank of it."""
+    counts, zero, copies = stage_counts(run, stage), run.zero_stage, run.copies
+    weights = run.weight_bytes * counts.weights / (copies if zero == 3 else 1)
+    every_gradient = run.gradient_bytes * counts.trained / (copies if zero >= 2 else 1)
+    # ZeRO has its own fp32 copy of what it updates, also of a model in fp32.
+    has_masters = run.weight_bytes < 4 or bool(zero)
+    share = copies if zero >= 1 else 1
+    masters = run.exact_bytes * counts.trained * has_masters / share
+    moments = run.exact_bytes * counts.state / share
+    buffers = _buffers(run, stage, counts)
+    on_host = 0.0
+    if device := run.offload.get("offload_optimizer"):
+        on_host, masters, moments = (masters + moments) * (device == "cpu"), 0.0, 0.0
+    if device := run.offload.get("offload_param"):
+        on_host, weights = on_host + weights * (device == "cpu"), 0.0
+    step = stage_moments(stage_order(run, stage), _chunks(run, stage, every_gradient, counts))
+    fullest = max(step, key=lambda moment: moment.activations + moment.loss)
+    # The update comes when no activation is left, and every gradient is there.
+    update = (
+        every_gradient + OPTIMIZERS[run.optimizer.name].working * run.exact_bytes * counts.trained / share
+    )
+    peak = weights + masters + moments + buffers + base + max(update, *(moment.total for moment in step))
+    of_step = (fullest.activations, fullest.loss)
+    return RankMemory(weights, every_gradient, masters, moments, *of_step, buffers, base, on_host, peak)
+
+
+def memory_line(
+    config: RunConfig, vocab_size: int, *, on_cpu: bool = False, plain_torch: bool = False
+) -> str:
+    """Return the memory of the largest rank by kind, for a run whose precision is known."""
+    largest = largest_rank(PlannedRun.of(config, vocab_size, on_cpu=on_cpu, plain_torch=plain_torch))
+    where = " of the largest rank" if config.layout.world_size > 1 else ""
+    return f"memory{where}: {kinds_text(largest, config.optimizer.name)}"
+
+
+def kinds_text(memory: RankMemory, optimizer: str) -> str:
+    """Return the memory by kind: "weights 2.1 GiB, gradients ..., adamw ..., activations ..., logits ..."."""
+    sizes = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        optimizer: memory.optimizer,
+        "activations": memory.activations,
+        "logits": memory.loss,
+        "buffers": memory.buffers,
+        "on the host": memory.host,
+    }
+    often_none = ("logits", "buffers", "on the host")
+    kept = {name: size for name, size in sizes.items() if size or name not in often_none}
+    return ", ".join(f"{name} {memory_text(size)}" for name, size in kept.items())
+
+
+def _chunks(
+    run: PlannedRun, stage: int, every_gradient: float, counts: ValueCounts
+) -> Mapping[int, ChunkMemory]:
+    """Return chunk -> what it keeps of a micro batch; the gradients outside of layers go to the stage's last chunk."""
+    chunks, last = run.split.chunks_of(stage), len(run.split.layers) - 1
+    trained_head = _trains_head(run)
+    memories, left = {}, every_gradient
+    for chunk in chunks:
+        layers = _layers(run, chunk)
+        loss = Activations()
+        if chunk == last:
+            norm, loss = head_activations(run, trained=trained_head)
+            layers = Activations(layers.kept + norm.kept, layers.deferred, layers.forward, layers.backward)
+        head = (
+            run.gradient_bytes * head_rows(run) * run.shape.hidden_size
+            if chunk == last and trained_head
+            else 0.0
+        )
+        gradients = every_gradient * chunk_counts(run, chunk).trained / max(1, counts.trained)
+        left -= gradients
+        memories[chunk] = ChunkMemory(layers, loss, gradients + (left if chunk == chunks[-1] else 0), head)
+    return memories
+
+
+def _layers(run: PlannedRun, chunk: int) -> Activations:
+    """Return the activations of a chunk's layers together; one of them runs at a time."""
+    layers = run.split.layers[chunk]
+    modes = [run.training.recompute_of(place, len(layers)) for place in range(len(layers))]
+    alike = run.shape.adapter is None
+    if alike:
+        parts = [(layer_activations(run, mode), modes.count(mode)) for mode in dict.fromkeys(modes)]
+    else:
+        parts = [(layer_activations(run, mode, layer), 1) for mode, layer in zip(modes, layers, strict=True)]
+    return Activations(
+        sum(part.kept * number for part, number in parts),
+        sum(part.deferred * number for part, number in parts),
+        max(part.forward for part, _ in parts),
+        max(part.backward for part, _ in parts),
+    )
+
+
+def stage_order(run: PlannedRun, stage: int) -> tuple[Action, ...]:
+    """Return the actions of a stage in a step; with one stage those of 1F1B, which is gradient accumulation."""
+    stages = run.split.stages
+    name = run.schedule if stages > 1 else "1f1b"
+    return _order(name, stage, stages, run.micro_batches, run.split.chunks_per_stage)
+
+
+@lru_cache(maxsize=4096)
+def _order(name: str, stage: int, stages: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
+    return SCHEDULES[name].order(stage, stages, micro_batches, chunks)
+
+
+def _buffers(run: PlannedRun, stage: int, counts: ValueCounts) -> float:
+    """Return the bytes of messages between stages, gradient buckets, and two batches of ids."""
+    hidden = run.positions * run.shape.hidden_size * run.weight_bytes
+    messages = 2 * ACTIONS_AHEAD * hidden if run.layout.pipeline > 1 else 0.0
+    # ids, labels, positions and the loss mask, of this step and the next.
+    batches = 2 * run.micro_batches * run.tokens * (3 * _ID_BYTES + 4)
+    if run.copies == 1 or run.zero_stage:
+        return messages + batches
+    bytes_a_chunk = [
+        run.weight_bytes * chunk_counts(run, chunk).trained for chunk in run.split.chunks_of(stage)
+    ]
+    least = min(
+        max(bytes_a_chunk, default=0), max(BUCKET_BYTES, run.weight_bytes * _layer_values(run, stage))
+    )
+    bucket = min(least, COLLECTIVE_BYTES) * run.gradient_bytes / run.weight_bytes
+    return messages + batches + min(bucket, run.gradient_bytes * counts.trained)
+
+
+def _layer_values(run: PlannedRun, stage: int) -> float:
+    """Return the mean trained values of a layer of a stage."""
+    layers = run.split.layers_of(stage)
+    return sum(chunk_counts(run, chunk).trained for chunk in run.split.chunks_of(stage)) / max(1, len(layers))
+
+
+def _trains_head(run: PlannedRun) -> bool:
+    adapter = run.shape.adapter
+    return adapter is None or (isinstance(adapter, Lora) and adapter.trains([HEAD]))

@@ -1,0 +1,99 @@
+"""PlannedRun: the settings of a run that its memory and its time depend on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Literal
+
+from megalite.config.sections.derived import offload_devices
+from megalite.config.sections.schema import ModelComputeSettings, OptimizerConfig, RunConfig
+from megalite.config.sections.training_section import ComputeSettings
+from megalite.topology.axes import ROLES, Layout
+from megalite.topology.dtypes import PRECISIONS
+from megalite.topology.shape import ModelShape
+from megalite.topology.stages import PipelineSplit
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A resolved run with a known vocabulary and precision.
+
+    model, training, optimizer: the sections of these names, of which only settings of computation are read.
+    sequence_parallel: `parallel.sequence`. offload: table of `zero_optimization` -> "cpu" or "nvme".
+    plain_torch: plain torch computes what has a compiled operator. on_cpu: it computes on the host.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    split: PipelineSplit
+    schedule: str
+    micro_batch_size: int
+    micro_batches: int
+    sequence_length: int
+    precision: str
+    accumulation: Literal["fp32", "model"] = "fp32"
+    sequence_parallel: bool = False
+    zero_stage: int = 0
+    offload: Mapping[str, str] = field(default_factory=dict)
+    model: ModelComputeSettings = field(default_factory=ModelComputeSettings)
+    training: ComputeSettings = field(default_factory=ComputeSettings)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    plain_torch: bool = False
+    on_cpu: bool = False
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, vocab_size: int, *, on_cpu: bool = False, plain_torch: bool = False
+    ) -> "PlannedRun":
+        """Return the plan of a resolved run whose precision is known."""
+        parallel, training, batch = config.parallel, config.training, config.batch
+        zero = config.zero_stage
+        return cls(
+            config.shape(vocab_size),
+            config.layout,
+            config.split,
+            parallel.schedule,
+            batch.micro_batch_size,
+            batch.micro_batches,
+            training.sequence_length,
+            training.precision,
+            training.accumulation,
+            parallel.sequence,
+            zero,
+            offload_devices(config.deepspeed_json()["zero_optimization"] if zero else {}),
+            config.model,
+            training,
+            config.optimizer,
+            plain_torch,
+            on_cpu,
+        )
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight or an activation."""
+        return PRECISIONS[self.precision].size_bytes
+
+    @cached_property
+    def exact_bytes(self) -> int:
+        """Bytes of a master weight, a moment or a statistic: at least those of float32."""
+        return max(4, self.weight_bytes)
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        return self.exact_bytes if self.accumulation == "fp32" else self.weight_bytes
+
+    @cached_property
+    def copies(self) -> int:
+        """The number of ranks with the same dense weights, over which ZeRO partitions."""
+        return prod(self.layout.sizes[axis] for axis in ROLES["dense_gradients"])
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of a micro batch."""
+        return self.micro_batch_size * self.sequence_length
+
+    @property
+    def positions(self) -> float:
+        """The tokens of a micro batch whose hidden states a rank keeps: a share of them with sequence parallelism."""
+        return self.tokens / (self.layout.tensor if self.sequence_parallel else 1)

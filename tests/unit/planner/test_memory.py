@@ -1,0 +1,131 @@
+"""The bytes of each kind on each rank, by sums that are written out here."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megalite.planner.activations import layer_activations, layer_tensors
+from megalite.planner.memory import RankMemory, stage_memory
+from megalite.topology.adapter import Lora, Prefix
+from megalite.topology.axes import Layout
+from tests.support.parity import about
+from tests.unit.planner.plans import SHAPE, plan
+
+H, INNER, V, LAYERS, TOKENS = 64, 160, 1000, 8, 64
+A_LAYER = 4 * H * H + 3 * INNER * H + 2 * H
+ONE_PROCESS = 2 * V * H + LAYERS * A_LAYER + H
+TIED = replace(SHAPE, tie_word_embeddings=True)
+
+
+def memories(**changes: Any) -> list[RankMemory]:
+    run = plan(**changes)
+    return [stage_memory(run, stage) for stage in range(run.layout.pipeline)]
+
+
+def test_states_of_one_process() -> None:
+    [memory] = memories()
+    assert memory.weights == 2 * ONE_PROCESS and memory.gradients == 4 * ONE_PROCESS
+    assert memory.masters == 4 * ONE_PROCESS and memory.moments == 8 * ONE_PROCESS
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_a_weight"),
+    [
+        ({"precision": "fp32"}, (4, 4, 0, 8)),
+        ({"accumulation": "model"}, (2, 2, 4, 8)),
+        ({"layout": Layout(data=4), "zero_stage": 1}, (2, 4, 1, 2)),
+        ({"layout": Layout(data=4), "zero_stage": 2}, (2, 1, 1, 2)),
+        ({"layout": Layout(data=4), "zero_stage": 3}, (0.5, 1, 1, 2)),
+        ({"precision": "fp32", "layout": Layout(data=2), "zero_stage": 1}, (4, 4, 2, 4)),
+    ],
+)
+def test_bytes_a_weight(changes: dict[str, Any], bytes_a_weight: tuple[float, ...]) -> None:
+    [memory] = memories(**changes)
+    states = (memory.weights, memory.gradients, memory.masters, memory.moments)
+    assert states == about([ONE_PROCESS * each for each in bytes_a_weight]) or states == tuple(
+        ONE_PROCESS * each for each in bytes_a_weight
+    )
+
+
+def test_offloaded_states_lie_on_the_host() -> None:
+    [memory] = memories(zero_stage=2, offload={"offload_optimizer": "cpu"})
+    assert memory.optimizer == 0 and memory.host == 12 * ONE_PROCESS
+    [memory] = memories(zero_stage=2, offload={"offload_optimizer": "nvme"})
+    assert memory.optimizer == 0 and memory.host == 0
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_table_is_on_both_ends_of_a_pipeline(tied: bool) -> None:
+    shape = TIED if tied else SHAPE
+    first, second, last = (
+        memory.weights / 2 for memory in memories(shape=shape, layout=Layout(pipeline=3), layers=(3, 3, 2))
+    )
+    assert first == V * H + 3 * A_LAYER and second == 3 * A_LAYER
+    assert last == V * H + 2 * A_LAYER + H
+    [alone] = memories(shape=shape)
+    assert alone.weights / 2 == ONE_PROCESS - tied * V * H
+
+
+def test_an_adapter_has_gradients_and_optimizer_state_of_its_own_weights_alone() -> None:
+    lora = Lora(rank=4, alpha=8, targets=("q_proj", "down_proj"))
+    [memory] = memories(shape=replace(SHAPE, adapter=lora))
+    trained = LAYERS * (4 * (H + H) + 4 * (INNER + H))
+    assert memory.weights == 2 * (ONE_PROCESS + trained)
+    assert memory.gradients == 4 * trained and memory.moments == 8 * trained
+    [memory] = memories(shape=replace(SHAPE, adapter=Prefix(tokens=5)))
+    assert memory.gradients == 4 * LAYERS * 5 * 2 * H
+
+
+def test_a_layer_keeps_what_its_modules_save() -> None:
+    """Llama without grouped heads: e T (8 H + 3 I) and 4 T (a + 2), as benchmarks/memory.py counts by storages."""
+    whole = 2 * TOKENS * (8 * H + 3 * INNER) + 4 * TOKENS * (8 + 2)
+    assert layer_activations(plan(), "none").kept == whole
+    assert layer_activations(plan(), "selective").kept == whole - 4 * TOKENS * 8
+    assert layer_activations(plan(), "full").kept == 2 * TOKENS * H
+    grouped = layer_activations(plan(replace(SHAPE, num_key_value_heads=2)), "none").kept
+    assert grouped == whole - 2 * TOKENS * 2 * (H - H // 4)
+
+
+def test_tensor_and_sequence_parallel_cut_a_layer() -> None:
+    layout = Layout(tensor=2)
+    stats = 4 * TOKENS * (4 + 2)
+    assert layer_activations(plan(layout=layout), "none").kept == TOKENS * (8 * H + 4 * H + 3 * INNER) + stats
+    cut = layer_activations(plan(layout=layout, sequence_parallel=True), "none").kept
+    assert cut == TOKENS * (8 * H + 3 * INNER) + 4 * TOKENS * (4 + 1)
+
+
+def test_a_frozen_linear_keeps_no_input() -> None:
+    frozen = replace(SHAPE, adapter=Prefix(tokens=4))
+    names = layer_tensors(plan(frozen), "none")
+    assert "input of mlp.down_proj" not in names and "input of mlp.down_proj" in layer_tensors(plan(), "none")
+
+
+def test_a_stage_holds_the_micro_batches_that_its_schedule_has_in_flight() -> None:
+    """1F1B: stages - stage micro batches; GPipe: all. Each is 2 layers, and a little for the one that runs."""
+    layer = layer_activations(plan(), "none")
+    for schedule, in_flight in (("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8])):
+        stages = memories(layout=Layout(pipeline=4), schedule=schedule, micro_batches=8)
+        norm = [0, 0, 0, 2 * 2 * TOKENS * H]
+        expected = [number * (2 * layer.kept + extra) for number, extra in zip(in_flight, norm, strict=True)]
+        for memory, kept in zip(stages, expected, strict=True):
+            assert memory.activations - kept == about(layer.backward) or memory.activations == about(kept)
+    # The logits of all eight micro batches, and the gradient of the hidden states that enter the head.
+    assert stages[3].loss == 8 * 2 * TOKENS * V + 2 * TOKENS * H
+
+
+def test_interleaved_chunks_raise_the_first_stage_as_published() -> None:
+    """Korthikanti et al. 2022, section 4.2.3: 1 + (p - 1) / (p m) times the layers of the model."""
+    layer = layer_activations(plan(), "none").kept
+    first, *_ = memories(layout=Layout(pipeline=4), schedule="interleaved_1f1b", micro_batches=8)
+    working = layer_activations(plan(), "none").backward
+    assert first.activations - working == about(LAYERS * layer * (1 + 3 / (4 * 2)))
+
+
+def test_gradients_take_the_place_of_activations_in_the_only_micro_batch() -> None:
+    [single], [several] = memories(micro_batches=1), memories(micro_batches=2)
+    assert single.gradients == several.gradients and single.activations == several.activations
+    kinds = sum(several.kinds.values())
+    assert several.peak == kinds
+    saved = several.peak - single.peak - (several.buffers - single.buffers)
+    assert 0.4 * several.gradients < saved < several.gradients
