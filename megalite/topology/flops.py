@@ -28,11 +28,7 @@ def forward_flops(shape: ModelShape, sequence_length: int) -> ForwardFlops:
     The mean number of keys is half the sequence length, and less with a sliding window; virtual tokens of a prefix add
     to it. A prefix itself is computed once a micro batch, which does not count.
     """
-    width = shape.num_attention_heads * shape.head_dim
-    layers = [
-        2 * width * (_twice_seen(shape.window_of(layer), sequence_length) + 2 * shape.prefix_tokens)
-        for layer in range(shape.num_hidden_layers)
-    ]
+    layers = attention_flops(shape, sequence_length)
     head = 0
     for parameter in model_parameters(shape):
         if not _multiplies(parameter, shape):
@@ -42,6 +38,15 @@ def forward_flops(shape: ModelShape, sequence_length: int) -> ForwardFlops:
         else:
             layers[parameter.layer] += 2 * parameter.numel
     return ForwardFlops(tuple(layers), head)
+
+
+def attention_flops(shape: ModelShape, sequence_length: int) -> list[int]:
+    """Return the operations of a token's products with keys and values in each layer, forward."""
+    width = shape.num_attention_heads * shape.head_dim
+    return [
+        2 * width * (_twice_seen(shape.window_of(layer), sequence_length) + 2 * shape.prefix_tokens)
+        for layer in range(shape.num_hidden_layers)
+    ]
 
 
 def flops_per_token(shape: ModelShape, sequence_length: int) -> int:

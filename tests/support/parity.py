@@ -45,6 +45,8 @@ ADAM_UPDATES = 100
 FIGURE_RTOL = 1e-6
 # Figures that vendors publish with two or three digits.
 PUBLISHED_RTOL = 0.02
+# Shares of a peak that papers publish with three digits.
+UTILISATION_RTOL = 0.005
 # Memory against its formula, which omits small tensors and the padding of partitions.
 MEMORY_RTOL = 0.01
 
