@@ -55,6 +55,7 @@ class Widths:
     intermediate: int
 
     @classmethod
+    @lru_cache(maxsize=256)
     def of(cls, shape: ModelShape, tensor: int) -> "Widths":
         heads = len(heads_held(shape.num_attention_heads, 0, tensor))
         shared = len(heads_held(shape.num_key_value_heads, 0, tensor))

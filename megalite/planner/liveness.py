@@ -1,10 +1,12 @@
 """The memory of a pipeline stage over a step: what each action of its schedule adds, and what it frees."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 from megalite.planner.activations import Activations
-from megalite.topology.schedules import FORWARD, INPUT, WEIGHT, Action
+from megalite.topology.schedules import FORWARD, INPUT, SCHEDULES, WEIGHT, Action, ActionKind
 
 _NOTHING = Activations()
 
@@ -22,8 +24,7 @@ class ChunkMemory:
     head_gradient: float = 0.0
 
 
-@dataclass(frozen=True)
-class StageMoment:
+class StageMoment(NamedTuple):
     """The bytes of a stage by kind at one moment of a step."""
 
     activations: float
@@ -35,47 +36,90 @@ class StageMoment:
         return self.activations + self.loss + self.gradients
 
 
-@dataclass
-class _Now:
-    activations: float = 0.0
-    loss: float = 0.0
-    gradients: float = 0.0
+class LiveState(NamedTuple):
+    """The state of a stage before an action: numbers of micro batches, by the stage's chunks in ascending order.
 
-    def with_working(self, layers: float = 0.0, loss: float = 0.0, gradients: float = 0.0) -> StageMoment:
-        return StageMoment(self.activations + layers, self.loss + loss, self.gradients + gradients)
+    kept: between F and B. deferred: between I and W. begun: whether a chunk has gradients.
+    """
+
+    kind: ActionKind
+    chunk: int
+    kept: tuple[int, ...]
+    deferred: tuple[int, ...]
+    begun: tuple[bool, ...]
 
 
-def stage_moments(order: Sequence[Action], chunks: Mapping[int, ChunkMemory]) -> list[StageMoment]:
+@lru_cache(maxsize=4096)
+def schedule_states(
+    name: str, stage: int, stages: int, micro_batches: int, chunks: int
+) -> tuple[LiveState, ...]:
+    """Return the states of a stage under a schedule in which the most is alive: no other one of the same action has
+    as much or more."""
+    states = set(live_states(SCHEDULES[name].order(stage, stages, micro_batches, chunks)))
+    most: dict[tuple[Any, ...], list[LiveState]] = {}
+    for state in sorted(states, key=lambda state: -sum(state.kept) - sum(state.deferred)):
+        fuller = most.setdefault((state.kind, state.chunk, state.begun), [])
+        if not any(_covers(other, state) for other in fuller):
+            fuller.append(state)
+    return tuple(state for group in most.values() for state in group)
+
+
+def _covers(fuller: LiveState, state: LiveState) -> bool:
+    pairs = zip(fuller.kept + fuller.deferred, state.kept + state.deferred, strict=True)
+    return all(more >= fewer for more, fewer in pairs)
+
+
+def live_states(order: Sequence[Action]) -> Iterator[LiveState]:
+    """Yield the state before each action. Activations live from F to B, a split backward's rest from I to W."""
+    chunks = sorted({action.chunk for action in order})
+    kept, deferred, begun = (dict.fromkeys(chunks, 0) for _ in range(3))
+    for action in order:
+        before = (tuple(kept.values()), tuple(deferred.values()), tuple(map(bool, begun.values())))
+        yield LiveState(action.kind, action.chunk, *before)
+        if action.kind == FORWARD:
+            kept[action.chunk] += 1
+        elif action.kind == WEIGHT:
+            deferred[action.chunk] -= 1
+        else:
+            kept[action.chunk] -= 1
+            deferred[action.chunk] += action.kind == INPUT
+        begun[action.chunk] |= action.kind not in (FORWARD, INPUT)
+
+
+def stage_moments(states: Sequence[LiveState], chunks: Mapping[int, ChunkMemory]) -> list[StageMoment]:
     """Return the moments of a stage's actions at which its memory may be highest.
 
-    Activations live from F to B; of a split backward, what the weight gradients need lives from I to W. A chunk's
-    gradients appear during its first backward, which frees its activations meanwhile.
+    A chunk's gradients appear during its first backward, which frees its activations meanwhile.
     """
-    now, begun = _Now(), set[int]()
-    moments = [StageMoment(0.0, 0.0, 0.0)]
-    for action in order:
-        chunk = chunks[action.chunk]
-        layers, loss = chunk.layers, chunk.loss
-        if action.kind == FORWARD:
-            now.activations += layers.kept
-            now.loss += loss.kept
-            moments.append(now.with_working(layers.forward if not loss.kept else 0.0, loss.forward))
-            continue
-        if action.kind == WEIGHT:
-            now.activations -= layers.deferred
-            now.loss -= loss.deferred
+    memories = [chunks[chunk] for chunk in sorted(chunks)]
+    moments = []
+    for state in states:
+        activations = loss = gradients = 0.0
+        for memory, kept, deferred, begun in zip(
+            memories, state.kept, state.deferred, state.begun, strict=True
+        ):
+            activations += kept * memory.layers.kept + deferred * memory.layers.deferred
+            loss += kept * memory.loss.kept + deferred * memory.loss.deferred
+            gradients += memory.gradients * begun
+        here = chunks[state.chunk]
+        layers, of_loss = here.layers, here.loss
+        if state.kind == FORWARD:
+            working = 0.0 if of_loss.kept else layers.forward
+            moments.append(
+                StageMoment(
+                    activations + layers.kept + working, loss + of_loss.kept + of_loss.forward, gradients
+                )
+            )
+        elif state.kind == WEIGHT:
+            moments.append(StageMoment(activations, loss, gradients))
         else:
-            # First the loss, with all that is kept; then the layers, once the logits are freed.
-            early = 0.0 if action.chunk in begun or action.kind == INPUT else chunk.head_gradient
-            moments.append(now.with_working(0.0, loss.backward, early))
-            now.loss -= loss.kept
-            moments.append(now.with_working(layers.backward))
-            now.activations -= layers.kept
-            if action.kind == INPUT:
-                now.activations += layers.deferred
-                now.loss += loss.deferred
-        if action.chunk not in begun and action.kind != INPUT:
-            begun.add(action.chunk)
-            now.gradients += chunk.gradients
-        moments.append(now.with_working(layers.backward if action.kind != WEIGHT else 0.0))
+            first = not state.begun[sorted(chunks).index(state.chunk)]
+            # The loss comes first, with all that is kept; then the layers, once the logits are freed.
+            early = here.head_gradient if first and state.kind != INPUT else 0.0
+            moments.append(StageMoment(activations, loss + of_loss.backward, gradients + early))
+            moments.append(StageMoment(activations + layers.backward, loss - of_loss.kept, gradients))
+            # At the end the gradients are there, and the activations are not.
+            own = here.gradients if first and state.kind != INPUT else 0.0
+            after = activations - layers.kept + layers.backward
+            moments.append(StageMoment(after, loss - of_loss.kept, gradients + own))
     return moments

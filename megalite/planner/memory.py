@@ -2,20 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import lru_cache
 
 from megalite.config.output.summary import TOKENS_PER_PARAMETER, memory_text, tokens_text
 from megalite.config.sections.derived import vocabulary
 from megalite.config.sections.schema import RunConfig
+from megalite.config.sections.training_section import RecomputeMode
 from megalite.planner.activations import Activations, head_activations, head_rows, layer_activations
-from megalite.planner.liveness import ChunkMemory, stage_moments
+from megalite.planner.liveness import ChunkMemory, LiveState, schedule_states, stage_moments
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import ValueCounts, chunk_counts, stage_counts
 from megalite.topology.adapter import Lora
 from megalite.topology.collective_sizes import BUCKET_BYTES, COLLECTIVE_BYTES
 from megalite.topology.optimizers import OPTIMIZERS
 from megalite.topology.parameters import HEAD, parameter_count
-from megalite.topology.schedules import SCHEDULES, Action
 from megalite.topology.transfers import ACTIONS_AHEAD
 
 STATE_BYTES = 2 + 4 + 4 + 4 * len(OPTIMIZERS["adamw"].state)
@@ -99,21 +98,22 @@ def stage_memory(run: PlannedRun, stage: int, *, base: float = 0.0) -> RankMemor
     share = copies if zero >= 1 else 1
     masters = run.exact_bytes * counts.trained * has_masters / share
     moments = run.exact_bytes * counts.state / share
-    buffers = _buffers(run, stage, counts)
+    buffers, bucket = _buffers(run), _bucket(run, stage, counts)
     on_host = 0.0
     if device := run.offload.get("offload_optimizer"):
         on_host, masters, moments = (masters + moments) * (device == "cpu"), 0.0, 0.0
     if device := run.offload.get("offload_param"):
         on_host, weights = on_host + weights * (device == "cpu"), 0.0
-    step = stage_moments(stage_order(run, stage), _chunks(run, stage, every_gradient, counts))
+    step = stage_moments(stage_states(run, stage), _chunks(run, stage, every_gradient, counts))
     fullest = max(step, key=lambda moment: moment.activations + moment.loss)
-    # The update comes when no activation is left, and every gradient is there.
-    update = (
-        every_gradient + OPTIMIZERS[run.optimizer.name].working * run.exact_bytes * counts.trained / share
-    )
-    peak = weights + masters + moments + buffers + base + max(update, *(moment.total for moment in step))
+    # At the end all gradients are there, and no activation; then a bucket of gradients or the update's own values.
+    of_update = OPTIMIZERS[run.optimizer.name].working * run.exact_bytes * counts.trained / share
+    end = every_gradient + max(bucket, of_update)
+    peak = weights + masters + moments + buffers + base + max(end, *(moment.total for moment in step))
     of_step = (fullest.activations, fullest.loss)
-    return RankMemory(weights, every_gradient, masters, moments, *of_step, buffers, base, on_host, peak)
+    return RankMemory(
+        weights, every_gradient, masters, moments, *of_step, buffers + bucket, base, on_host, peak
+    )
 
 
 def memory_line(
@@ -148,8 +148,9 @@ def _chunks(
     chunks, last = run.split.chunks_of(stage), len(run.split.layers) - 1
     trained_head = _trains_head(run)
     memories, left = {}, every_gradient
+    known: dict[tuple[RecomputeMode, int], Activations] = {}
     for chunk in chunks:
-        layers = _layers(run, chunk)
+        layers = _layers(run, chunk, known)
         loss = Activations()
         if chunk == last:
             norm, loss = head_activations(run, trained=trained_head)
@@ -165,51 +166,50 @@ def _chunks(
     return memories
 
 
-def _layers(run: PlannedRun, chunk: int) -> Activations:
-    """Return the activations of a chunk's layers together; one of them runs at a time."""
+def _layers(run: PlannedRun, chunk: int, known: dict[tuple[RecomputeMode, int], Activations]) -> Activations:
+    """Return the activations of a chunk's layers together; one of them runs at a time. known: by mode and layer."""
     layers = run.split.layers[chunk]
-    modes = [run.training.recompute_of(place, len(layers)) for place in range(len(layers))]
-    alike = run.shape.adapter is None
-    if alike:
-        parts = [(layer_activations(run, mode), modes.count(mode)) for mode in dict.fromkeys(modes)]
-    else:
-        parts = [(layer_activations(run, mode, layer), 1) for mode, layer in zip(modes, layers, strict=True)]
+    number: dict[tuple[RecomputeMode, int], int] = {}
+    for place, layer in enumerate(layers):
+        mode = run.training.recompute_of(place, len(layers))
+        # Without an adapter all layers are alike.
+        key = (mode, 0 if run.shape.adapter is None else layer)
+        number[key] = number.get(key, 0) + 1
+        if key not in known:
+            known[key] = layer_activations(run, *key)
     return Activations(
-        sum(part.kept * number for part, number in parts),
-        sum(part.deferred * number for part, number in parts),
-        max(part.forward for part, _ in parts),
-        max(part.backward for part, _ in parts),
+        sum(known[key].kept * times for key, times in number.items()),
+        sum(known[key].deferred * times for key, times in number.items()),
+        max(known[key].forward for key in number),
+        max(known[key].backward for key in number),
     )
 
 
-def stage_order(run: PlannedRun, stage: int) -> tuple[Action, ...]:
-    """Return the actions of a stage in a step; with one stage those of 1F1B, which is gradient accumulation."""
-    stages = run.split.stages
+def stage_states(run: PlannedRun, stage: int) -> tuple[LiveState, ...]:
+    """Return the states of a stage in a step; with one stage those of 1F1B, which is gradient accumulation."""
+    stages, chunks = run.split.stages, run.split.chunks_per_stage
     name = run.schedule if stages > 1 else "1f1b"
-    return _order(name, stage, stages, run.micro_batches, run.split.chunks_per_stage)
+    return schedule_states(name, stage, stages, run.micro_batches, chunks)
 
 
-@lru_cache(maxsize=4096)
-def _order(name: str, stage: int, stages: int, micro_batches: int, chunks: int) -> tuple[Action, ...]:
-    return SCHEDULES[name].order(stage, stages, micro_batches, chunks)
-
-
-def _buffers(run: PlannedRun, stage: int, counts: ValueCounts) -> float:
-    """Return the bytes of messages between stages, gradient buckets, and two batches of ids."""
+def _buffers(run: PlannedRun) -> float:
+    """Return the bytes of messages between stages, and of two batches of ids."""
     hidden = run.positions * run.shape.hidden_size * run.weight_bytes
     messages = 2 * ACTIONS_AHEAD * hidden if run.layout.pipeline > 1 else 0.0
     # ids, labels, positions and the loss mask, of this step and the next.
-    batches = 2 * run.micro_batches * run.tokens * (3 * _ID_BYTES + 4)
+    return messages + 2 * run.micro_batches * run.tokens * (3 * _ID_BYTES + 4)
+
+
+def _bucket(run: PlannedRun, stage: int, counts: ValueCounts) -> float:
+    """Return the bytes of a bucket in which gradients are summed over the replicas, without ZeRO."""
     if run.copies == 1 or run.zero_stage:
-        return messages + batches
+        return 0.0
     bytes_a_chunk = [
         run.weight_bytes * chunk_counts(run, chunk).trained for chunk in run.split.chunks_of(stage)
     ]
-    least = min(
-        max(bytes_a_chunk, default=0), max(BUCKET_BYTES, run.weight_bytes * _layer_values(run, stage))
-    )
+    least = min(max(bytes_a_chunk), max(BUCKET_BYTES, run.weight_bytes * _layer_values(run, stage)))
     bucket = min(least, COLLECTIVE_BYTES) * run.gradient_bytes / run.weight_bytes
-    return messages + batches + min(bucket, run.gradient_bytes * counts.trained)
+    return min(bucket, run.gradient_bytes * counts.trained)
 
 
 def _layer_values(run: PlannedRun, stage: int) -> float:

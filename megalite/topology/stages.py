@@ -37,7 +37,10 @@ class PipelineSplit:
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """Return the chunks of a stage, ascending."""
-        return tuple(chunk for chunk in range(len(self.layers)) if self.stage_of(chunk) == stage)
+        back = self.stages - 1 - stage if self.v_shaped else stage
+        return tuple(
+            turn * self.stages + (back if turn % 2 else stage) for turn in range(self.chunks_per_stage)
+        )
 
     def layers_of(self, stage: int) -> tuple[int, ...]:
         """Return the global layer indices of a stage, ascending."""

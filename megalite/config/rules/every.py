@@ -53,6 +53,17 @@ RULES = _functions_that_yield(Problem, *_SUBJECTS, preference, validation)
 _PLACE_RULES = _functions_that_yield(Problem, places)
 _NOTES = _functions_that_yield(str, computation, optimizer, adapter)
 
+_LAYOUT_RULES = _functions_that_yield(Problem, layout, pipeline, batch, computation, optimizer)
+
+
+def layout_problems(run: CheckedRun) -> Iterator[Problem]:
+    """Yield the problems of the rules that depend on how a legal model is laid out, for the search of layouts."""
+    for rule in _LAYOUT_RULES:
+        try:
+            yield from rule(run)
+        except Unknown:
+            continue
+
 
 def problems_of(run: CheckedRun, *, places: bool = False) -> list[Problem]:
     """Return the problems of all rules, skipping each rule that reads an invalid or missing setting.

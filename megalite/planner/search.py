@@ -1,0 +1,230 @@
+"""All layouts of a run on a cluster: legal by the configuration's own rules, in memory, ranked by the step's time."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import log2
+
+from megalite.config.output.summary import memory_text
+from megalite.config.rules.every import layout_problems
+from megalite.config.sections.checked import CheckedRun, KnownValues
+from megalite.config.sections.schema import RunConfig
+from megalite.config.sections.training_section import ComputeSettings, RecomputeMode
+from megalite.errors import Problem
+from megalite.planner.cluster import Cluster
+from megalite.planner.memory import CARD_BASE_BYTES, RankMemory, stage_memory
+from megalite.planner.planned_run import PlannedRun
+from megalite.planner.step_time import StepTime, step_time
+from megalite.topology.axes import Layout
+from megalite.topology.schedules import SCHEDULES
+from megalite.topology.sharding import divisors
+from megalite.topology.stages import pipeline_split
+
+# GPipe and breadth-first keep every micro batch, and take as long as 1F1B and interleaved 1F1B, which do not.
+_SCHEDULES = tuple(name for name in SCHEDULES if name not in ("gpipe", "looped_bfs"))
+# The origin that messages name.
+_ORIGINS = {"deepspeed.zero_optimization": "planned"}
+_MOST_STAGES = 64
+_MICRO_BATCHES = (1, 2, 4, 8)
+_RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The settings of one layout; data: replicas; sequence: sequence parallelism."""
+
+    tensor: int
+    sequence: bool
+    pipeline: int
+    data: int
+    schedule: str
+    chunks: int
+    zero: int
+    micro_batch_size: int
+    recompute: RecomputeMode
+
+    @property
+    def flags(self) -> dict[str, object]:
+        """Setting -> value, as RUN.toml has them."""
+        settings: dict[str, object] = {
+            "parallel.tensor": self.tensor,
+            "parallel.sequence": self.sequence,
+            "parallel.pipeline": self.pipeline,
+            "parallel.data": self.data,
+            "training.micro_batch_size": self.micro_batch_size,
+            "training.recompute": self.recompute,
+        }
+        if self.pipeline > 1:
+            settings |= {"parallel.schedule": self.schedule, "parallel.virtual_stages": self.chunks}
+        if self.zero:
+            settings["deepspeed.zero_optimization.stage"] = self.zero
+        return settings
+
+    def distance(self, other: "LayoutChoice") -> float:
+        """Return how much one has to change to become the other: doublings of sizes, and other settings."""
+        sizes = ("tensor", "pipeline", "data", "micro_batch_size")
+        doublings = sum(abs(log2(getattr(self, name) / getattr(other, name))) for name in sizes)
+        others = ("sequence", "schedule", "zero", "recompute")
+        return doublings + sum(getattr(self, name) != getattr(other, name) for name in others)
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A legal layout with its prediction. memory: of the rank that needs the most."""
+
+    choice: LayoutChoice
+    run: PlannedRun
+    memory: RankMemory
+    time: StepTime
+    fits: bool
+
+
+@dataclass(frozen=True)
+class RefusedLayout:
+    """A layout that a rule refuses, with the first problem."""
+
+    choice: LayoutChoice
+    problem: Problem
+
+
+@dataclass(frozen=True)
+class LayoutSearch:
+    """All layouts: those that fit, fastest first, those that need more memory, least first, and those refused."""
+
+    fitting: Sequence[PlannedLayout]
+    too_large: Sequence[PlannedLayout]
+    refused: Sequence[RefusedLayout]
+
+    def nearest(self, choice: LayoutChoice) -> PlannedLayout | None:
+        """Return the layout that fits and differs least from one that does not; the fastest of several."""
+        return min(self.fitting, key=lambda layout: layout.choice.distance(choice), default=None)
+
+
+def every_choice(world: int, cluster: Cluster) -> Iterator[LayoutChoice]:
+    """Yield the layouts of `world` ranks. Tensor parallelism goes as far as two nodes."""
+    tensors = [size for size in divisors(world) if size <= 2 * cluster.cards_per_node]
+    for tensor in tensors:
+        for pipeline in (size for size in divisors(world // tensor) if size <= _MOST_STAGES):
+            data = world // tensor // pipeline
+            schedules = [
+                (name, chunks)
+                for name in (_SCHEDULES if pipeline > 1 else ("1f1b",))
+                for chunks in _chunks(name, pipeline)
+            ]
+            zeros = (0,) if data == 1 else (0, 1, 2, 3)
+            kinds = product((False, True) if tensor > 1 else (False,), schedules, zeros)
+            for sequence, (name, chunks), zero in kinds:
+                for size, recompute in product(_MICRO_BATCHES, _RECOMPUTE):
+                    yield LayoutChoice(tensor, sequence, pipeline, data, name, chunks, zero, size, recompute)
+
+
+def search(config: RunConfig, vocab_size: int, cluster: Cluster) -> LayoutSearch:
+    """Plan every layout of a resolved run over the cards of a cluster, with the run's own global batch."""
+    base, checked = PlannedRun.of(config, vocab_size), checked_run(config, cluster.cards)
+    planned: list[PlannedLayout] = []
+    refused: list[RefusedLayout] = []
+    for choice in every_choice(cluster.cards, cluster):
+        problem = next(layout_problems(_with_choice(checked, config, choice)), None)
+        if problem is not None:
+            refused.append(RefusedLayout(choice, problem))
+        else:
+            planned.append(plan_layout(base, choice, config.batch.global_batch_size, cluster))
+    fitting = sorted((layout for layout in planned if layout.fits), key=_time_and_memory)
+    too_large = sorted(
+        (layout for layout in planned if not layout.fits), key=lambda layout: layout.memory.peak
+    )
+    return LayoutSearch(fitting, too_large, refused)
+
+
+def _time_and_memory(layout: PlannedLayout) -> tuple[float, float]:
+    return layout.time.total, layout.memory.peak
+
+
+def plan_layout(
+    base: PlannedRun, choice: LayoutChoice, global_batch_size: int, cluster: Cluster
+) -> PlannedLayout:
+    """Return the prediction of a legal layout."""
+    split = pipeline_split(
+        base.shape.num_hidden_layers,
+        choice.pipeline,
+        chunks_per_stage=choice.chunks,
+        v_shaped=SCHEDULES[choice.schedule].v_shaped,
+    )
+    run = replace(
+        base,
+        layout=Layout(choice.pipeline, choice.data, choice.tensor),
+        split=split,
+        schedule=choice.schedule,
+        micro_batch_size=choice.micro_batch_size,
+        micro_batches=global_batch_size // choice.data // choice.micro_batch_size,
+        sequence_parallel=choice.sequence,
+        zero_stage=choice.zero,
+        training=_recomputing(choice.recompute),
+    )
+    stages = {0, _fullest_stage(run), choice.pipeline - 1}
+    memory = max(
+        (stage_memory(run, stage, base=CARD_BASE_BYTES) for stage in stages), key=lambda each: each.peak
+    )
+    fits = memory.peak <= cluster.memory_bytes * cluster.usable
+    return PlannedLayout(choice, run, memory, step_time(run, cluster, memory), fits)
+
+
+def checked_run(config: RunConfig, world_size: int) -> CheckedRun:
+    """Return a resolved run as the rules read it."""
+    names = [name for name in CheckedRun.__dataclass_fields__ if name in RunConfig.model_fields]
+    sections = {name: getattr(config, name) for name in names if name != "deepspeed"}
+    return CheckedRun(
+        **sections, deepspeed={}, world_size=world_size, origins=_ORIGINS, incomplete=(), launched=None
+    )
+
+
+def needs_too_much(layout: PlannedLayout, cluster: Cluster) -> str:
+    """Return why a layout does not fit a card."""
+    has = cluster.memory_bytes * cluster.usable
+    return (
+        f"needs {memory_text(layout.memory.peak)} on a card, of which a run may plan with {memory_text(has)}"
+    )
+
+
+def _with_choice(checked: CheckedRun, config: RunConfig, choice: LayoutChoice) -> CheckedRun:
+    parallel = {
+        "tensor": choice.tensor,
+        "sequence": choice.sequence,
+        "pipeline": choice.pipeline,
+        "data": choice.data,
+        "schedule": choice.schedule,
+        "virtual_stages": choice.chunks,
+        "layers_per_stage": None,
+    }
+    training = {
+        **dict(config.training),
+        "micro_batch_size": choice.micro_batch_size,
+        "micro_batches": None,
+        "global_batch_size": config.batch.global_batch_size,
+        "recompute": choice.recompute,
+        "recompute_layers": None,
+        "recompute_ratio": None,
+    }
+    deepspeed = {"zero_optimization": {"stage": choice.zero}} if choice.zero else {}
+    sections = {"parallel": KnownValues(parallel), "training": KnownValues(training)}
+    return replace(checked, **sections, deepspeed=deepspeed)  # type: ignore[arg-type]
+
+
+def _chunks(schedule: str, stages: int) -> tuple[int, ...]:
+    """Return the numbers of chunks a stage that are tried."""
+    only = SCHEDULES[schedule].only_chunks
+    if stages == 1:
+        return (1,)
+    return (only,) if only else (1, 2, 4) if schedule == "interleaved_zero_bubble" else (2, 4)
+
+
+def _fullest_stage(run: PlannedRun) -> int:
+    """Return the first stage with the most layers."""
+    return max(range(run.split.stages), key=lambda stage: len(run.split.layers_of(stage)))
+
+
+_COMPUTE = {mode: ComputeSettings(recompute=mode) for mode in _RECOMPUTE}
+
+
+def _recomputing(mode: RecomputeMode) -> ComputeSettings:
+    return _COMPUTE[mode]

@@ -1,0 +1,133 @@
+"""The time of a step from operations, bubble and traffic: an estimate with the assumptions of `Cluster`."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+
+from megalite.monitor.cards import CARDS
+from megalite.planner.bubble import bubble
+from megalite.planner.cluster import Cluster
+from megalite.planner.memory import RankMemory
+from megalite.planner.planned_run import PlannedRun
+from megalite.topology.flops import attention_flops, flops_per_token, forward_flops
+from megalite.topology.shape import ModelShape
+
+# The share of a micro batch's time that its backward takes, beside which gradients are summed.
+_BACKWARD = 2 / 3
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step. compute: of the slowest stage. tensor, pipeline, data: traffic that no computation hides.
+
+    update: reading and writing the optimizer's state.
+    """
+
+    compute: float
+    bubble: float
+    tensor: float
+    pipeline: float
+    data: float
+    update: float
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.bubble + self.tensor + self.pipeline + self.data + self.update
+
+
+def step_time(run: PlannedRun, cluster: Cluster, memory: RankMemory) -> StepTime:
+    """Return the time of a step. memory: of the rank with the most parameters.
+
+    Tensor-parallel sums are not hidden. The sums of gradients run beside the last backward, the first and the last
+    transfer of a pipeline wait for nobody. Raises ValueError if the card has no tensor cores for the precision.
+    """
+    peak = cluster.peak(run.precision)
+    if peak is None:
+        raise ValueError(f"{cluster.card} has no peak for {run.precision}")
+    layers = max(
+        len(run.split.layers_of(stage)) for stage in {0, run.split.stages // 2, run.split.stages - 1}
+    )
+    operations = max(
+        _stage_operations(run, stage) for stage in {0, run.split.stages // 2, run.split.stages - 1}
+    )
+    micro_batch = operations * run.tokens / run.layout.tensor / (peak * cluster.efficiency)
+    sums = _tensor_seconds(run, cluster) * layers
+    compute, traffic = run.micro_batches * micro_batch, run.micro_batches * sums
+    idle = bubble(run.schedule, run.split.stages, run.micro_batches, run.split.chunks_per_stage)
+    return StepTime(
+        compute,
+        (compute + traffic) * idle / (1 - idle),
+        traffic,
+        _pipeline_seconds(run, cluster),
+        _data_seconds(run, cluster, memory, _BACKWARD * micro_batch),
+        2 * memory.states / (CARDS[cluster.card].memory * 1e9),
+    )
+
+
+@lru_cache(maxsize=256)
+def _operations(shape: ModelShape, length: int) -> tuple[tuple[int, ...], tuple[int, ...], int, float]:
+    """Return forward operations: of the layers up to each, of their attention, of the head; and the step's multiple."""
+    forward = forward_flops(shape, length)
+    factor = flops_per_token(shape, length) / (sum(forward.layers) + forward.head)
+    attention = accumulate(attention_flops(shape, length))
+    return (0, *accumulate(forward.layers)), (0, *attention), forward.head, factor
+
+
+def _stage_operations(run: PlannedRun, stage: int) -> float:
+    """Return the operations of a token on a stage, forward and backward, with what is recomputed."""
+    layer_sums, attention_sums, head, factor = _operations(run.shape, run.sequence_length)
+    forward = again = 0.0
+    for chunk in run.split.chunks_of(stage):
+        layers = run.split.layers[chunk]
+        of_chunk = layer_sums[layers.stop] - layer_sums[layers.start]
+        forward += of_chunk + (head if chunk == len(run.split.layers) - 1 else 0)
+        mode = run.training.recompute
+        chosen = sum(run.training.recompute_of(place, len(layers)) == mode for place in range(len(layers)))
+        repeated = {
+            "none": 0,
+            "selective": attention_sums[layers.stop] - attention_sums[layers.start],
+            "full": of_chunk,
+        }
+        again += repeated[mode] * chosen / len(layers)
+    return factor * forward + again
+
+
+def _tensor_seconds(run: PlannedRun, cluster: Cluster) -> float:
+    """Return the time of a layer's sums over the tensor-parallel ranks in one micro batch.
+
+    Two in the forward, two in the backward and two when the layer is recomputed, each an all-reduce or a gather and a
+    scatter of the same volume; with sequence parallelism the backward gathers both inputs again.
+    """
+    ranks = run.layout.tensor
+    if ranks == 1:
+        return 0.0
+    hidden = run.tokens * run.shape.hidden_size * run.weight_bytes
+    sums = 4 + 2 * (run.training.recompute == "full") + run.sequence_parallel
+    return sums * 2 * (ranks - 1) / ranks * hidden / cluster.bandwidth(ranks, 1)
+
+
+def _pipeline_seconds(run: PlannedRun, cluster: Cluster) -> float:
+    """Return the time of the transfers while the pipeline fills and drains."""
+    stages = run.layout.pipeline
+    if stages == 1:
+        return 0.0
+    hidden = run.positions * run.shape.hidden_size * run.weight_bytes
+    stride = run.layout.data * run.layout.tensor
+    return 2 * (stages - 1) * hidden / cluster.bandwidth(2, stride)
+
+
+def _data_seconds(run: PlannedRun, cluster: Cluster, memory: RankMemory, hidden: float) -> float:
+    """Return the time of sums and gathers over the replicas that lasts longer than `hidden`."""
+    ranks, stage = run.copies, run.zero_stage
+    if ranks == 1:
+        return 0.0
+    share = (ranks - 1) / ranks / cluster.bandwidth(ranks, run.layout.tensor)
+    weights = memory.weights * (ranks if stage == 3 else 1)
+    gradients = memory.gradients * (ranks if stage >= 2 else 1)
+    if stage < 2:
+        gather = weights * share if stage else 0.0
+        return max(0.0, 2 * gradients * share - hidden) + gather
+    # In every micro batch; ZeRO 3 gathers the weights for the forward and for the backward.
+    rounds = run.micro_batches
+    gathers = 2 * rounds if stage == 3 else 1
+    return max(0.0, rounds * (gradients * share - hidden)) + gathers * weights * share

@@ -1,0 +1,35 @@
+"""Each schedule's bubble: its published formula is what a simulation of its own data gives."""
+
+import pytest
+
+from megalite.planner.bubble import bubble, published_bubble
+from megalite.topology.schedule_timeline import bubble_fraction
+from megalite.topology.schedules import SCHEDULES
+from tests.support.parity import about
+
+SIZES = [(stages, batches) for stages in range(2, 8) for batches in range(1, 3 * stages + 1)]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_formula_is_the_simulation(name: str) -> None:
+    schedule, compared = SCHEDULES[name], 0
+    for stages, batches in [*SIZES, (16, 64)]:
+        for chunks in [schedule.only_chunks] if schedule.only_chunks else [1, 2, 3]:
+            if schedule.problem(stages, batches, chunks):
+                continue
+            formula = published_bubble(name, stages, batches, chunks)
+            if formula is not None:
+                compared += 1
+                assert formula == about(bubble_fraction(name, stages, batches, chunks))
+    assert compared > 10
+
+
+def test_other_numbers_are_simulated() -> None:
+    assert published_bubble("zbv", 4, 5, 2) is None
+    assert bubble("zbv", 4, 5, 2) == bubble_fraction("zbv", 4, 5, 2)
+    assert bubble("1f1b", 1, 3, 1) == 0
+
+
+def test_numbers_that_the_schedule_refuses() -> None:
+    with pytest.raises(ValueError, match="fewer than the 8 that dualpipev needs"):
+        bubble("dualpipev", 4, 6, 2)

@@ -1,0 +1,72 @@
+"""The bytes that are alive at each moment of a schedule, for a chunk of round numbers."""
+
+import pytest
+
+from megalite.planner.activations import Activations
+from megalite.planner.liveness import ChunkMemory, live_states, schedule_states, stage_moments
+from megalite.topology.schedule_timeline import in_flight_chunks
+from megalite.topology.schedules import SCHEDULES, Action
+
+LAYERS = Activations(kept=100, deferred=30, forward=7, backward=5)
+LOSS = Activations(kept=1000, deferred=0, forward=0, backward=200)
+CHUNKS = {chunk: ChunkMemory(LAYERS) for chunk in range(64)}
+
+
+def order(text: str) -> list[Action]:
+    """Return actions of chunk 0 from "F0 F1 B0 B1"."""
+    return [Action(word[0], 0, int(word[1:])) for word in text.split()]  # type: ignore[arg-type]
+
+
+def activations(text: str, memory: ChunkMemory = ChunkMemory(LAYERS)) -> list[float]:  # noqa: B008
+    """Return the highest bytes of activations while each action runs."""
+    moments = []
+    for state in live_states(order(text)):
+        moments.append(max(moment.activations for moment in stage_moments([state], {0: memory})))
+    return moments
+
+
+def test_a_forward_adds_and_a_backward_frees() -> None:
+    assert activations("F0 F1 B0 B1") == [107, 207, 205, 105]
+
+
+def test_a_split_backward_keeps_what_its_weight_half_needs() -> None:
+    assert activations("F0 I0 F1 I1 W0 W1") == [107, 105, 137, 135, 60, 30]
+
+
+def test_logits_are_freed_before_the_layers_run_backward() -> None:
+    [forward, backward] = live_states(order("F0 B0"))
+    memory = {0: ChunkMemory(LAYERS, LOSS, gradients=50, head_gradient=20)}
+    assert max(moment.total for moment in stage_moments([forward], memory)) == 100 + 1000
+    moments = stage_moments([backward], memory)
+    assert [(moment.activations, moment.loss, moment.gradients) for moment in moments] == [
+        (100, 1200, 20),
+        (105, 0, 0),
+        (5, 0, 50),
+    ]
+
+
+def test_gradients_stay_from_the_first_backward_on() -> None:
+    memory = {0: ChunkMemory(LAYERS, gradients=50)}
+    states = list(live_states(order("F0 B0 F1 B1")))
+    assert [moment.gradients for moment in stage_moments(states[2:], memory)] == [50] * 4
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_fullest_states_are_those_of_the_schedule(name: str) -> None:
+    schedule = SCHEDULES[name]
+    chunks = schedule.default_chunks
+    for stage in range(4):
+        actions = schedule.order(stage, 4, 8, chunks)
+        states = list(live_states(actions))
+        every = [moment.total for moment in stage_moments(states, _of_stage(actions))]
+        fullest = [
+            moment.total
+            for moment in stage_moments(schedule_states(name, stage, 4, 8, chunks), _of_stage(actions))
+        ]
+        assert max(every) == max(fullest)
+        most = max(sum(state.kept) + sum(state.deferred) + (state.kind == "F") for state in states)
+        assert most == in_flight_chunks(actions)
+
+
+def _of_stage(actions: tuple[Action, ...]) -> dict[int, ChunkMemory]:
+    return {chunk: CHUNKS[chunk] for chunk in {action.chunk for action in actions}}

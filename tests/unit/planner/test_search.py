@@ -1,0 +1,125 @@
+"""The layouts that a search calls legal load as runs, and those that it refuses do not."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megalite.errors import ConfigError
+from megalite.planner.cluster import FACTS, Cluster, card_named
+from megalite.planner.memory import stage_memory
+from megalite.planner.search import LayoutChoice, LayoutSearch, needs_too_much, search
+from megalite.planner.step_time import step_time
+from megalite.topology.axes import Layout
+from megalite.topology.flops import attention_flops, flops_per_token, forward_flops
+from tests.support.parity import about
+from tests.unit.config.runs import load
+from tests.unit.planner.plans import SHAPE, plan
+
+H100 = "H100 80GB HBM3"
+CLUSTER = Cluster(H100, nodes=2, cards_per_node=4, efficiency=0.5, link_efficiency=1.0)
+BATCH = {"training.global_batch_size": 16, "training.micro_batch_size": 1, "training.precision": "bf16"}
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory: pytest.TempPathFactory) -> LayoutSearch:
+    return search(load(tmp_path_factory.mktemp("run"), BATCH).config, 300, CLUSTER)
+
+
+def resolved(folder: Path, choice: LayoutChoice) -> Any:
+    settings: dict[str, Any] = {**BATCH, **choice.flags}
+    zero = settings.pop("deepspeed.zero_optimization.stage", 0)
+    if zero:
+        settings["deepspeed"] = {"zero_optimization": {"stage": zero}}
+    return load(folder, settings, world_size=CLUSTER.cards).config
+
+
+def test_legal_layouts_load(tmp_path: Path, layouts: LayoutSearch) -> None:
+    assert len(layouts.fitting) > 100
+    for layout in random.Random(0).sample(list(layouts.fitting), 12):
+        config = resolved(tmp_path, layout.choice)
+        assert config.layout == layout.run.layout and config.split == layout.run.split
+        assert config.batch.micro_batches == layout.run.micro_batches
+
+
+def test_refused_layouts_do_not_load(tmp_path: Path, layouts: LayoutSearch) -> None:
+    assert len(layouts.refused) > 100
+    for layout in random.Random(0).sample(list(layouts.refused), 12):
+        with pytest.raises(ConfigError) as refusal:
+            resolved(tmp_path, layout.choice)
+        assert layout.problem.key in {problem.key for problem in refusal.value.problems}
+
+
+def test_layouts_are_ranked_by_time(layouts: LayoutSearch) -> None:
+    seconds = [layout.time.total for layout in layouts.fitting]
+    assert seconds == sorted(seconds)
+
+
+def test_the_nearest_layout_differs_least(layouts: LayoutSearch) -> None:
+    best = layouts.fitting[0].choice
+    nearest = layouts.nearest(replace(best, micro_batch_size=64))
+    assert nearest is not None
+    assert replace(nearest.choice, micro_batch_size=best.micro_batch_size) == best
+    assert LayoutSearch((), (), ()).nearest(best) is None
+
+
+def test_a_layout_that_needs_more_than_a_card_has_says_both(tmp_path: Path) -> None:
+    large = {
+        **BATCH,
+        "model.hidden_size": 16384,
+        "model.intermediate_size": 65536,
+        "model.num_hidden_layers": 32,
+    }
+    cluster = replace(CLUSTER, card="L4")
+    found = search(load(tmp_path, large).config, 300, cluster)
+    assert not found.fitting and found.too_large
+    assert needs_too_much(found.too_large[0], cluster).endswith("of which a run may plan with 20.2 GiB")
+
+
+def test_compute_is_operations_over_peak() -> None:
+    run = plan()
+    time = step_time(run, CLUSTER, stage_memory(run, 0))
+    operations = flops_per_token(SHAPE, 32) * 4 * 64
+    assert time.compute == about(operations / (989.4e12 * 0.5))
+    assert time.bubble == time.tensor == time.pipeline == time.data == 0
+
+
+def test_recomputation_repeats_forwards() -> None:
+    forward = forward_flops(SHAPE, 32)
+    once = flops_per_token(SHAPE, 32)
+    for mode, again in (("selective", sum(attention_flops(SHAPE, 32))), ("full", sum(forward.layers))):
+        run = plan(recompute=mode)
+        compute = step_time(run, CLUSTER, stage_memory(run, 0)).compute
+        assert compute == about((once + again) * 4 * 64 / (989.4e12 * 0.5))
+
+
+def test_bubble_is_the_schedule_s_share() -> None:
+    run = plan(layout=Layout(pipeline=4), micro_batches=8)
+    time = step_time(run, CLUSTER, stage_memory(run, 0))
+    assert time.bubble / (time.bubble + time.compute) == about(3 / (8 + 3))
+
+
+def test_traffic_is_volume_over_bandwidth() -> None:
+    """Tensor 2 inside of a node at 450 GB/s, data 4 across nodes at 50 GB/s; four micro batches of 64 tokens."""
+    run = plan(layout=Layout(tensor=2, data=4), zero_stage=1)
+    memory = stage_memory(run, 0)
+    time = step_time(run, CLUSTER, memory)
+    assert time.tensor == about(4 * 8 * 4 * 64 * 64 * 2 / 450e9)
+    hidden = 2 / 3 * time.compute / 4
+    sums = 2 * memory.gradients * 3 / 4 / 50e9
+    assert time.data == about(max(0, sums - hidden) + memory.weights * 3 / 4 / 50e9)
+
+
+def test_an_unknown_card_is_refused_with_those_like_it() -> None:
+    with pytest.raises(ConfigError, match='no card "h100"; use one of H100 80GB HBM3, H100 PCIe, H100 NVL'):
+        card_named("h100")
+    with pytest.raises(ConfigError, match="its peak is known"):
+        card_named("GB200")
+    assert card_named(f"NVIDIA {H100}") == H100
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_every_card_has_a_peak(name: str) -> None:
+    assert Cluster(name).peak("fp16")
