@@ -1,0 +1,106 @@
+"""megalite plan: the plan that it prints and writes, and the errors of wrong input."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import main
+from megalite.config.load import load_run
+
+CARD = ["--card", "H100 80GB HBM3"]
+SMALL = ["small", *CARD, "--cards-per-node", "4", "--sequence-length", "512", "--batch", "32"]
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    """Return what `megalite plan` prints with these arguments and this exit code."""
+    assert main(["plan", *arguments]) == code
+    output = capsys.readouterr()
+    return output.err if code == 2 else output.out
+
+
+def test_the_best_layout_comes_first_with_its_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, *SMALL, "--tokens", "1e9", "--price", "2")
+    for words in (
+        "parameters",
+        "GFLOP a token",
+        "assumed:",
+        "best: ",
+        "memory",
+        "tokens/s",
+        "MWh",
+        "at 2 a card-hour",
+    ):
+        assert words in shown
+    assert max(map(len, shown.splitlines())) < 200
+
+
+def test_the_written_file_is_the_best_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = tmp_path / "run.toml"
+    report = json.loads(said(capsys, *SMALL, "--json"))
+    said(capsys, *SMALL, "--write", str(written))
+    config = load_run(written, world_size=4).config
+    best = report["layouts"][0]["settings"]
+    assert config.layout.world_size == 4
+    assert (config.layout.tensor, config.layout.pipeline) == (
+        best["parallel.tensor"],
+        best["parallel.pipeline"],
+    )
+    assert config.batch.global_batch_size == 32 and config.training.sequence_length == 512
+    assert "exists already" in said(capsys, *SMALL, "--write", str(written), code=2)
+
+
+def test_a_run_file_is_planned_with_its_own_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written, again = tmp_path / "run.toml", tmp_path / "again.toml"
+    said(capsys, *SMALL, "--write", str(written))
+    text = written.read_text().replace("[training]", '[training]\nprecision = "bf16"\nlabel_smoothing = 0.25')
+    written.write_text(text)
+    said(capsys, str(written), *CARD, "--cards-per-node", "4", "--write", str(again))
+    before, after = (load_run(file, world_size=4).config for file in (written, again))
+    assert after.training.label_smoothing == 0.25 and after.layout == before.layout
+
+
+def test_a_config_json_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    file = tmp_path / "config.json"
+    file.write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 384, "max_position_embeddings": 256, **shape})
+    )
+    for model in (file, tmp_path):
+        shown = said(capsys, str(model), *CARD, "--sequence-length", "256", "--batch", "8")
+        assert "vocabulary 384" in shown and "best: " in shown
+
+
+def test_what_fits_one_card(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = said(capsys, "small", *CARD, "--fit").splitlines()
+    none, selective, full = (line.split() for line in lines[-3:])
+    sizes = [int(row[1].replace(",", "")) for row in (none, selective, full)]
+    assert sizes == sorted(sizes) and sizes[0] > 1
+    assert "plan with more cards" in said(capsys, "llama-3-70b", *CARD, "--fit")
+
+
+def test_bands_of_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    """The bands of trainers' guides: 125M in 4 to 8 GB, 350M in 8 to 16, 1.3B in 16 to 32, 6B in 32 and more."""
+    rows = {line.split()[0]: line.split() for line in said(capsys, "--table").splitlines() if "GiB" in line}
+    gigabytes = {name: float(row[-2]) * 2**30 / 1e9 for name, row in rows.items() if name[0].isdigit()}
+    assert 4 < gigabytes["125M"] < 8 < gigabytes["350M"] < 16 < gigabytes["1.3B"] < 32 < gigabytes["6.7B"]
+
+
+def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = said(capsys, "llama-3-70b", "--card", "L4", "--cards-per-node", "1", code=1)
+    assert "nothing fits: the smallest, " in shown and "use more cards" in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["smal", *CARD], 'MODEL: "smal" is no preset'),
+        (CARD, "MODEL: is needed"),
+        (["small"], "--card: is needed"),
+        (["small", "--card", "h100"], 'there is no card "h100"; use one of H100 80GB HBM3'),
+    ],
+)
+def test_wrong_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in said(capsys, *arguments, code=2)
