@@ -72,6 +72,7 @@ _REPORTS = "megalite reports every step itself (monitor.every)"
 _CHECKPOINTS = "megalite writes its own checkpoints"
 _SUMS = "gradients are summed, and the loss is the mean over the global batch"
 _OUR_SUMS = "under ZeRO 1 megalite sums the gradients itself, by all-reduce"
+_ORDER = "it changes no numbers, and DeepSpeed 0.19 confuses with it where the state of a parameter is"
 _LEAVES = "the models of megalite need no leaf modules"
 _METRICS = "megalite writes metrics.jsonl, and TensorBoard with monitor.tensorboard"
 
@@ -269,7 +270,7 @@ EFFECTS: dict[str, KeyEffect] = {
     "zero_optimization.prefetch_bucket_size": PassedOn("count"),
     "zero_optimization.reduce_bucket_size": PassedOn("positive"),
     "zero_optimization.reduce_scatter": PassedOn("bool", idle_under_zero_1=_OUR_SUMS),
-    "zero_optimization.round_robin_gradients": PassedOn("bool"),
+    "zero_optimization.round_robin_gradients": Idle(_ORDER),
     "zero_optimization.save_muon_momentum_buffer_in_memory": Idle("the optimizer is not Muon"),
     "zero_optimization.stage": Read(),
     "zero_optimization.stage3_allgather_sequential": PassedOn("bool"),

@@ -542,6 +542,15 @@ def test_what_has_no_effect_is_noted(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_round_robin_gradients_are_not_handed_on(tmp_path: Path, stage: int) -> None:
+    """DeepSpeed 0.19.8 links states to other parameters with them, so that a checkpoint has the wrong moments."""
+    zero = {"stage": stage, "round_robin_gradients": True}
+    loaded = load(tmp_path, ds_json={"zero_optimization": zero})
+    assert any("zero_optimization.round_robin_gradients has no effect" in note for note in loaded.notes)
+    assert "round_robin_gradients" not in loaded.config.deepspeed_json()["zero_optimization"]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_keys_of_deepspeed_s_reduction_have_no_effect_under_zero_1(tmp_path: Path, stage: int) -> None:
     keys = {"contiguous_gradients": True, "overlap_comm": True, "reduce_scatter": True}
