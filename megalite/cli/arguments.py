@@ -25,7 +25,7 @@ def options_and_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]
     """
     words = with_deepspeeds_flags(arguments)
     if any(word.startswith("--") and "." not in word.partition("=")[0] for word in words):
-        from megalite.convert.adopt.megatron_arguments import megatron_problems
+        from megalite.convert.adopt.megatron.arguments import megatron_problems
 
         problems = [problem for problem in megatron_problems(words) if problem.key != DEEPSPEED]
         # One of our settings may only lack its section, which the run's own check says.

@@ -7,11 +7,11 @@ from typing import Any
 
 from megalite.convert.adopt.deepspeed_json import answer_json
 from megalite.convert.adopt.deepspeed_rules import DEEPSPEED
-from megalite.convert.adopt.keyed_file import MAPPINGS, score
+from megalite.convert.adopt.keyed.keyed_file import MAPPINGS, score
+from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.launchers import answer_launcher, is_hostfile
 from megalite.convert.adopt.rules import KeyRule, Reading
 from megalite.convert.adopt.sources import Source, read_source
-from megalite.convert.adopt.yaml_file import read_mapping
 from megalite.errors import ConfigError, Problem
 
 _KEY = "deepspeed"

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from megalite.convert.adopt.account import Account, KeyAnswer, Outcome
-from megalite.convert.adopt.shell_expand import as_source, is_known
+from megalite.convert.adopt.shell.expand import as_source, is_known
 from megalite.convert.adopt.sources import Source
 from megalite.launcher.hosts.hostfile import read_hostfile
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megalite.convert.adopt import megatron
 from megalite.convert.adopt.account import Account
-from megalite.convert.adopt.keyed_systems import AXOLOTL, LLAMA_FACTORY, NEOX, TRAINER
+from megalite.convert.adopt.keyed.keyed_systems import AXOLOTL, LLAMA_FACTORY, NEOX, TRAINER
+from megalite.convert.adopt.megatron import system as megatron
 from megalite.convert.adopt.sources import read_source
 from megalite.errors import ConfigError, Problem, listed
 

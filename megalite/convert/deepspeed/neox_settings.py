@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.sources import read_source
-from megalite.convert.adopt.yaml_file import read_mapping
 from megalite.convert.deepspeed.pipeline_names import Dialect
 from megalite.convert.megatron.arguments import Arguments
 from megalite.errors import CheckpointError, ConfigError

@@ -10,9 +10,9 @@ from megalite.cli import main
 from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from megalite.convert.adopt.account import Account, KeyAnswer
+from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.sources import read_source
 from megalite.convert.adopt.systems import adopt
-from megalite.convert.adopt.yaml_file import read_mapping
 
 LLAMA = '{"model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, '
 LLAMA += '"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, '

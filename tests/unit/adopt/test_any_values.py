@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.convert.adopt import axolotl, llama_factory, neox, trainer
+from megalite.convert.adopt.keyed import axolotl, llama_factory, trainer
+from megalite.convert.adopt.neox import system as neox
 from megalite.convert.adopt.report import account_lines, run_file_text
 from megalite.convert.adopt.rules import KeyRule
 from megalite.convert.adopt.sources import Source

@@ -11,9 +11,9 @@ import pytest
 from megalite.cli import main
 from megalite.convert.adopt.account import Outcome
 from megalite.convert.adopt.report import run_file_text
-from megalite.convert.adopt.shell import ScriptText, read_script
-from megalite.convert.adopt.shell_expand import TooLong, as_source
-from megalite.convert.adopt.shell_tokens import ShellSyntax
+from megalite.convert.adopt.shell.expand import TooLong, as_source
+from megalite.convert.adopt.shell.script import ScriptText, read_script
+from megalite.convert.adopt.shell.tokens import ShellSyntax
 from megalite.convert.adopt.systems import adopt
 from megalite.errors import ConfigError
 

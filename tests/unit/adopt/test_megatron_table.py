@@ -6,8 +6,8 @@ import pytest
 
 from megalite.config.sections.describe import section_models, setting
 from megalite.convert.adopt.account import Account, Outcome
-from megalite.convert.adopt.megatron_arguments import answer_arguments, argument_key, arguments_of
-from megalite.convert.adopt.megatron_rules import RULES, with_prefixes
+from megalite.convert.adopt.megatron.arguments import answer_arguments, argument_key, arguments_of
+from megalite.convert.adopt.megatron.rules import RULES, with_prefixes
 
 HERE = Path(__file__).parent
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import main
+from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.sources import Source
-from megalite.convert.adopt.yaml_file import read_mapping
 from megalite.errors import ConfigError
 
 LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(

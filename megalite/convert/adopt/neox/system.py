@@ -6,11 +6,12 @@ Keys and defaults are those of megatron/neox_arguments of EleutherAI/gpt-neox.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megalite.convert.adopt import neox_model, neox_run
 from megalite.convert.adopt.account import Account
 from megalite.convert.adopt.deepspeed_rules import BLOCKS, DEEPSPEED
-from megalite.convert.adopt.keyed_file import MAPPINGS, answer_all, complete, idle, read_files, refused
+from megalite.convert.adopt.keyed.keyed_file import MAPPINGS, answer_all, complete, idle, read_files, refused
 from megalite.convert.adopt.launchers import answer_launcher, is_hostfile
+from megalite.convert.adopt.neox import model as neox_model
+from megalite.convert.adopt.neox import run as neox_run
 from megalite.convert.adopt.rules import (
     KeyRule,
     NoEffect,

@@ -6,7 +6,7 @@ from typing import Any
 
 from megalite.config.sections.toml import format_value
 from megalite.convert.adopt.account import Account, Outcome
-from megalite.convert.adopt.megatron_rules import RENAMED, RULES, SEVERAL, with_prefixes
+from megalite.convert.adopt.megatron.rules import RENAMED, RULES, SEVERAL, with_prefixes
 from megalite.convert.adopt.rules import (
     Change,
     NoEffect,
@@ -17,7 +17,7 @@ from megalite.convert.adopt.rules import (
     WordsOf,
     apply_rules,
 )
-from megalite.convert.adopt.shell_expand import as_source, unknown_parts
+from megalite.convert.adopt.shell.expand import as_source, unknown_parts
 from megalite.errors import Problem
 
 _LIKE_ARGUMENTS = re.compile(r"arg|opt|flag|extra|cmd", re.IGNORECASE)

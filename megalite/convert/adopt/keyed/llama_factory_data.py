@@ -4,8 +4,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megalite.convert.adopt import tuning
-from megalite.convert.adopt.keyed_file import idle
+from megalite.convert.adopt.keyed import tuning
+from megalite.convert.adopt.keyed.keyed_file import idle
+from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.rules import (
     OFF,
     KeyRule,
@@ -20,7 +21,6 @@ from megalite.convert.adopt.rules import (
     whole,
 )
 from megalite.convert.adopt.sources import read_source
-from megalite.convert.adopt.yaml_file import read_mapping
 from megalite.errors import ConfigError
 
 _INFO = "dataset_info.json"

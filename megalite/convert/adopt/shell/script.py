@@ -9,7 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from megalite.convert.adopt.shell_expand import (
+from megalite.convert.adopt.shell.conditions import condition, is_test
+from megalite.convert.adopt.shell.expand import (
     TooLong,
     Variables,
     array_items,
@@ -19,8 +20,7 @@ from megalite.convert.adopt.shell_expand import (
     joined,
     split_words,
 )
-from megalite.convert.adopt.shell_test import condition, is_test
-from megalite.convert.adopt.shell_tokens import ShellSyntax, Token, tokens
+from megalite.convert.adopt.shell.tokens import ShellSyntax, Token, tokens
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
 _DECLARATIONS = ("export", "local", "declare", "readonly", "typeset")

@@ -6,10 +6,10 @@ Keys and defaults are those of transformers 5, with the names that version 4 had
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megalite.convert.adopt import trainer_rates
 from megalite.convert.adopt.account import Account
 from megalite.convert.adopt.companions import answer_companions, find_deepspeed, named_files
-from megalite.convert.adopt.keyed_file import answer_all, idle, read_files, refused
+from megalite.convert.adopt.keyed import trainer_rates
+from megalite.convert.adopt.keyed.keyed_file import answer_all, idle, read_files, refused
 from megalite.convert.adopt.rules import (
     OFF,
     KeyRule,

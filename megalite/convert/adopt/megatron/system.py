@@ -12,16 +12,15 @@ from megalite.convert.adopt.launchers import (
     is_hostfile,
     set_data_parallel_size,
 )
-from megalite.convert.adopt.megatron_arguments import (
+from megalite.convert.adopt.megatron.arguments import (
     answer_arguments,
     argument_key,
     arguments_of,
     variable_of,
 )
-from megalite.convert.adopt.megatron_rules import RULES, answer_defaults
+from megalite.convert.adopt.megatron.rules import RULES, answer_defaults
 from megalite.convert.adopt.rules import Reading
-from megalite.convert.adopt.shell import ScriptText, ShellCommand, read_script
-from megalite.convert.adopt.shell_expand import (
+from megalite.convert.adopt.shell.expand import (
     TooLong,
     Variables,
     as_source,
@@ -29,7 +28,8 @@ from megalite.convert.adopt.shell_expand import (
     split_words,
     unknown_parts,
 )
-from megalite.convert.adopt.shell_tokens import ShellSyntax, tokens
+from megalite.convert.adopt.shell.script import ScriptText, ShellCommand, read_script
+from megalite.convert.adopt.shell.tokens import ShellSyntax, tokens
 from megalite.convert.adopt.sources import Source, System, read_source
 from megalite.errors import ConfigError, Problem
 

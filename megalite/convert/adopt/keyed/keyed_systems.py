@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
-from megalite.convert.adopt import axolotl, llama_factory, neox, trainer
 from megalite.convert.adopt.deepspeed_rules import DEEPSPEED
-from megalite.convert.adopt.keyed_file import MAPPINGS, score
+from megalite.convert.adopt.keyed import axolotl, llama_factory, trainer
+from megalite.convert.adopt.keyed.keyed_file import MAPPINGS, score
+from megalite.convert.adopt.neox import system as neox
 from megalite.convert.adopt.rules import KeyRule
 from megalite.convert.adopt.sources import Source, System
 

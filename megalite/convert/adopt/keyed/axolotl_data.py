@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megalite.convert.adopt import tuning
+from megalite.convert.adopt.keyed import tuning
 from megalite.convert.adopt.rules import OFF, Reading, switch, text
 
 # type -> the rows that megalite reads likewise; others build their prompts from other columns.

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from megalite.convert.adopt.shell_expand import Variables, is_known, joined
-from megalite.convert.adopt.shell_tokens import Token
+from megalite.convert.adopt.shell.expand import Variables, is_known, joined
+from megalite.convert.adopt.shell.tokens import Token
 
 _NUMBERS = {
     "-eq": lambda left, right: left == right,

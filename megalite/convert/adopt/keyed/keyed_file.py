@@ -8,9 +8,9 @@ from typing import Any
 
 from megalite.config.sections.unchecked import did_you_mean
 from megalite.convert.adopt.account import Account
+from megalite.convert.adopt.keyed.yaml_file import flat, read_mapping
 from megalite.convert.adopt.rules import KeyRule, NoEffect, Reading, Refuse, apply_rules
 from megalite.convert.adopt.sources import Source
-from megalite.convert.adopt.yaml_file import flat, read_mapping
 from megalite.errors import ConfigError, Problem
 
 MAPPINGS = (".yml", ".yaml", ".json")

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from math import log2
 from typing import Any
 
-from megalite.convert.adopt import megatron_data as data
-from megalite.convert.adopt import megatron_length as length
-from megalite.convert.adopt.megatron_idle import IDLE, IDLE_PREFIXES, REFUSED, REFUSED_LAYOUT
-from megalite.convert.adopt.megatron_model import MODEL_ARGUMENTS, answer_model
+from megalite.convert.adopt.megatron import data, length
+from megalite.convert.adopt.megatron.model import MODEL_ARGUMENTS, answer_model
+from megalite.convert.adopt.megatron.without_effect import IDLE, IDLE_PREFIXES, REFUSED, REFUSED_LAYOUT
 from megalite.convert.adopt.rules import (
     Change,
     KeyRule,

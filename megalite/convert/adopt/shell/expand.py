@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from megalite.convert.adopt.shell_tokens import bracket_end, quote_end, tokens
+from megalite.convert.adopt.shell.tokens import bracket_end, quote_end, tokens
 
 LONGEST = 1 << 17
 """Characters of a value; a longer one is no launch script's."""

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.convert.adopt import llama_factory_data, trainer, trainer_rates, tuning
 from megalite.convert.adopt.account import Account
 from megalite.convert.adopt.companions import answer_companions, find_deepspeed, named_files
-from megalite.convert.adopt.keyed_file import answer_all, complete, idle, read_files, refused
+from megalite.convert.adopt.keyed import llama_factory_data, trainer, trainer_rates, tuning
+from megalite.convert.adopt.keyed.keyed_file import answer_all, complete, idle, read_files, refused
 from megalite.convert.adopt.rules import (
     OFF,
     KeyRule,

@@ -1,0 +1,1 @@
+"""Scripts of Megatron-LM and Megatron-DeepSpeed."""

@@ -1,0 +1,1 @@
+"""A launch script in the shell language, read and expanded, never executed."""
