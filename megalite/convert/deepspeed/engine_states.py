@@ -7,12 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megalite.convert.adamw import require_adamw
-from megalite.convert.deepspeed.folder import WEIGHTS_ONLY, EngineFiles
+from megalite.convert.deepspeed.adam_settings import require_adam
+from megalite.convert.deepspeed.folder import EngineFiles
 from megalite.convert.deepspeed.model_states import ModelStates
 from megalite.convert.deepspeed.partitions import OptimizerPartitions
 from megalite.convert.deepspeed.unpartitioned import UnpartitionedOptimizer
-from megalite.convert.universal.folder import MOMENTS, STATE_FILES, WEIGHTS
+from megalite.convert.universal.folder import STATE_FILES, WEIGHTS
 from megalite.errors import CheckpointError
 
 
@@ -72,7 +72,8 @@ class EngineStates:
             if files.optimizer
             else UnpartitionedOptimizer(self.model)
         )
-        self._require_adamw()
+        require_adam(self.trained.param_groups, self.model.settings, self.trained.other_states(), self.place)
+        self.trained.require(STATE_FILES)
 
     @cached_property
     def frozen(self) -> dict[str, tuple[int, ...]]:
@@ -114,29 +115,3 @@ class EngineStates:
                 " copy the folder again"
             )
         return values[:numel]
-
-    @property
-    def optimizer_parameters(self) -> Mapping[str, Any]:
-        """`optimizer.params` of the DeepSpeed JSON; empty where the program made the optimizer itself."""
-        section = self.model.settings.get("optimizer")
-        parameters = section.get("params") if isinstance(section, Mapping) else None
-        return parameters if isinstance(parameters, Mapping) else {}
-
-    def _require_adamw(self) -> None:
-        section = self.model.settings.get("optimizer")
-        kind = section.get("type") if isinstance(section, Mapping) else None
-        others = sorted(self.trained.other_states() - {*MOMENTS})
-        name = "" if str(kind or "adam").lower() in ("adam", "adamw") else str(kind)
-        if name or others:
-            raise CheckpointError(
-                f"{self.place} was trained with {name or 'an optimizer with ' + ', '.join(others)}, but only the states"
-                f" of Adam and AdamW are read; {WEIGHTS_ONLY}"
-            )
-        in_json = {"decoupled_weight_decay": self.optimizer_parameters.get("adam_w_mode")}
-        groups = [{**in_json, **group} for group in self.trained.param_groups]
-        require_adamw(groups, self.place)
-        if any(group.get("bias_correction") is False for group in groups):
-            raise CheckpointError(
-                f"{self.place} was trained without bias_correction, which AdamW here always has; {WEIGHTS_ONLY}"
-            )
-        self.trained.require(STATE_FILES)

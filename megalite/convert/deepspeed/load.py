@@ -7,7 +7,7 @@ from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.deepspeed.engine_states import EngineStates
 from megalite.convert.deepspeed.folder import engine_files
-from megalite.convert.deepspeed.training_state import counters, loss_scale, notes, settings
+from megalite.convert.deepspeed.training_state import counters, loss_scale, notes, settings_of_engine
 from megalite.convert.family_states import FamilyStatesReader
 from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import require_undamaged
@@ -35,7 +35,7 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
     state = counters(states)
     run = ImportedRun(
         shape,
-        {"optimizer": {"name": "adamw", **settings(states)}},
+        {"optimizer": {"name": "adamw", **settings_of_engine(states)}},
         state_keys=(WEIGHT, *MOMENTS),
         trainer_state=state,
         optimizer={"step": states.trained.step, **loss_scale(states.trained.table)},
@@ -54,7 +54,7 @@ def describe(place: Path) -> Iterator[str]:
         f"  step {state['step']:,}, {states.trained.step:g} updates, {state['samples']:,} samples;"
         f" {size_bytes:,} bytes in {len(files.model) + len(files.optimizer)} files"
     )
-    for name, value in settings(states).items():
+    for name, value in settings_of_engine(states).items():
         yield f"  optimizer.{name} = {value}"
     for name, value in loss_scale(states.trained.table).items():
         yield f"  {name} = {value}"

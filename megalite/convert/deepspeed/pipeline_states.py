@@ -1,13 +1,14 @@
 """The optimizer states of a checkpoint of DeepSpeed's pipeline engine, by pipeline layer and model-parallel rank."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
 from math import prod
 from typing import Any
 
 from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
+from megalite.convert.adamw import MOMENTS
+from megalite.convert.deepspeed.adam_settings import require_adam, settings
 from megalite.convert.deepspeed.engine_states import TrainedStates
 from megalite.convert.deepspeed.model_states import ModelStates
 from megalite.convert.deepspeed.partitions import OptimizerPartitions, param_shapes
@@ -17,11 +18,7 @@ from megalite.convert.deepspeed.rank_states import FP32
 from megalite.convert.deepspeed.training_state import loss_scale
 from megalite.convert.deepspeed.unpartitioned import UnpartitionedOptimizer
 from megalite.errors import CheckpointError
-from megalite.topology.optimizers import OPTIMIZERS
 
-MOMENTS = OPTIMIZERS["adamw"].keys
-_SETTINGS = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-"""Their name of a hyperparameter -> ours."""
 _TIED = "tied_modules."
 
 
@@ -40,6 +37,7 @@ class PipelineStates:
                     f"{path} has {stage.step:g} updates, but the first stage {self._stages[0].step:g}; fetch the files"
                     " of one step"
                 )
+            require_adam(stage.param_groups, self._config, stage.other_states(), folder.path)
             stage.require(MOMENTS)
 
     @property
@@ -72,22 +70,11 @@ class PipelineStates:
             " without the optim_states files"
         )
 
-    @cached_property
+    @property
     def settings(self) -> dict[str, Any]:
-        """The hyperparameters of the group with the largest weight decay, in our words, before a schedule."""
-        config: Mapping[str, Any] = self._config if isinstance(self._config, Mapping) else {}
-        groups = [group for group in self._stages[0].param_groups if "lr" in group]
-        nothing: Mapping[str, Any] = {}
-        decayed = max(groups, key=lambda group: _number(group.get("weight_decay")), default=nothing)
-        group = dict(decayed)
-        section = config.get("optimizer")
-        configured = section.get("params") if isinstance(section, Mapping) else None
-        peak = _number(configured.get("lr")) if isinstance(configured, Mapping) else 0.0
-        group["lr"] = peak or group.get("initial_lr") or group.get("lr")
-        values = {ours: group.get(theirs) for theirs, ours in _SETTINGS.items()}
-        values["gradient_clipping"] = _number(config.get("gradient_clipping")) or None
-        plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        return {name: value for name, value in plain.items() if isinstance(value, int | float | list)}
+        """The optimizer's settings in our words."""
+        first = self._stages[0]
+        return settings(first.param_groups, self._config, first.table)
 
     @property
     def scalars(self) -> dict[str, Any]:
@@ -145,10 +132,3 @@ def _elements(state: EngineState) -> int:
             f"{state.path} has no state of Adam; fetch the optim_states files of all ranks too"
         )
     return _total(moments)
-
-
-def _number(value: object) -> float:
-    """Return a number, which may stand in a tensor; 0 for anything else."""
-    if isinstance(value, Tensor) and value.numel() == 1:
-        value = value.item()
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else 0.0

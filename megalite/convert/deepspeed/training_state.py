@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megalite.convert.adamw import number, settings_of
+from megalite.convert.adamw import number
+from megalite.convert.deepspeed.adam_settings import settings
 from megalite.convert.deepspeed.engine_states import EngineStates
 from megalite.convert.deepspeed.rank_states import whole_number
 from megalite.convert.foreign_pickle import Foreign
@@ -38,23 +39,14 @@ def loss_scale(table: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def settings(states: EngineStates) -> dict[str, Any]:
-    """Return the optimizer's settings; the learning rate is the configured one, before its schedule, if it is known."""
-    values = settings_of(states.trained.param_groups)
-    if (peak := number(states.optimizer_parameters.get("lr"))) is not None:
-        values["learning_rate"] = peak
-    json_clip, state_clip = (
-        states.model.settings.get("gradient_clipping"),
-        states.trained.table.get("clip_grad"),
-    )
-    if clipping := number(json_clip) or number(state_clip):
-        values["gradient_clipping"] = clipping
-    return values
+def settings_of_engine(states: EngineStates) -> dict[str, Any]:
+    """Return the optimizer's settings in our words."""
+    return settings(states.trained.param_groups, states.model.settings, states.trained.table)
 
 
 def notes(states: EngineStates) -> Iterator[str]:
     """Yield what a user who goes on with the run here has to know."""
-    if values := settings(states):
+    if values := settings_of_engine(states):
         yield f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in values.items())}"
     yield from _group_notes(states)
     if states.frozen:

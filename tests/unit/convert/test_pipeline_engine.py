@@ -304,6 +304,56 @@ def test_damage_is_named_and_leaves_nothing(
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
+def with_optimizer(folder: Path, config: dict[str, Any], **group: Any) -> Path:
+    """Write a folder with ZeRO 0's optimizer, made as a DeepSpeed JSON says; group: hyperparameters beside lr."""
+    toy = Toy(pipeline=1)
+    step = write(folder, toy, numbers(shape_of(toy)))
+    layers = [torch.load(path) for path in sorted(step.glob("layer_*"))]
+    weights = [values for layer in layers for values in layer.values()]
+    state = {
+        index: {"step": 5, "exp_avg": torch.ones_like(values), "exp_avg_sq": torch.ones_like(values)}
+        for index, values in enumerate(weights)
+    }
+    optimizer = {"state": state, "param_groups": [{"lr": 0.01, "params": list(state), **group}]}
+    rewrite(step / STATE, lambda content: content.update(optimizer=optimizer, ds_config=config))
+    return step
+
+
+def test_the_settings_of_the_optimizer_are_kept(tmp_path: Path) -> None:
+    config = {"optimizer": {"type": "CPU_Adam", "params": {"lr": 0.5}}, "gradient_clipping": 2.0}
+    with_optimizer(tmp_path / "left", config, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.2)
+    imported = import_folder(tmp_path / "left", tmp_path / "run")
+    with CheckpointReader(imported.checkpoint) as reader:
+        assert reader.manifest.config["optimizer"] == {
+            **{"name": "adamw", "learning_rate": 0.5, "betas": [0.9, 0.95], "eps": 1e-6},
+            **{"weight_decay": 0.2, "gradient_clipping": 2.0},
+        }
+
+
+@pytest.mark.parametrize(
+    ("section", "group", "message"),
+    [
+        ({"type": "Lamb"}, {}, "was trained with Lamb"),
+        ({"type": "OneBitAdam"}, {}, "was trained with OneBitAdam"),
+        (
+            {"type": "Adam", "params": {"adam_w_mode": False}},
+            {"weight_decay": 0.1},
+            "was trained with Adam, whose",
+        ),
+        ({"type": "Adam"}, {"amsgrad": True}, "was trained with amsgrad"),
+        ({"type": "Adam"}, {"bias_correction": False}, "was trained without bias_correction"),
+    ],
+)
+def test_moments_of_another_optimizer_do_not_come_along(
+    tmp_path: Path, section: dict[str, Any], group: dict[str, Any], message: str
+) -> None:
+    with_optimizer(tmp_path / "left", {"optimizer": section}, **group)
+    imported = import_folder(tmp_path / "left", tmp_path / "run")
+    with CheckpointReader(imported.checkpoint) as reader:
+        assert set(reader.manifest.tensors) == {"weight"}
+    assert any("weights alone" in note and message in note for note in imported.notes)
+
+
 def test_a_tensor_that_no_rank_has_is_named(tmp_path: Path) -> None:
     step = write(tmp_path / "left", Toy(model=2), numbers(shape_of(Toy())))
     for path in step.glob("layer_07-*"):
