@@ -92,7 +92,7 @@ def open_pipeline_folder(place: Path) -> PipelineFolder:
         layer: _in_order(files, ranks, place / f"layer_{layer:02d}-model_{{:02d}}-model_states.pt")
         for layer, files in layers.items()
     }
-    count = 1 + max(states, default=-1)
+    count = 1 + max([*states, *optimizers], default=-1)
     if count % ranks:
         count += ranks - count % ranks
     in_order = _in_order(states, count, place / "mp_rank_{:02d}_model_states.pt")
@@ -111,7 +111,7 @@ def _optimizer_files(
             data_ranks,
             place / f"zero_pp_rank_{{}}_mp_rank_{state:02d}_optim_states.pt",
         )
-        for state in range(max(count, 1 + max(optimizers)))
+        for state in range(count)
     }
 
 

@@ -57,6 +57,11 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
 
 def _open_states(folder: PipelineFolder, reader: PipelineReader) -> PipelineStates | None:
     """Return the optimizer's states; None, with a note, where ZeRO 0 has saved none that can be named."""
+    if not folder.states:
+        reader.notes.append(
+            "weights alone, as the first step of a new run, since the folder has no mp_rank files"
+        )
+        return None
     try:
         return PipelineStates(folder)
     except CheckpointError as error:
@@ -80,6 +85,11 @@ def _model(layers: Layers, options: ImportOptions) -> tuple[ModelShape, Dialect]
     if options.hf_config is not None:
         shape = shape_of_folder(str(options.hf_config))
         shape = shape if options.vocab_size is None else replace(shape, vocab_size=vocab_size)
+        if shape.vocab_size > rows:
+            raise CheckpointError(
+                f"{layers.folder.path}: the embedding has {rows} rows, but {options.hf_config} gives vocab_size"
+                f" {shape.vocab_size}; name this model's config.json, or set --vocab-size to {rows} or less"
+            )
         return shape, neox_dialect(shape, names)
     if "hidden_size" not in arguments.table or not arguments.source.is_dir():
         raise CheckpointError(

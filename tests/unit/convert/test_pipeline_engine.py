@@ -143,6 +143,35 @@ def test_a_folder_without_model_ranks_and_settings_is_read_with_a_config(tmp_pat
     assert again.shape == shape_of(toy)
 
 
+def test_a_config_with_more_tokens_than_rows_is_refused(tmp_path: Path) -> None:
+    toy = Toy(pipeline=1)
+    write(tmp_path / "left", toy, numbers(shape_of(toy)))
+    larger = replace(shape_of(toy), vocab_size=PADDED + 1)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(larger, "float32", {})))
+    with pytest.raises(CheckpointError, match=rf"has {PADDED} rows, but .* gives vocab_size {PADDED + 1};"):
+        import_folder(tmp_path / "left", tmp_path / "run", hf_config=tmp_path / "config.json")
+
+
+def test_layers_alone_are_weights_alone(tmp_path: Path) -> None:
+    toy = Toy(pipeline=1)
+    tensors = numbers(shape_of(toy))
+    step = write(tmp_path / "left", toy, tensors)
+    (step / STATE).unlink()
+    imported = import_folder(tmp_path / "left", tmp_path / "run")
+    weights = weights_of(imported.checkpoint)
+    assert [name for name, values in tensors.items() if not torch.equal(values, weights[name])] == []
+    assert any("weights alone" in note for note in imported.notes)
+
+
+def test_the_last_ranks_state_is_missed_beside_its_optimizer(tmp_path: Path) -> None:
+    step = write(tmp_path / "left", Toy(pipeline=2), numbers(shape_of(Toy())))
+    for index in range(2):
+        (step / f"zero_pp_rank_0_mp_rank_{index:02d}_optim_states.pt").touch()
+    (step / "mp_rank_01_model_states.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"mp_rank_01_model_states.pt is missing"):
+        import_folder(tmp_path / "left", tmp_path / "run")
+
+
 def test_inspecting_names_layout_step_and_every_tensor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
