@@ -11,10 +11,12 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from os import SEEK_END
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch import Tensor
 from torch.serialization import add_safe_globals, clear_safe_globals, get_safe_globals
 
 from megalite.errors import CheckpointError
@@ -56,15 +58,19 @@ class Foreign:
 def load_pickle(path: Path) -> Any:
     """Load a file of torch.save, with a Foreign for each object of a class; tensors are memory-mapped.
 
-    Files from before torch 1.6 are read whole. Raises CheckpointError if the file cannot be read, is damaged, or names
-    anything without a stand-in. No code that the file names is ever run.
+    Files from before torch 1.6 are read whole. Raises CheckpointError if the file cannot be read, is damaged, names
+    anything without a stand-in, or has a tensor that is not dense or larger than the file. No code that the file names
+    is ever run.
     """
     try:
         with path.open("rb") as file:
             is_zip = file.read(len(_ZIP)) == _ZIP
+            size_bytes = file.seek(0, SEEK_END)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    return _load(path, path, mmap=is_zip)
+    content = _load(path, path, mmap=is_zip)
+    _require_stored(content, path, size_bytes)
+    return content
 
 
 def load_pickled_bytes(file: IO[bytes], name: object) -> Any:
@@ -74,17 +80,52 @@ def load_pickled_bytes(file: IO[bytes], name: object) -> Any:
     """
     try:
         with zipfile.ZipFile(file) as content:
-            if any(record.compress_type != zipfile.ZIP_STORED for record in content.infolist()):
-                raise CheckpointError(f"{name} is compressed, which torch.save does not do; write it again")
-            damaged = content.testzip()
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+            _require_intact(content, name)
+    except (zipfile.BadZipFile, ValueError) as error:
+        raise CheckpointError(
+            f"{name} is not a complete file of torch.save ({error}); fetch or write it again"
+        ) from error
+    file.seek(0)
+    return _load(file, name, mmap=False)
+
+
+def _require_intact(file: zipfile.ZipFile, name: object) -> None:
+    """Raise CheckpointError for a record that is compressed, as torch maps none, or unlike its checksum."""
+    if any(record.compress_type != zipfile.ZIP_STORED for record in file.infolist()):
+        raise CheckpointError(f"{name} is compressed, which torch does not do; write it again")
+    try:
+        damaged = file.testzip()
+    except (RuntimeError, ValueError, EOFError) as error:  # encrypted, or a record outside of the file
         raise CheckpointError(
             f"{name} is not a complete file of torch.save ({error}); fetch or write it again"
         ) from error
     if damaged is not None:
         raise CheckpointError(f"{name} is damaged: {damaged} does not match its checksum; fetch it again")
-    file.seek(0)
-    return _load(file, name, mmap=False)
+
+
+def _require_stored(content: Any, name: object, size_bytes: int) -> None:
+    """Raise CheckpointError for a tensor of more bytes than its file: an expanded one has any shape with one element.
+
+    Whoever copies a tensor then needs no more memory than the file has bytes.
+    """
+    seen: set[int] = set()  # an object may stand in itself, or in many others
+    left: list[tuple[Any, Any]] = [("the file", content)]
+    while left:
+        key, value = left.pop()
+        if not isinstance(value, Tensor | Mapping | list | tuple | set | Foreign) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            if value.layout is not torch.strided or value.is_meta:
+                raise CheckpointError(f"{name}: {key} is not a dense tensor; write the file again")
+            if (claimed := value.numel() * value.itemsize) > size_bytes:
+                raise CheckpointError(
+                    f"{name}: {key} has {claimed:,} bytes, but the file {size_bytes:,}; write the file again"
+                )
+        elif isinstance(value, Foreign):
+            left += [*value.fields.items(), (key, value.arguments), (key, value.state)]
+        else:
+            left += value.items() if isinstance(value, Mapping) else ((key, item) for item in value)
 
 
 def _load(source: Path | IO[bytes], name: object, *, mmap: bool) -> Any:
@@ -107,19 +148,17 @@ def _load(source: Path | IO[bytes], name: object, *, mmap: bool) -> Any:
 
 
 def require_undamaged(path: Path) -> None:
-    """Read all of a torch.save file and raise CheckpointError if a record does not match its checksum.
+    """Read all of a torch.save file; raise CheckpointError if a record is compressed or does not match its checksum.
 
     Files from before torch 1.6 have no checksums and are not checked.
     """
     try:
         with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()
+            _require_intact(file, path)
     except zipfile.BadZipFile:
         return  # not a zip file: `load_pickle` reports it
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: {damaged} does not match its checksum; fetch it again")
 
 
 @contextmanager

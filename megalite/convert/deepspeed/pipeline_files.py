@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.checkpoint.region_reader import TYPES
@@ -29,16 +28,10 @@ def open_layer(path: Path) -> dict[str, Tensor]:
         )
     tensors = {str(name): value for name, value in content.items() if not is_ignored(str(name))}
     for name, value in tensors.items():
-        if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
-            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a dense tensor")
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{path}: {name} is a {type(value).__name__}, not a tensor; fetch it again")
         if value.dtype not in TYPES.values():
             raise CheckpointError(f"{path}: {name} is {value.dtype}; save the weights as bf16, fp16 or fp32")
-    # Bounds later allocations by the file's size: an expanded tensor can claim any shape with one stored element.
-    said_bytes = sum(value.numel() * value.itemsize for value in tensors.values())
-    if said_bytes > path.stat().st_size:
-        raise CheckpointError(
-            f"{path}: its tensors have {said_bytes} bytes, but the file {path.stat().st_size}"
-        )
     return tensors
 
 

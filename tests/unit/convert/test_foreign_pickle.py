@@ -7,6 +7,7 @@ import pickle
 import random
 import sys
 import types
+import zipfile
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -216,6 +217,38 @@ def test_a_changed_number_is_found_by_its_checksum(tmp_path: Path) -> None:
     assert not torch.equal(load_pickle(path)["w"], torch.arange(1000.0))
     with pytest.raises(CheckpointError, match=r"file\.pt is damaged: .*data/0 does not match its checksum"):
         require_undamaged(path)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.zeros(1).expand(1 << 60), r"x has 4,611,686,018,427,387,904 bytes, but the file \d"),
+        (torch.zeros(1 << 9, 1).expand(-1, 1 << 9), "x has 1,048,576 bytes, but the file"),
+        (torch.eye(2).to_sparse(), "x is not a dense tensor"),
+        (torch.ones(2, device="meta"), "x is not a dense tensor"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [lambda inner: inner, lambda inner: Namespace(a=([inner], {}))])
+def test_a_tensor_that_its_file_does_not_store_is_named(
+    tmp_path: Path, tensor: torch.Tensor, said: str, wrapped: Any
+) -> None:
+    inner: dict[str, Any] = {"x": tensor}
+    inner["itself"] = inner
+    torch.save(wrapped(inner), tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match=said):
+        load_pickle(tmp_path / "file.pt")
+
+
+def test_a_compressed_file_is_not_taken_for_an_undamaged_one(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(99)}, tmp_path / "file.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "file.pt") as before,
+        zipfile.ZipFile(tmp_path / "zipped.pt", "w", zipfile.ZIP_DEFLATED) as after,
+    ):
+        for record in before.namelist():
+            after.writestr(record, before.read(record))
+    with pytest.raises(CheckpointError, match="is compressed, which torch does not do"):
+        require_undamaged(tmp_path / "zipped.pt")
 
 
 def test_nobody_is_told_to_load_without_the_guard(tmp_path: Path) -> None:

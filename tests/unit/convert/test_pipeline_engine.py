@@ -280,12 +280,12 @@ DAMAGE: dict[str, tuple[str, Callable[[Path], Any], str]] = {
         lambda path: rewrite(
             path, lambda layer: layer.update({"attention.dense.bias": torch.zeros(1).expand(1 << 60)})
         ),
-        "its tensors have .* bytes, but the file",
+        "attention.dense.bias has .* bytes, but the file",
     ),
     "a tensor is a word": (
         LAYER,
         lambda path: rewrite(path, lambda layer: layer.update({"attention.dense.bias": "x"})),
-        "attention.dense.bias is a str, not a dense tensor",
+        "attention.dense.bias is a str, not a tensor",
     ),
     "a copy differs": (
         LAYER,
