@@ -38,8 +38,9 @@ class EngineFiles:
 def find_engine(folder: Path) -> Path | None:
     """Return the TAG folder: `folder` itself, or the one its `latest` names; None for another kind of folder.
 
-    In an output folder of Hugging Face's Trainer it is that of the latest checkpoint-N. Raises CheckpointError for a
-    pointer to a folder without such a checkpoint, for several model-parallel ranks and for experts.
+    In an output folder of Hugging Face's Trainer it is that of the latest checkpoint-N, unless the folder has a model
+    itself, of the training's end. Raises CheckpointError for a pointer to a folder without such a checkpoint, for
+    several model-parallel ranks and for experts.
     """
     if _has_model_states(folder):
         return _supported(folder)
@@ -47,7 +48,7 @@ def find_engine(folder: Path) -> Path | None:
     if tag is not None and _has_model_states(folder / tag):
         return _supported(folder / tag)
     inside = {int(match[1]): path for path in folder.glob("*/") if (match := _STEP.fullmatch(path.name))}
-    if inside:
+    if inside and not (folder / "config.json").is_file():
         return find_engine(inside[max(inside)])
     tags = sorted(path.name for path in folder.glob("*/") if _has_model_states(path))
     if not tags:

@@ -69,6 +69,8 @@ def test_a_folder_of_trainer_is_read_with_its_moments_and_not_from_its_weights(t
     EngineFolder(random_states(SHAPE)).write(folder)
     assert import_folder(folder, tmp_path / "run").format == "a checkpoint of DeepSpeed's engine"
     assert import_folder(tmp_path, tmp_path / "other").step == 7
+    with_config(tmp_path)  # the final model, of a later step
+    assert find_format(tmp_path) is None
 
 
 def test_inspect_shows_layout_step_names_and_shapes(
