@@ -1,5 +1,6 @@
 """The hyperparameters and step counters of torch's AdamW, as other programs' checkpoints have them."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +14,12 @@ STEP = "step"
 
 
 def number(value: object) -> float | None:
-    """Return a number, which may stand in a tensor; None for anything else."""
+    """Return a finite number, which may stand in a tensor; None for anything else."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    return float(value) if abs(value) <= sys.float_info.max else None
 
 
 def settings_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

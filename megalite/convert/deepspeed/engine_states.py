@@ -94,7 +94,7 @@ class EngineStates:
 
     def tensor(self, name: str, state: str) -> Tensor:
         if name not in self.frozen:
-            return self.trained.read(name, state).float()
+            return self.trained.read(name, state).detach().float()
         if state != WEIGHTS:
             return torch.zeros(self.frozen[name])
         return self._frozen_values(name).float()

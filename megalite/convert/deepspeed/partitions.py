@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.convert.adamw import common_step
 from megalite.convert.deepspeed.rank_states import FP32, read_rank, whole_number
 from megalite.errors import CheckpointError
 
@@ -98,14 +99,8 @@ class OptimizerPartitions:
     @property
     def step(self) -> float:
         """How many updates the optimizer made. Raises CheckpointError where ranks or groups differ in it."""
-        steps = {step: rank.path for rank in self.ranks for step in rank.steps}
-        if len(steps) != 1:
-            counts = ", ".join(f"{path.name}: {step:g}" for step, path in steps.items()) or "none"
-            raise CheckpointError(
-                f"{self.ranks[0].path.parent} has parameters with different numbers of updates ({counts}), which is"
-                " not supported; save the checkpoint again, or import only its weights"
-            )
-        return next(iter(steps))
+        steps = ((rank.path.name, step) for rank in self.ranks for step in rank.steps)
+        return common_step(steps, self.ranks[0].path.parent)
 
     def read(self, name: str, state: str) -> Tensor:
         """Return a parameter's values [numel] under a state key: FP32, "exp_avg", ...

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.convert.adamw import common_step
 from megalite.convert.deepspeed.model_states import ModelStates
 from megalite.convert.deepspeed.rank_states import whole_number
 from megalite.convert.universal.folder import WEIGHTS
@@ -73,14 +74,8 @@ class UnpartitionedOptimizer:
     def step(self) -> float:
         """How many updates the optimizer made. Raises CheckpointError where parameters differ in it."""
         holders = [*self._states.values(), *self.param_groups]
-        numbers = [whole_number(holder.get("step")) for holder in holders if isinstance(holder, Mapping)]
-        steps = {number for number in numbers if number is not None}
-        if len(steps) != 1:
-            raise CheckpointError(
-                f"{self._model.path} has parameters with {sorted(steps) or 'no'} updates; parameters with different"
-                " numbers of updates are not supported"
-            )
-        return float(steps.pop())
+        steps = (whole_number(holder.get("step")) for holder in holders if isinstance(holder, Mapping))
+        return common_step((("a parameter", step) for step in steps if step is not None), self._model.path)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._module[name].shape)

@@ -91,6 +91,18 @@ def test_weight_decay_that_differs_between_parameters_is_said(tmp_path: Path) ->
     assert "weight decay 0.0: 3 parameters (model.embed_tokens.weight, " in notes
 
 
+def test_settings_that_are_no_finite_numbers_are_left_out(tmp_path: Path) -> None:
+    folder = with_config(tmp_path / "left")
+    EngineFolder(random_states(SHAPE)).write(folder)
+    resaved(
+        lambda folder: optimizer_file(folder, 0),
+        lambda content: base_of(content)["param_groups"][0].update(lr=10**400, eps=float("nan")),
+    )(folder)
+    imported = import_folder(folder, tmp_path / "run")
+    with CheckpointReader(imported.checkpoint) as reader:
+        assert not {"learning_rate", "eps"} & reader.manifest.config["optimizer"].keys()
+
+
 def optimizer_file(folder: Path, rank: int = 1) -> Path:
     return folder / "global_step7" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
@@ -221,7 +233,14 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "ranks of different steps": (
         resaved(optimizer_file, lambda content: base_of(content)["state"][0].update(step=6)),
-        "has parameters with different numbers of updates",
+        "had 5 and zero_pp_rank_1_mp_rank_00_optim_states.pt 6 updates",
+    ),
+    "a negative number of updates": (
+        resaved(
+            lambda folder: optimizer_file(folder, 0),
+            lambda content: base_of(content)["state"][0].update(step=-1),
+        ),
+        "optim_states.pt has no number of updates",
     ),
     "states on another disk": (
         resaved(optimizer_file, lambda content: base_of(content)["state"].clear()),
