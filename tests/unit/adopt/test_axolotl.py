@@ -182,6 +182,13 @@ def test_pairs_count_both_answers() -> None:
     assert (run.training.micro_batch_size, run.training.micro_batches) == (4, 4)
 
 
+def test_label_smoothing_and_the_order_of_data_are_taken() -> None:
+    table = {**configuration("dpo"), "dpo_label_smoothing": 0.1, "shuffle_merged_datasets": False}
+    settings = account_of(write("a.yml", table)).settings
+    assert (settings["preference.label_smoothing"], settings["preference.beta"]) == (0.1, 0.2)
+    assert settings["data.shuffle"] is False
+
+
 def test_text_has_its_column_and_no_settings_of_conversations() -> None:
     run = run_of({**configuration("completion"), "train_on_inputs": False, "excess_length_strategy": "drop"})
     assert (run.data.kind, run.data.text_column, run.tokenizer.chat_template) == ("text", "body", None)

@@ -179,6 +179,12 @@ def test_pairs_count_both_answers() -> None:
     assert (run.training.micro_batch_size, run.training.micro_batches) == (2, 8)
 
 
+def test_a_switch_that_disables_is_read_the_other_way_round() -> None:
+    for disabled, recompute in ((True, "none"), (False, "full")):
+        table = {**configuration("lora-sft"), "disable_gradient_checkpointing": disabled}
+        assert account_of(write("a.yaml", table)).settings["training.recompute"] == recompute
+
+
 def test_text_has_the_column_of_dataset_info() -> None:
     run = run_of(configuration("lora-pretrain"))
     assert (run.data.kind, run.data.source, run.data.text_column) == ("text", "data/c4_demo.jsonl", "body")

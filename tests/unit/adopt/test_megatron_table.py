@@ -53,6 +53,9 @@ ONE: dict[str, dict[str, object] | None] = {
     "--lr-warmup-samples 20": {"optimizer.warmup_steps": 3},
     "--lr-warmup-iters 0 --lr-warmup-samples 16": {"optimizer.warmup_steps": 2},
     "--lr-decay-samples 400": {"optimizer.decay_steps": 50},
+    "--lr-decay-samples 400 --lr-decay-tokens 6400": {"optimizer.decay_steps": 25},
+    "--train-tokens 1000": {"training.steps": 4},
+    "--train-samples 79": {"training.steps": 9},
     "--lr-decay-style inverse-square-root": None,
     "--lr-decay-style WSD --lr-wsd-decay-iters 10": None,
     "--lr-decay-style WSD --lr-wsd-decay-style linear --lr-wsd-decay-iters 10": {

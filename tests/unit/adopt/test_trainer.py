@@ -83,6 +83,7 @@ def test_every_argument_of_transformers_has_an_answer() -> None:
     ("changes", "settings"),
     [
         ({"warmup_steps": 0.1}, {"optimizer.warmup_ratio": 0.1}),
+        ({"warmup_steps": 1}, {"optimizer.warmup_steps": 1}),
         ({"lr_scheduler_type": "constant"}, {"optimizer.schedule": "constant"}),
         (
             {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 3e-6}},
@@ -102,6 +103,14 @@ def test_every_argument_of_transformers_has_an_answer() -> None:
 def test_words_of_the_trainer_have_settings(changes: dict[str, Any], settings: dict[str, Any]) -> None:
     account = account_of(arguments_file(**changes))
     assert {name: account.settings.get(name) for name in settings} == settings
+
+
+def test_silent_defaults_are_the_trainers() -> None:
+    table = {"output_dir": "out", "learning_rate": 3e-5, "per_device_train_batch_size": 4, "adam_beta1": 0.8}
+    settings = account_of(write("training_args.json", json.dumps(table))).settings
+    assert (settings["optimizer.betas"], settings["optimizer.gradient_clipping"]) == ([0.8, 0.999], 1.0)
+    assert (settings["optimizer.schedule"], settings["optimizer.weight_decay"]) == ("linear", 0.0)
+    assert (settings["training.epochs"], settings["training.precision"]) == (3.0, "fp32")
 
 
 @pytest.mark.parametrize(

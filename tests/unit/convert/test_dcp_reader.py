@@ -19,6 +19,7 @@ from megalite.topology.sharding import TensorSlice
 from tests.support.ranks import RankPool
 from tests.unit.convert.test_foreign_pickle import Runs
 
+pytestmark = pytest.mark.extended
 GRID = torch.arange(84.0).view(7, 12)
 BIASES = torch.arange(5.0, dtype=torch.bfloat16)
 

@@ -87,12 +87,27 @@ def test_a_layer_keeps_what_its_modules_save() -> None:
     assert grouped == whole - 2 * TOKENS * 2 * (H - H // 4)
 
 
+def test_a_layer_of_another_form_keeps_other_tensors() -> None:
+    whole = layer_activations(plan(), "none").kept
+    # Both norms read the same input.
+    parallel = layer_activations(plan(replace(SHAPE, norm_placement="parallel")), "none").kept
+    assert parallel == whole - 2 * TOKENS * H
+    swiglu, geglu = (
+        layer_activations(plan(replace(SHAPE, hidden_act=act), plain_torch=True), "none").kept
+        for act in ("silu", "gelu")
+    )
+    assert geglu == swiglu + 2 * TOKENS * INNER
+
+
 def test_tensor_and_sequence_parallel_cut_a_layer() -> None:
     layout = Layout(tensor=2)
     stats = 4 * TOKENS * (4 + 2)
     assert layer_activations(plan(layout=layout), "none").kept == TOKENS * (8 * H + 4 * H + 3 * INNER) + stats
     cut = layer_activations(plan(layout=layout, sequence_parallel=True), "none").kept
     assert cut == TOKENS * (8 * H + 3 * INNER) + 4 * TOKENS * (4 + 1)
+    # All positions, and their copy in the order of ranks.
+    gathered = layer_activations(plan(layout=layout, sequence_parallel=True), "none").forward
+    assert gathered == 2 * 2 * TOKENS * H
 
 
 def test_a_frozen_linear_keeps_no_input() -> None:

@@ -10,6 +10,7 @@ from megalite.planner.operations import ParameterCount, published_batch_operatio
 from megalite.topology.adapter import Lora
 from megalite.topology.shape import ModelShape
 from tests.support.parity import UTILISATION_RTOL, about
+from tests.support.selection import cases
 
 ROWS, LENGTH = 51200, 2048
 # Narayanan et al. 2021, table 1: billions of parameters -> heads, hidden size, layers.
@@ -72,7 +73,7 @@ def test_operations_are_those_of_the_published_formula(billions: float) -> None:
         assert ours == about(published_batch_operations(shape, LENGTH, 1, recompute))
 
 
-@pytest.mark.parametrize("name", UTILISATION)
+@pytest.mark.parametrize("name", cases(UTILISATION, core=["22B"]))
 def test_published_utilisation(name: str) -> None:
     sizes, cards, sequences, seconds, model, hardware = UTILISATION[name]
     shape, peak = gpt(*sizes), seconds * cards * A100

@@ -65,6 +65,7 @@ def test_the_nearest_layout_differs_least(layouts: LayoutSearch) -> None:
     assert LayoutSearch((), (), ()).nearest(best) is None
 
 
+@pytest.mark.extended
 def test_a_layout_that_needs_more_than_a_card_has_says_both(tmp_path: Path) -> None:
     large = {
         **BATCH,
@@ -106,10 +107,35 @@ def test_traffic_is_volume_over_bandwidth() -> None:
     run = plan(layout=Layout(tensor=2, data=4), zero_stage=1)
     memory = stage_memory(run, 0)
     time = step_time(run, CLUSTER, memory)
+    assert time.compute == about(flops_per_token(SHAPE, 32) * 4 * 64 / 2 / (989.4e12 * 0.5))
     assert time.tensor == about(4 * 8 * 4 * 64 * 64 * 2 / 450e9)
     hidden = 2 / 3 * time.compute / 4
     sums = 2 * memory.gradients * 3 / 4 / 50e9
     assert time.data == about(max(0, sums - hidden) + memory.weights * 3 / 4 / 50e9)
+
+
+def test_zero_3_gathers_weights_twice_and_sums_gradients_in_every_micro_batch() -> None:
+    run = plan(layout=Layout(tensor=2, data=4), zero_stage=3)
+    memory = stage_memory(run, 0)
+    time = step_time(run, CLUSTER, memory)
+    hidden, share = 2 / 3 * time.compute / 4, 3 / 4 / 50e9
+    sums = max(0, 4 * (4 * memory.gradients * share - hidden))
+    assert time.data == about(sums + 2 * 4 * 4 * memory.weights * share)
+
+
+def test_recomputed_layers_sum_again_and_sequence_parallel_ones_gather_again() -> None:
+    for changes, sums in (({}, 4), ({"recompute": "full"}, 6), ({"sequence_parallel": True}, 5)):
+        run = plan(layout=Layout(tensor=2), **changes)
+        seconds = step_time(run, CLUSTER, stage_memory(run, 0)).tensor
+        assert seconds == about(sums * 8 * 4 * 64 * 64 * 2 / 450e9)
+
+
+def test_a_pipeline_waits_for_its_first_and_last_transfers_and_the_update_for_the_memory() -> None:
+    run = plan(layout=Layout(pipeline=4), micro_batches=8)
+    memory = stage_memory(run, 0)
+    time = step_time(run, CLUSTER, memory)
+    assert time.pipeline == about(2 * 3 * 64 * 64 * 2 / 450e9)
+    assert time.update == about(2 * memory.states / 3.35e12)
 
 
 def test_an_unknown_card_is_refused_with_those_like_it() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megalite.config.load import load_run
@@ -95,6 +95,7 @@ def write(prefix: Path, documents: Sequence[Sequence[int]], dtype: Any = np.uint
     return prefix
 
 
+@pytest.mark.extended
 @settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12).filter(any),
@@ -102,6 +103,8 @@ def write(prefix: Path, documents: Sequence[Sequence[int]], dtype: Any = np.uint
     samples=st.integers(0, 60),
     seed=st.integers(0, 2**32 - 1),
 )
+@example([10, 10], 1, 34, 1)  # of the 19 samples of the last epoch 15 are needed: 80% after rounding down
+@example([10, 10], 1, 33, 1)
 def test_samples_of_any_size_are_those_of_the_rules(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], length: int, samples: int, seed: int
 ) -> None:
