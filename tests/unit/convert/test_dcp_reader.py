@@ -223,6 +223,14 @@ def test_chunks_other_than_promised_are_refused(saved: Path, tmp_path: Path, cas
         folder.read("grid", full_slice((7, 12)))
 
 
+def test_a_region_that_no_chunk_has_whole_is_no_tensor_of_what_was_in_memory(
+    saved: Path, tmp_path: Path
+) -> None:
+    folder = DcpFolder(_changed(saved, tmp_path, REFUSED_WHEN_READ["a chunk too few"][0]))
+    with pytest.raises(CheckpointError, match="the chunks of grid do not hold each element of"):
+        folder.read("grid", full_slice((7, 12)))
+
+
 def test_chunks_that_overlap_are_named(saved: Path, tmp_path: Path) -> None:
     def shift(content: Metadata) -> None:
         index = MetadataIndex("grid", (0, 6))

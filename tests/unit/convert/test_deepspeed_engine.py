@@ -194,6 +194,7 @@ BAD: dict[str, tuple[Callable[[Path], object], str]] = {
         with_shape("model.norm.weight", 1 << 40, 1 << 40),
         "make 12089258",
     ),
+    "elements of no parameter": (with_shape("model.norm.weight", 4), "elements in parameter group 1, but"),
     "a negative size": (with_shape("model.norm.weight", -48), "has no readable param_shapes"),
     "another model's config.json": (
         lambda folder: with_config(folder, tiny_shape(tied=True, layers=2)),

@@ -9,7 +9,7 @@ import pytest
 
 from megalite.errors import ConfigError
 from megalite.planner.cluster import FACTS, Cluster, card_named
-from megalite.planner.memory import stage_memory
+from megalite.planner.memory import CARD_BASE_BYTES, largest_rank, stage_memory
 from megalite.planner.search import LayoutChoice, LayoutSearch, needs_too_much, search
 from megalite.planner.step_time import step_time
 from megalite.topology.axes import Layout
@@ -57,6 +57,11 @@ def test_layouts_are_ranked_by_time(layouts: LayoutSearch) -> None:
     assert seconds == sorted(seconds)
 
 
+def test_a_layout_needs_what_its_largest_rank_needs(layouts: LayoutSearch) -> None:
+    for layout in random.Random(0).sample(list(layouts.fitting), 12):
+        assert layout.memory.peak == largest_rank(layout.run, base=CARD_BASE_BYTES).peak
+
+
 def test_the_nearest_layout_differs_least(layouts: LayoutSearch) -> None:
     best = layouts.fitting[0].choice
     nearest = layouts.nearest(replace(best, micro_batch_size=64))
@@ -76,6 +81,9 @@ def test_a_layout_that_needs_more_than_a_card_has_says_both(tmp_path: Path) -> N
     cluster = replace(CLUSTER, card="L4")
     found = search(load(tmp_path, large).config, 300, cluster)
     assert not found.fitting and found.too_large
+    assert [layout.memory.peak for layout in found.too_large] == sorted(
+        layout.memory.peak for layout in found.too_large
+    )
     assert needs_too_much(found.too_large[0], cluster).endswith("of which a run may plan with 20.2 GiB")
 
 
