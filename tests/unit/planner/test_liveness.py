@@ -51,6 +51,12 @@ def test_gradients_stay_from_the_first_backward_on() -> None:
     assert [moment.gradients for moment in stage_moments(states[2:], memory)] == [50] * 4
 
 
+def test_gradients_of_a_split_backward_come_with_its_weight_half() -> None:
+    memory = {0: ChunkMemory(LAYERS, gradients=50)}
+    states = list(live_states(order("F0 I0 W0 F1")))
+    assert [stage_moments([state], memory)[0].gradients for state in states] == [0, 0, 0, 50]
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_fullest_states_are_those_of_the_schedule(name: str) -> None:
     schedule = SCHEDULES[name]
