@@ -51,7 +51,8 @@ class Account:
     system: the program's name. settings: `section.key` -> value, merged from all answers and silent defaults. launch:
     arguments of `megalite launch` that the files ask for, such as "--hostfile hosts". ranks: the number of processes
     that they start, None if unknown. notes: differences that no setting can remove, whether or not a key names them.
-    script: which branches of a script were read, and which commands were not executed.
+    script: which branches of a script were read, and which commands were not executed. continues: the commands, in
+    their order, that go on with the run of an adopted checkpoint.
     """
 
     system: str
@@ -62,6 +63,7 @@ class Account:
     ranks: int | None = None
     notes: list[str] = field(default_factory=list)
     script: list[str] = field(default_factory=list)
+    continues: list[str] = field(default_factory=list)
     _set_by: dict[str, str] = field(default_factory=dict)
 
     def add(self, answer: KeyAnswer) -> None:

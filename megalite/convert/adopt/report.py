@@ -30,8 +30,11 @@ def account_lines(account: Account) -> Iterator[str]:
         yield from ("", "differences that no setting removes:")
     yield from (f"  {note}" for note in account.notes)
     if account.script:
-        yield from ("", "how the script was read; nothing of it was executed:")
+        yield from ("", "how it was read; nothing of it was executed:")
     yield from (f"  {note}" for note in account.script)
+    if account.continues:
+        yield from ("", "to continue the run, with RUN.toml the file that is written:")
+    yield from (f"  {command}" for command in account.continues)
     if account.launch:
         yield from ("", f"to start it: megalite launch {' '.join(account.launch)} RUN.toml")
 

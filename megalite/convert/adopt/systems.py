@@ -19,6 +19,14 @@ def adopt(paths: Sequence[Path], values: Mapping[str, str] | None = None) -> Acc
 
     values: variables of a launch script, and its own arguments as "1", "2", that are set from outside.
     """
+    folders = [path for path in paths if path.is_dir()]
+    if folders:
+        if len(paths) > 1:
+            message = "is a folder, which is adopted alone"
+            raise ConfigError([Problem(str(folders[0]), message, "leave the others out")], "megalite adopt")
+        from megalite.convert.adopt.checkpoint.folder import adopt_folder
+
+        return adopt_folder(folders[0])
     sources = [replace(read_source(path), values=values or {}) for path in paths]
     for system in SYSTEMS:
         if any(system.matches(source) for source in sources):

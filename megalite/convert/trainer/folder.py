@@ -30,11 +30,14 @@ def find_trainer(folder: Path) -> Path | None:
         return folder if whole or is_adapter(folder) else None
     if (folder / CONFIG).is_file():
         return None
-    try:
-        inside = {int(match[1]): path for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))}
-    except OSError:
-        return None
-    return find_trainer(inside[max(inside)]) if inside else None
+    latest = _latest(folder)
+    return None if latest is None else find_trainer(latest)
+
+
+def find_arguments(folder: Path) -> Path | None:
+    """Return the latest checkpoint-N in the folder, or the folder itself, if it has a training_args.bin."""
+    places = (_latest(folder), folder)
+    return next((place for place in places if place is not None and (place / ARGUMENTS).is_file()), None)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -50,3 +53,11 @@ def optimizer_file(folder: Path) -> Path | None:
 def process_count(folder: Path) -> int:
     """Return how many processes have left their random state; 0 if none has."""
     return sum(_RANDOM_STATES.fullmatch(path.name) is not None for path in folder.iterdir())
+
+
+def _latest(folder: Path) -> Path | None:
+    try:
+        inside = {int(match[1]): path for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))}
+    except OSError:
+        return None
+    return inside[max(inside)] if inside else None

@@ -1,0 +1,1 @@
+"""Checkpoint folders of other programs, which carry the arguments of their run."""
