@@ -253,6 +253,25 @@ def test_silent_defaults_are_said(there: Path) -> None:
     assert {"model.attention_dropout", "training.initial_loss_scale_power", "optimizer.betas"} <= silent
 
 
+@pytest.mark.parametrize(
+    ("words", "setting", "value"),
+    [
+        ("--optimizer sgd", "momentum", 0.9),
+        ("--optimizer sgd --sgd-momentum 0.5", "momentum", 0.5),
+        ("--optimizer lion", "betas", [0.95, 0.98]),
+        ("--optimizer lion --lion-beta2 0.9", "betas", [0.95, 0.9]),
+        ("--optimizer adam --adam-beta2 0.95", "betas", [0.9, 0.95]),
+        ("--clip-grad 0.5", "gradient_clipping", 0.5),
+        ("--clip-grad 0.5 --deepspeed", "gradient_clipping", 1.0),
+    ],
+)
+def test_an_optimizer_has_the_numbers_of_megatron_lm(
+    words: str, setting: str, value: Any, there: Path
+) -> None:
+    Path("small.sh").write_text(f"python pretrain_gpt.py --num-layers 2 --lr 1e-4 {words}\n")
+    assert read("small").settings[f"optimizer.{setting}"] == value
+
+
 def test_a_json_that_contradicts_the_arguments_is_refused(there: Path) -> None:
     path = Path("ds_config.json")
     path.write_text(path.read_text().replace("1024", "512"))

@@ -37,6 +37,7 @@ SEVERAL = ("data-path", "train-data-path", "valid-data-path", "test-data-path")
 _OFF = (False, "false", "0", "none", "no_shard")
 _ONE = ("-size", "num-experts")
 """Ends of the names of numbers for which 1 is the absence."""
+_BETAS = {"adam": (0.9, 0.999), "lion": (0.95, 0.98)}
 _DROPOUT = "Megatron-LM's default; 0 here"
 
 
@@ -45,21 +46,25 @@ def _model(reading: Reading, key: str, value: Any) -> None:
 
 
 def _betas(reading: Reading, key: str, value: Any) -> None:
-    if reading.get("optimizer", "adam") != "adam":
-        reading.no_effect(key, "the optimizer is not adam")
+    """--adam-beta1 and 2, --lion-beta1 and 2, of which either may be missing."""
+    optimizer = key.partition("-")[0]
+    if reading.get("optimizer", "adam") != optimizer:
+        reading.no_effect(key, f"the optimizer is not {optimizer}")
         return
-    betas = [number(reading.get("adam-beta1", 0.9)), number(reading.get("adam-beta2", 0.999))]
-    for name in ("adam-beta1", "adam-beta2"):
+    names = (f"{optimizer}-beta1", f"{optimizer}-beta2")
+    defaults = zip(names, _BETAS[optimizer], strict=True)
+    betas = [number(reading.get(name, default)) for name, default in defaults]
+    for name in names:
         reading.take(name, {"optimizer.betas": betas})
 
 
-def _lion_betas(reading: Reading, key: str, value: Any) -> None:
-    if reading.get("optimizer") != "lion":
-        reading.no_effect(key, "the optimizer is not lion")
-        return
-    betas = [number(reading.get("lion-beta1", 0.95)), number(reading.get("lion-beta2", 0.98))]
-    for name in ("lion-beta1", "lion-beta2"):
-        reading.take(name, {"optimizer.betas": betas})
+def _clipping(reading: Reading, key: str, value: Any) -> None:
+    if reading.is_on("deepspeed"):
+        reading.no_effect(
+            key, "with --deepspeed, gradient_clipping of its JSON counts, 1.0 where it is silent"
+        )
+    else:
+        reading.take(key, {"optimizer.gradient_clipping": number(value)})
 
 
 def _momentum(reading: Reading, key: str, value: Any) -> None:
@@ -240,11 +245,11 @@ RULES: dict[str, KeyRule] = {
     ),
     "adam-beta1": Together(_betas),
     "adam-beta2": Together(_betas),
-    "lion-beta1": Together(_lion_betas),
-    "lion-beta2": Together(_lion_betas),
+    "lion-beta1": Together(_betas),
+    "lion-beta2": Together(_betas),
     "adam-eps": Take("optimizer.eps", number),
     "sgd-momentum": Together(_momentum),
-    "clip-grad": Take("optimizer.gradient_clipping", number),
+    "clip-grad": Together(_clipping),
     "fp16": Switch({"training.precision": "fp16"}),
     "bf16": Switch({"training.precision": "bf16"}),
     **dict.fromkeys(
@@ -339,10 +344,12 @@ def answer_defaults(reading: Reading) -> None:
     """Write out Megatron-LM's defaults that differ from ours, and name the differences that no setting removes."""
     account = reading.account
     length.length_defaults(reading)
-    if reading.get("optimizer", "adam") == "adam":
-        account.default(
-            "optimizer.betas", [0.9, 0.999], "Megatron-LM's defaults of --adam-beta1 and 2; 0.9, 0.95 here"
-        )
+    optimizer = reading.get("optimizer", "adam")
+    if optimizer == "sgd":
+        account.default("optimizer.momentum", 0.9, "Megatron-LM's default of --sgd-momentum; 0 here")
+    elif optimizer in _BETAS:
+        reason = f"Megatron-LM's defaults of --{optimizer}-beta1 and 2; 0.9, 0.95 here"
+        account.default("optimizer.betas", list(_BETAS[optimizer]), reason)
     account.default("optimizer.weight_decay", 0.01, "Megatron-LM's default of --weight-decay; 0.1 here")
     account.default("optimizer.gradient_clipping", 1.0, "Megatron-LM's default of --clip-grad, as here")
     account.default("model.attention_dropout", 0.1, _DROPOUT)
