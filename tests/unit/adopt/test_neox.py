@@ -187,6 +187,13 @@ def test_number_types_and_the_loss_scale(keys: dict[str, Any], precision: str, h
     assert (training.precision, training.loss_scale_hysteresis) == (precision, hysteresis)
 
 
+def test_clipping_is_that_of_deepspeed() -> None:
+    table = {**configuration("350M"), "clip_grad": 0.5}
+    assert run_of({**table, "gradient_clipping": 0.25}, dict(LOCAL)).optimizer.gradient_clipping == 0.25
+    del table["gradient_clipping"]
+    assert run_of(table, dict(LOCAL)).optimizer.gradient_clipping == 1.0
+
+
 def test_a_hostfile_beside_gives_the_ranks() -> None:
     account = account_of(write("a.yml", configuration("350M")), write("hosts", "one slots=8\n"))
     assert (account.ranks, account.launch) == (8, ["--hostfile hosts"])

@@ -203,7 +203,7 @@ _TRAINING: Mapping[str, KeyRule] = {
         "megalite has no 8-bit optimizer", "set it to false: AdamW has fp32 states here"
     ),
     "weight_decay": Take("optimizer.weight_decay", number, "norms and biases have none, as in GPT-NeoX"),
-    "clip_grad": Take("optimizer.gradient_clipping", number),
+    "clip_grad": NoEffect("GPT-NeoX sets it to gradient_clipping of DeepSpeed, 1.0 where that is silent"),
     "lr_decay_style": Together(neox_run.read_decay),
     "min_lr": Together(neox_run.read_decay),
     "warmup": Together(neox_run.read_warmup),
