@@ -159,8 +159,11 @@ def _read_per_epoch(reading: Reading, key: str, value: Any) -> None:
         reading.refuse(key, "megalite counts steps", remedy, numbers=False)
 
 
-def _read_constant_ratio(reading: Reading, key: str, value: Any) -> None:
-    reading.take(key, {"optimizer.minimum_ratio": number(value)})
+def _read_least_rate(reading: Reading, key: str, value: Any) -> None:
+    if (trainer_rates.schedule_of(reading) or "cosine") != "cosine":
+        reading.no_effect(key, "the schedule is not cosine")
+    else:
+        reading.take(key, {"optimizer.minimum_ratio": number(value)})
 
 
 _TUNING: Mapping[str, KeyRule] = {
@@ -235,7 +238,7 @@ _TRAINING: Mapping[str, KeyRule] = {
     "micro_batch_size": Together(_read_batch),
     "num_epochs": Together(trainer_rates.read_length),
     "optimizer": Together(trainer_rates.read_optimizer),
-    "cosine_min_lr_ratio": Together(_read_constant_ratio),
+    "cosine_min_lr_ratio": Together(_read_least_rate),
     "bf16": Together(_read_precision),
     "bfloat16": Together(_read_precision),
     "fp16": Together(_read_precision),
