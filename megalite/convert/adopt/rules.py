@@ -148,7 +148,8 @@ class Refuse:
     numbers: bool = True
 
     def answer(self, reading: Reading, key: str, value: Any) -> None:
-        if value in self.harmless:
+        # True equals 1, but a switch that is on is no count of 1.
+        if value in (option for option in self.harmless if (value is True) <= (option is True)):
             reading.no_effect(key, "this value is what megalite does")
         else:
             reading.refuse(key, self.reason, self.remedy, numbers=self.numbers)

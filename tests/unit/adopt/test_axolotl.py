@@ -239,6 +239,12 @@ def test_targets_have_llamas_names(modules: list[str], targets: tuple[str, ...])
     assert run_of(table).adapter.targets == targets
 
 
+@pytest.mark.parametrize(("schedule", "ratio"), [("cosine", 0.2), ("linear", 0.0)])
+def test_the_least_rate_belongs_to_the_cosine(schedule: str, ratio: float) -> None:
+    table = {**configuration("lora"), "lr_scheduler": schedule, "cosine_min_lr_ratio": 0.2}
+    assert run_of(table).optimizer.minimum_ratio == ratio
+
+
 def test_prompts_that_differ_are_said() -> None:
     account = account_of(write("a.yml", {**configuration("lora"), "chat_template": "llama3"}))
     assert "tokenizer's own template" in answer(account, "chat_template").reason
@@ -264,6 +270,7 @@ def test_prompts_that_differ_are_said() -> None:
         ("lora_target_modules", ["in_proj"]),
         ("lora_tagret_linear", True),
         ("special_tokens", "<pad>"),
+        ("context_parallel_size", True),
     ],
 )
 def test_what_megalite_lacks_is_refused_by_name(key: str, value: Any) -> None:
