@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.convert.adopt.deepspeed_json import answer_json
-from megalite.convert.adopt.deepspeed_rules import DEEPSPEED
+from megalite.convert.adopt.deepspeed_json import NAMES, answer_json
 from megalite.convert.adopt.keyed.keyed_file import MAPPINGS, score
 from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.launchers import answer_launcher, is_hostfile
@@ -33,7 +32,7 @@ def named_files(sources: Sequence[Source], rules: Mapping[str, KeyRule]) -> Name
     hostfiles: list[Source] = []
     for source in sources:
         if source.suffix in MAPPINGS:
-            is_deepspeeds = source.suffix == ".json" and score(source, DEEPSPEED) > score(source, rules)
+            is_deepspeeds = source.suffix == ".json" and score(source, NAMES) > score(source, rules)
             (deepspeed if is_deepspeeds else own).append(source)
         elif is_hostfile(source):
             hostfiles.append(source)

@@ -96,6 +96,17 @@ def test_every_argument_of_transformers_has_an_answer() -> None:
         ({"bf16": False, "tf32": True}, {"training.precision": "fp32", "training.tf32": True}),
         ({"gradient_checkpointing": True}, {"training.recompute": "full"}),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {"deepspeed.zero_optimization.stage": 2}),
+        (
+            {"deepspeed": {"zero_optimization": {"stage": 2, "cpu_offload": True}}},
+            {"deepspeed.zero_optimization.offload_optimizer.device": "cpu"},
+        ),
+        (
+            {
+                "lr_scheduler_type": None,
+                "deepspeed": {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-6}}},
+            },
+            {"optimizer.schedule": "deepspeed", "deepspeed.scheduler.params.warmup_min_lr": 1e-6},
+        ),
         ({"fsdp": "shard_grad_op auto_wrap"}, {"deepspeed.zero_optimization.stage": 2}),
         ({"load_best_model_at_end": True}, {"checkpoint.best": True, "checkpoint.export": "best"}),
     ],
@@ -129,6 +140,22 @@ def test_silent_defaults_are_the_trainers() -> None:
 def test_what_megalite_lacks_is_refused_by_name(key: str, value: Any) -> None:
     account = account_of(arguments_file(**{key: value}))
     assert answer(account, key).numbers
+
+
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ({"gradient_clipping": "much"}, "gradient_clipping"),
+        ({"fp16": {"enabled": True, "loss_scale_window": "x"}}, "fp16.loss_scale_window"),
+        ({"zero_optimization": {"stage": 9}}, "zero_optimization.stage"),
+        (
+            {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-6, "cycle_max_lr": 3e-5}}},
+            "scheduler.params.cycle_momentum",
+        ),
+    ],
+)
+def test_a_value_that_no_run_has_is_refused(table: dict[str, Any], key: str) -> None:
+    assert f"deepspeed: {key}" in refused(account_of(arguments_file(deepspeed=table)))
 
 
 def test_a_warm_up_of_the_constant_schedule_has_no_effect_as_there() -> None:

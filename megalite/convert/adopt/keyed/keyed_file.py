@@ -100,7 +100,7 @@ def complete(reading: Reading, *steps: Callable[[Reading], None]) -> None:
             step(reading)
 
 
-def score(source: Source, rules: Mapping[str, KeyRule], *, hyphens: bool = False) -> int:
+def score(source: Source, rules: Collection[str], *, hyphens: bool = False) -> int:
     """Return how many of a file's keys a system knows. Raises ConfigError for a file that is no mapping."""
     keys = (key.replace("-", "_") if hyphens else key for key in read_mapping(source))
     return sum(key in rules or any(name.startswith(f"{key}.") for name in rules) for key in keys)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from megalite.convert.adopt.deepspeed_rules import DEEPSPEED
+from megalite.convert.adopt.deepspeed_json import NAMES
 from megalite.convert.adopt.keyed import axolotl, llama_factory, trainer
 from megalite.convert.adopt.keyed.keyed_file import MAPPINGS, score
 from megalite.convert.adopt.neox import system as neox
@@ -25,7 +25,7 @@ def recognised(source: Source) -> str | None:
     if source.suffix not in MAPPINGS:
         return None
     scores = {name: score(source, rules, hyphens=name == neox.NAME) for name, rules in _RULES.items()}
-    if source.suffix == ".json" and scores[neox.NAME] == score(source, DEEPSPEED):
+    if source.suffix == ".json" and scores[neox.NAME] == score(source, NAMES):
         scores[neox.NAME] = 0  # DeepSpeed's own JSON, beside another file
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] else None

@@ -4,13 +4,18 @@ from math import floor
 from pathlib import PurePath
 from typing import Any
 
-from megalite.convert.adopt.deepspeed_rules import is_fp16
 from megalite.convert.adopt.rules import Reading, number, switch, text, whole
 
 _NEOX = "GPT-NeoX's default"
 _WARMUP = (
     "warm-up: GPT-NeoX repeats its first rate once, so every rate of the warm-up comes a step earlier here"
 )
+
+
+def is_fp16(reading: Reading) -> bool:
+    """Return whether the fp16 block is on and means fp16; DeeperSpeed chose bf16 by fp16.type."""
+    on = reading.is_on("fp16.enabled") or reading.get("precision") == "fp16"
+    return on and reading.get("fp16.type") != "bfloat16"
 
 
 def read_optimizer(reading: Reading, key: str, value: Any) -> None:

@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalite.convert.adopt.account import Account
-from megalite.convert.adopt.deepspeed_rules import BLOCKS, DEEPSPEED
+from megalite.convert.adopt.deepspeed_json import BLOCKS, NAMES, answer_keys
 from megalite.convert.adopt.keyed.keyed_file import MAPPINGS, answer_all, complete, idle, read_files, refused
 from megalite.convert.adopt.launchers import answer_launcher, is_hostfile
 from megalite.convert.adopt.neox import model as neox_model
 from megalite.convert.adopt.neox import run as neox_run
+from megalite.convert.adopt.report import nested
 from megalite.convert.adopt.rules import (
     KeyRule,
     NoEffect,
@@ -22,6 +23,7 @@ from megalite.convert.adopt.rules import (
     Together,
     WordsOf,
     number,
+    switch,
     text,
     whole,
 )
@@ -32,7 +34,7 @@ _EXTRA = "deepspeed_extra_args."
 _BLOCKS = BLOCKS | {"optimizer", "optimizer.params", "deepspeed_extra_args"}
 _STRUCTURES = frozenset(
     f"{kind}_data_{part}" for kind in ("train", "valid") for part in ("paths", "weights")
-) | {"attention_config", "optimizer.params.betas"}
+) | {"attention_config", "optimizer.params.betas", *NAMES}
 _REPORTS = "megalite writes metrics.jsonl, and TensorBoard with monitor.tensorboard"
 _KERNELS = "megalite chooses its operators itself"
 _LAUNCH = "megalite launch, or a script of launch/, starts the ranks"
@@ -76,6 +78,23 @@ def _read_hostfile(reading: Reading, key: str, value: Any) -> None:
 def _read_ranks(reading: Reading, key: str, value: Any) -> None:
     reading.account.ranks = whole(value)
     reading.take(key, {}, "the number of ranks")
+
+
+def _read_deepspeed(reading: Reading, key: str, value: Any) -> None:
+    """DeepSpeed's keys among the others, all of them with the first."""
+    own = {name: inner for name, inner in reading.keys.items() if RULES.get(name) is _DEEPSPEED}
+    for name in [name for name in own if name.startswith(("fp16.", "bf16.enabled", "bfloat16.enabled"))]:
+        if name.startswith("fp16.") and name != "fp16.enabled" and not neox_run.is_fp16(reading):
+            reading.no_effect(name, "only fp16 has a loss scale")
+        elif name.endswith(".enabled") and not switch(own[name]):
+            reading.no_effect(name, "it is off")
+        elif name == "fp16.enabled" and not neox_run.is_fp16(reading):
+            reading.take(name, {"training.precision": "bf16"}, "fp16.type is bfloat16")
+        else:
+            continue
+        del own[name]
+    reading.answered.update(own)
+    answer_keys(reading.account, nested(own), own, lambda path: reading.names.get(path, path))
 
 
 def _read_tensorboard(reading: Reading, key: str, value: Any) -> None:
@@ -348,7 +367,14 @@ _RUN: Mapping[str, KeyRule] = {
         "eval_tasks",
     ),
 }
-RULES: Mapping[str, KeyRule] = {**DEEPSPEED, **_MODEL, **_TRAINING, **_DATA_RULES, **_RUN}
+_DEEPSPEED = Together(_read_deepspeed)
+RULES: Mapping[str, KeyRule] = {
+    **dict.fromkeys(NAMES, _DEEPSPEED),
+    **_MODEL,
+    **_TRAINING,
+    **_DATA_RULES,
+    **_RUN,
+}
 """Key of GPT-NeoX or DeepSpeed, tables with dots -> its rule."""
 
 
