@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from shlex import quote
 
 from megalite.convert.adopt.account import Account, KeyAnswer, Outcome
 from megalite.convert.adopt.shell.expand import as_source, is_known
@@ -74,7 +75,7 @@ def answer_launcher(
             "hosts": 1,
             "slots": sum(len(host.slots) for host in hosts),
         }
-        account.launch[:] = [f"--hostfile {source.path}"]
+        account.launch[:] = [f"--hostfile {quote(str(source.path))}"]
         answer = KeyAnswer(
             str(source.path), None, Outcome.TAKEN, {}, f"{len(hosts)} hosts, {sizes['slots']} slots"
         )
@@ -96,7 +97,7 @@ def _answer_word(account: Account, sizes: dict[str, int], names: tuple[str, str,
         account.add(KeyAnswer(key, shown, Outcome.CHANGED, {"parallel.data": "auto"}, reason))
     elif name in _KEPT and value and is_known(value) and value not in _HERE:
         if name != "master_port":
-            account.launch.append(f"{_KEPT[name]} {value}")
+            account.launch.append(f"{_KEPT[name]} {quote(value)}")
         account.add(KeyAnswer(key, shown, Outcome.TAKEN, {}, f"megalite launch {_KEPT[name]}"))
     else:
         account.add(KeyAnswer(key, shown, Outcome.NO_EFFECT, {}, "megalite launch starts the ranks"))

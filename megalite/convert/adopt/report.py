@@ -14,7 +14,14 @@ _COMMENT = 110
 
 
 def account_lines(account: Account) -> Iterator[str]:
-    """Yield the account: refused keys first, then changed, taken and idle ones, silent defaults and notes."""
+    """Yield the account: refused keys first, then changed, taken and idle ones, silent defaults and notes.
+
+    Texts of the files cannot steer the terminal: control characters are written out.
+    """
+    yield from map(_one_line, _lines(account))
+
+
+def _lines(account: Account) -> Iterator[str]:
     counts = ", ".join(f"{len(account.with_outcome(outcome))} {outcome.value}" for outcome in _ORDER)
     yield f"{account.system}: {len(account.answers)} keys: {counts}"
     for outcome in _ORDER:

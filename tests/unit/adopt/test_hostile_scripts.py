@@ -10,7 +10,7 @@ import pytest
 
 from megalite.cli import main
 from megalite.convert.adopt.account import Outcome
-from megalite.convert.adopt.report import run_file_text
+from megalite.convert.adopt.report import account_lines, run_file_text
 from megalite.convert.adopt.shell.expand import TooLong, as_source
 from megalite.convert.adopt.shell.script import ScriptText, read_script
 from megalite.convert.adopt.shell.tokens import ShellSyntax
@@ -99,6 +99,8 @@ def test_a_value_of_a_command_is_refused(
             "grows beyond|more than .* words",
             marks=pytest.mark.extended,
         ),
+        ("A='" + "x " * 60000 + "'\n" + "for B in $A; do :; done\n" * 200, "expansions .* grows beyond"),
+        ("A=" + "${B:-" * 100 + "x" * 120000 + "}" * 100, "expansions .* grows beyond"),
         ("f() { f; }\nf\n", "nested deeper"),
         ("f() { f; f; }\nf\n", "nested deeper"),
         ("if true; then\n" * 5000, "nested deeper"),
@@ -150,6 +152,16 @@ def test_a_name_with_control_characters_stays_one_comment(tmp_path: Path) -> Non
     (tmp_path / "run.sh").write_text(f"{TRAIN} --num-experts $'8\\n[model]' --mock 'a\n[run]\nfolder=1'\n")
     main(["adopt", str(tmp_path / "run.sh"), "--partial", "--output", str(output)])
     assert "\n[run]" not in output.read_text()
+
+
+def test_a_text_of_a_script_steers_no_terminal_and_no_shell(tmp_path: Path) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(
+        f"if [ $X = '\x1b[31m' ]; then :; fi\ndeepspeed --hostfile 'a;b' x.py {TRAIN.partition(' ')[2]}\n"
+    )
+    lines = list(account_lines(adopt([script])))
+    assert not any("\x1b" in line for line in lines)
+    assert "to start it: megalite launch --hostfile 'a;b' RUN.toml" in lines
 
 
 SHELL = {

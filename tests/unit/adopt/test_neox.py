@@ -167,7 +167,7 @@ def test_blends_keep_their_weights() -> None:
 
 
 def test_a_hostfile_becomes_an_argument_of_the_launcher() -> None:
-    assert account_of(write("a.yml", configuration("125M"))).launch == ["--hostfile", "/mock_path"]
+    assert account_of(write("a.yml", configuration("125M"))).launch == ["--hostfile /mock_path"]
 
 
 @pytest.mark.parametrize(

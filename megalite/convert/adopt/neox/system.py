@@ -4,6 +4,7 @@ Keys and defaults are those of megatron/neox_arguments of EleutherAI/gpt-neox.
 """
 
 from collections.abc import Mapping, Sequence
+from shlex import quote
 from typing import Any
 
 from megalite.convert.adopt.account import Account
@@ -71,7 +72,7 @@ def _read_training_kind(reading: Reading, key: str, value: Any) -> None:
 
 
 def _read_hostfile(reading: Reading, key: str, value: Any) -> None:
-    reading.account.launch += [f"--{key}", text(value)]
+    reading.account.launch.append(f"--{key} {quote(text(value))}")
     reading.take(key, {}, f"megalite launch --{key}")
 
 

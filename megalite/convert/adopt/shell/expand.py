@@ -10,6 +10,8 @@ from megalite.convert.adopt.shell.tokens import bracket_end, quote_end, tokens
 
 LONGEST = 1 << 17
 """Characters of a value; a longer one is no launch script's."""
+_MOST_WORK = 1 << 23
+"""Characters that all expansions of a script may read and make: the longest public ones need 1 in 100 of it."""
 _OPEN, _CLOSE, _SPACE = "\ue000", "\ue001", "\ue002"
 _UNKNOWN = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}")
 _NAME = re.compile(r"[A-Za-z_]\w*|[0-9@*#?$!-]")
@@ -33,6 +35,12 @@ class Variables:
 
     values: dict[str, str | list[str]] = field(default_factory=dict)
     named: list[str] = field(default_factory=list)
+    work: int = 0
+
+    def spend(self, characters: int) -> None:
+        self.work += characters
+        if self.work > _MOST_WORK:
+            raise TooLong(f"what its expansions read and make grows beyond {_MOST_WORK:,} characters")
 
     def text(self, name: str) -> str | None:
         value = self.values.get(name)
@@ -79,6 +87,7 @@ def split_words(word: str, variables: Variables) -> list[str]:
     parts: list[str] = [""]
     real = False  # whether an empty word stands there, as in ""
     for piece, quoted, separate in _pieces(word, variables):
+        variables.spend(sum(map(len, piece)))
         if separate:  # the words of "${array[@]}"
             for number, item in enumerate(piece):
                 parts += [] if number == 0 else [""]
@@ -105,6 +114,7 @@ def split_words(word: str, variables: Variables) -> list[str]:
 def joined(word: str, variables: Variables) -> str:
     """Return a word without splitting, as in an assignment or a heredoc's line."""
     pieces = [" ".join(piece) for piece, _, _ in _pieces(word, variables)]
+    variables.spend(sum(map(len, pieces)))
     if sum(map(len, pieces)) > LONGEST:
         raise TooLong(f"the value {word[:40]} grows beyond {LONGEST:,} characters")
     return "".join(pieces)
@@ -124,6 +134,7 @@ def heredoc_text(body: str, variables: Variables) -> str:
 def _pieces(word: str, variables: Variables, quoted: bool = False) -> Iterator[tuple[list[str], bool, bool]]:
     """Yield (texts, whether quoted, whether the texts are separate words)."""
     position = 0
+    variables.spend(len(word))
     while position < len(word):
         letter = word[position]
         if letter == "\\" and position + 1 < len(word):
