@@ -272,6 +272,17 @@ def test_an_optimizer_has_the_numbers_of_megatron_lm(
     assert read("small").settings[f"optimizer.{setting}"] == value
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_wsd_is_read_in_any_order(first: bool, there: Path) -> None:
+    style, parts = "--lr-decay-style WSD", "--lr-wsd-decay-style linear --lr-wsd-decay-iters 20"
+    order = f"{style} {parts}" if first else f"{parts} {style}"
+    Path("small.sh").write_text(
+        f"python pretrain_gpt.py --num-layers 2 --lr 1e-4 --train-iters 100 {order}\n"
+    )
+    settings = read("small").settings
+    assert (settings["optimizer.decay_shape"], settings["optimizer.decay_fraction"]) == ("linear", 0.2)
+
+
 def test_a_json_that_contradicts_the_arguments_is_refused(there: Path) -> None:
     path = Path("ds_config.json")
     path.write_text(path.read_text().replace("1024", "512"))

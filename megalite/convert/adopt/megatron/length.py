@@ -102,7 +102,11 @@ def read_minimum(reading: Reading, key: str, value: object) -> None:
 
 
 def read_wsd_part(reading: Reading, key: str, value: object) -> None:
-    reading.no_effect(key, "--lr-decay-style is not WSD")
+    """Answer the length and form of WSD, which may stand before --lr-decay-style."""
+    if reading.get("lr-decay-style") == "WSD":
+        _read_wsd(reading, "lr-decay-style")
+    else:
+        reading.no_effect(key, "--lr-decay-style is not WSD")
 
 
 def length_defaults(reading: Reading) -> None:
