@@ -17,6 +17,7 @@ from megalite.convert.adopt.rules import (
     Switch,
     Take,
     Together,
+    WordsOf,
     number,
     switch,
     text,
@@ -51,18 +52,6 @@ def _read_adapter(reading: Reading, key: str, value: Any) -> None:
         reading.take(key, {"adapter.kind": "none"})
     else:
         reading.refuse(key, "megalite has lora, and prefix tuning of its own", "use lora, or leave it out")
-
-
-def _of_lora(rule: KeyRule) -> KeyRule:
-    """The rule where the run has a LoRA; its keys have no effect in others."""
-
-    def read(reading: Reading, key: str, value: Any) -> None:
-        if reading.get("adapter") in ("lora", "qlora"):
-            rule.answer(reading, key, value)
-        else:
-            reading.no_effect(key, "the run trains no LoRA")
-
-    return Together(read)
 
 
 def _read_linear_targets(reading: Reading, key: str, value: Any) -> None:
@@ -109,14 +98,6 @@ def _read_tf32(reading: Reading, key: str, value: Any) -> None:
 def _read_checkpointing(reading: Reading, key: str, value: Any) -> None:
     words = ("offload", "unsloth", "offload_disk")
     reading.take(key, {"training.recompute": "full" if value in words or switch(value) else "none"})
-
-
-def _read_preference(reading: Reading, key: str, value: Any) -> None:
-    losses = {"dpo": "sigmoid", "ipo": "ipo"}
-    if value in losses:
-        reading.take(key, {"data.kind": "preference", "preference.loss": losses[value]})
-    else:
-        reading.refuse(key, "megalite trains preferences by DPO and IPO", "use dpo or ipo")
 
 
 def _read_of_preference(reading: Reading, key: str, value: Any) -> None:
@@ -166,25 +147,34 @@ def _read_least_rate(reading: Reading, key: str, value: Any) -> None:
         reading.take(key, {"optimizer.minimum_ratio": number(value)})
 
 
+_LORA: Mapping[str, KeyRule] = {
+    "lora_r": Take("adapter.rank", whole),
+    "lora_alpha": tuning.ALPHA,
+    "lora_dropout": Take("adapter.dropout", number),
+    "lora_target_modules": Together(_read_named_targets),
+    "lora_target_linear": Together(_read_linear_targets),
+    "lora_modules_to_save": Together(tuning.read_modules_to_save),
+    "peft_use_dora": Switch({"adapter.dora": True}),
+    "peft_use_rslora": Switch({"adapter.rslora": True}),
+    "lora_model_dir": Take("adapter.path", text),
+}
 _TUNING: Mapping[str, KeyRule] = {
     "base_model": Together(_read_model),
     "tokenizer_config": Take("tokenizer.path", text),
     "adapter": Together(_read_adapter),
-    "lora_r": _of_lora(Take("adapter.rank", whole)),
-    "lora_alpha": _of_lora(Together(tuning.read_alpha)),
-    "lora_dropout": _of_lora(Take("adapter.dropout", number)),
-    "lora_target_modules": _of_lora(Together(_read_named_targets)),
-    "lora_target_linear": _of_lora(Together(_read_linear_targets)),
-    "lora_modules_to_save": _of_lora(Together(tuning.read_modules_to_save)),
-    "peft_use_dora": _of_lora(Switch({"adapter.dora": True})),
-    "peft_use_rslora": _of_lora(Switch({"adapter.rslora": True})),
-    "lora_model_dir": _of_lora(Take("adapter.path", text)),
+    **tuning.of_lora(_LORA, "adapter", ("lora", "qlora")),
     "load_in_8bit": Refuse("megalite trains no base of 8 bits", tuning.BASE_REMEDY),
     "load_in_4bit": Refuse("megalite trains no base of 4 bits", tuning.BASE_REMEDY),
     "peft_init_lora_weights": Refuse("A starts at random and B at 0", "leave it out", (True, "default")),
     "chat_template": Together(_read_template),
     "chat_template_jinja": Together(_read_template),
-    "rl": Together(_read_preference),
+    "rl": WordsOf(
+        {
+            "dpo": {"data.kind": "preference", "preference.loss": "sigmoid"},
+            "ipo": {"data.kind": "preference", "preference.loss": "ipo"},
+        },
+        "use dpo or ipo",
+    ),
     "rl_beta": Together(_read_of_preference),
     "dpo_beta": Together(_read_of_preference),
     "dpo_label_smoothing": Together(_read_of_preference),

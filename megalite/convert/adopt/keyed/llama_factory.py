@@ -22,7 +22,6 @@ from megalite.convert.adopt.rules import (
     Together,
     WordsOf,
     number,
-    switch,
     text,
     whole,
 )
@@ -43,15 +42,6 @@ def _read_model(reading: Reading, key: str, value: Any) -> None:
     reading.take(key, {"model.weights": name if known else f"{name}@{revision}"})
 
 
-def _read_stage(reading: Reading, key: str, value: Any) -> None:
-    if value in _STAGES:
-        reading.take(key, {"data.kind": _STAGES[value]})
-    else:
-        reading.refuse(
-            key, "megalite trains on text (pt), conversations (sft) and preferences (dpo)", "use one of them"
-        )
-
-
 def _read_batch(reading: Reading, key: str, value: Any) -> None:
     tuning.read_micro_batch(reading, key, value, pairs=reading.get("stage") == "dpo")
 
@@ -66,18 +56,6 @@ def _read_loss(reading: Reading, key: str, value: Any) -> None:
     else:
         name = "beta" if key == "pref_beta" else "label_smoothing"
         reading.take(key, {f"preference.{name}": number(value)})
-
-
-def _of_lora(rule: KeyRule) -> KeyRule:
-    """The rule where the run has a LoRA; its keys have no effect in others."""
-
-    def read(reading: Reading, key: str, value: Any) -> None:
-        if reading.get("finetuning_type", "lora") == "lora":
-            rule.answer(reading, key, value)
-        else:
-            reading.no_effect(key, "the run trains no LoRA")
-
-    return Together(read)
 
 
 def _read_adapter(reading: Reading, key: str, value: Any) -> None:
@@ -99,30 +77,29 @@ def _read_tokens(reading: Reading, key: str, value: Any) -> None:
         )
 
 
-def _read_checkpointing(reading: Reading, key: str, value: Any) -> None:
-    reading.take(key, {"training.recompute": "none" if switch(value) else "full"})
-
-
+_LORA: Mapping[str, KeyRule] = {
+    "lora_rank": Take("adapter.rank", whole),
+    "lora_alpha": tuning.ALPHA,
+    "lora_dropout": Take("adapter.dropout", number),
+    "lora_target": Together(tuning.read_targets),
+    "additional_target": Together(tuning.read_modules_to_save),
+    "use_rslora": Switch({"adapter.rslora": True}),
+    "use_dora": Switch({"adapter.dora": True}),
+    "adapter_name_or_path": Together(_read_adapter),
+}
 _TUNING: Mapping[str, KeyRule] = {
     "model_name_or_path": Together(_read_model),
     "model_revision": NoEffect("it is part of model.weights"),
-    "stage": Together(_read_stage),
+    "stage": WordsOf({name: {"data.kind": kind} for name, kind in _STAGES.items()}, "use pt, sft or dpo"),
     "finetuning_type": WordsOf(
         {"lora": {"adapter.kind": "lora"}, "full": {"adapter.kind": "none"}}, "use lora or full"
     ),
-    "lora_rank": _of_lora(Take("adapter.rank", whole)),
-    "lora_alpha": _of_lora(Together(tuning.read_alpha)),
-    "lora_dropout": _of_lora(Take("adapter.dropout", number)),
-    "lora_target": _of_lora(Together(tuning.read_targets)),
-    "additional_target": _of_lora(Together(tuning.read_modules_to_save)),
-    "use_rslora": _of_lora(Switch({"adapter.rslora": True})),
-    "use_dora": _of_lora(Switch({"adapter.dora": True})),
-    "adapter_name_or_path": _of_lora(Together(_read_adapter)),
+    **tuning.of_lora(_LORA, "finetuning_type", ("lora",), "lora"),
     "per_device_train_batch_size": Together(_read_batch),
     "pref_beta": Together(_read_loss),
     "pref_loss": Together(_read_loss),
     "dpo_label_smoothing": Together(_read_loss),
-    "disable_gradient_checkpointing": Together(_read_checkpointing),
+    "disable_gradient_checkpointing": Switch({"training.recompute": "none"}, {"training.recompute": "full"}),
     "add_tokens": Together(_read_tokens),
     "add_special_tokens": Together(_read_tokens),
     "train_from_scratch": Refuse(

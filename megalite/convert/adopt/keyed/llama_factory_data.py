@@ -10,6 +10,7 @@ from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.rules import (
     OFF,
     KeyRule,
+    NoEffect,
     Reading,
     Refuse,
     Switch,
@@ -138,19 +139,10 @@ def _read_template(reading: Reading, key: str, value: Any) -> None:
         tuning.read_template(reading, key, value)
 
 
-def _read_probabilities(reading: Reading, key: str, value: Any) -> None:
-    remedy = "write them as [[data.blend]] with weights"
-    reading.refuse(key, "draws the data sets by probabilities", remedy)
-
-
-def _read_folder(reading: Reading, key: str, value: Any) -> None:
-    reading.take(key, {}, f"the folder of {_INFO}")
-
-
 RULES: Mapping[str, KeyRule] = {
     "dataset": Together(_read_dataset),
     "eval_dataset": Together(_read_dataset),
-    "dataset_dir": Together(_read_folder),
+    "dataset_dir": NoEffect(f"the folder of {_INFO}"),
     "template": Together(_read_template),
     "cutoff_len": Take("training.sequence_length", whole),
     "val_size": Together(tuning.read_validation_share),
@@ -167,7 +159,9 @@ RULES: Mapping[str, KeyRule] = {
         "megalite streams text alone", "leave it out: files are tokenized once", OFF, numbers=False
     ),
     "mix_strategy": WordsOf({"concat": {}}, "write [[data.blend]] with weights"),
-    "interleave_probs": Together(_read_probabilities),
+    "interleave_probs": Refuse(
+        "draws the data sets by probabilities", "write them as [[data.blend]] with weights", ()
+    ),
     "default_system": Refuse(
         "megalite adds no system prompt", "write it into the data (column system)", ("",)
     ),

@@ -88,13 +88,6 @@ def _read_resume(reading: Reading, key: str, value: Any) -> None:
         reading.refuse(key, "its checkpoints are imported first", remedy)
 
 
-def _read_best(reading: Reading, key: str, value: Any) -> None:
-    if not switch(value):
-        reading.no_effect(key, "it is off")
-    else:
-        reading.take(key, {"checkpoint.best": True, "checkpoint.export": "best"})
-
-
 def _read_grouping(reading: Reading, key: str, value: Any) -> None:
     if value in ("random", *OFF):
         reading.take(key, {}, "sequences are drawn at random")
@@ -130,8 +123,8 @@ _BATCH: Mapping[str, KeyRule] = {
 }
 _OPTIMIZER: Mapping[str, KeyRule] = {
     "learning_rate": Take("optimizer.learning_rate", number),
-    "lr_scheduler_type": Together(trainer_rates.read_schedule),
-    "lr_scheduler": Together(trainer_rates.read_schedule),
+    "lr_scheduler_type": trainer_rates.SCHEDULE,
+    "lr_scheduler": trainer_rates.SCHEDULE,
     "lr_scheduler_kwargs": Together(trainer_rates.read_schedule_arguments),
     "warmup_steps": Together(trainer_rates.read_warmup),
     "warmup_ratio": Together(trainer_rates.read_warmup),
@@ -156,7 +149,7 @@ _RUN: Mapping[str, KeyRule] = {
     "evaluation_strategy": Together(trainer_rates.read_strategy),
     "save_strategy": Together(trainer_rates.read_strategy),
     "save_total_limit": Take("checkpoint.keep_last", whole),
-    "load_best_model_at_end": Together(_read_best),
+    "load_best_model_at_end": Switch({"checkpoint.best": True, "checkpoint.export": "best"}),
     "metric_for_best_model": WordsOf(
         {"loss": {}, "eval_loss": {}}, "the best checkpoint has the lowest loss"
     ),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.convert.adopt.rules import OFF, Reading, number, whole
+from megalite.convert.adopt.rules import OFF, Reading, WordsOf, number, whole
 
 _SCHEDULES = {
     "linear": "linear",
@@ -13,6 +13,10 @@ _SCHEDULES = {
     "constant_with_warmup": "constant",
     "warmup_stable_decay": "wsd",
 }
+SCHEDULE = WordsOf(
+    {name: {"optimizer.schedule": ours} for name, ours in _SCHEDULES.items()},
+    "use linear, cosine, constant or warmup_stable_decay",
+)
 _SCHEDULE_KEYS = ("lr_scheduler_type", "lr_scheduler")
 _ADAMW = (
     "adamw_torch",
@@ -43,16 +47,6 @@ def read_length(reading: Reading, key: str, value: Any) -> None:
         reading.no_effect(key, "max_steps decides" if limit > 0 else "the epochs decide")
     else:
         reading.take(key, {"training.epochs": number(value)})
-
-
-def read_schedule(reading: Reading, key: str, value: Any) -> None:
-    name = _SCHEDULES.get(value) if isinstance(value, str) else None
-    if name is None:
-        reading.refuse(
-            key, "megalite has no such schedule", "use linear, cosine, constant or warmup_stable_decay"
-        )
-    else:
-        reading.take(key, {"optimizer.schedule": name})
 
 
 def read_schedule_arguments(reading: Reading, key: str, value: Any) -> None:

@@ -1,10 +1,10 @@
 """Fine-tuning as axolotl and LLaMA-Factory have it: adapters, data sets, chat templates, pairs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.convert.adopt.rules import Reading, number, text, whole
+from megalite.convert.adopt.rules import KeyRule, Reading, Take, Together, number, text, whole
 
 _OUR_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -118,8 +118,24 @@ def read_template(reading: Reading, key: str, value: Any) -> None:
         reading.change(key, {}, reason)
 
 
-def read_alpha(reading: Reading, key: str, value: Any) -> None:
-    reading.take(key, {"adapter.alpha": number(value)}, "the update is multiplied by alpha / rank")
+ALPHA = Take("adapter.alpha", number, "the update is multiplied by alpha / rank")
+
+
+def of_lora(
+    rules: Mapping[str, KeyRule], key: str, kinds: Collection[str], default: str = ""
+) -> dict[str, KeyRule]:
+    """Return the rules of keys that have no effect where the value of `key` is none of `kinds`."""
+
+    def within(rule: KeyRule) -> KeyRule:
+        def read(reading: Reading, name: str, value: Any) -> None:
+            if reading.get(key, default) in kinds:
+                rule.answer(reading, name, value)
+            else:
+                reading.no_effect(name, "the run trains no LoRA")
+
+        return Together(read)
+
+    return {name: within(rule) for name, rule in rules.items()}
 
 
 def fill_adapter_defaults(reading: Reading, defaults: dict[str, Any], reason: str) -> None:

@@ -141,10 +141,6 @@ def read_save_and_load(reading: Reading, key: str, value: Any) -> None:
         reading.refuse(key, "training begins from another program's checkpoint", remedy)
 
 
-def read_tensorboard(reading: Reading, key: str, value: Any) -> None:
-    reading.change(key, {"monitor.tensorboard": True}, "it is written to run.folder/tensorboard")
-
-
 def read_vocabulary(reading: Reading, key: str, value: Any) -> None:
     if key == "padded-vocab-size":
         reading.take(key, {"model.vocab_size": whole(value)})

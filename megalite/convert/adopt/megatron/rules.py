@@ -174,10 +174,6 @@ def _recompute(reading: Reading, key: str, value: Any) -> None:
             reading.no_effect(name, "each layer is recomputed by itself; the numbers stay the same")
 
 
-def _batch(reading: Reading, key: str, value: Any) -> None:
-    reading.take(key, {f"training.{key.replace('-', '_')}": whole(value)})
-
-
 def _distributed_optimizer(reading: Reading, key: str, value: Any) -> None:
     if reading.is_on("deepspeed"):
         reading.no_effect(key, "--deepspeed shards the optimizer")
@@ -214,8 +210,8 @@ RULES: dict[str, KeyRule] = {
     "zero-stage": Together(_zero),
     "attention-dropout": Take("model.attention_dropout", number),
     "seq-length": Take("training.sequence_length", whole),
-    "micro-batch-size": Together(_batch),
-    "global-batch-size": Together(_batch),
+    "micro-batch-size": Take("training.micro_batch_size", whole),
+    "global-batch-size": Take("training.global_batch_size", whole),
     **dict.fromkeys(("train-iters", "train-samples", "train-tokens"), Together(length.read_length)),
     **dict.fromkeys(
         ("lr-decay-iters", "lr-decay-samples", "lr-decay-tokens"), Together(length.read_decay_end)
@@ -301,7 +297,7 @@ RULES: dict[str, KeyRule] = {
     "eval-interval": Together(data.read_validation),
     "eval-iters": Together(data.read_validation),
     "log-interval": Take("monitor.every", whole),
-    "tensorboard-dir": Together(data.read_tensorboard),
+    "tensorboard-dir": Change("monitor.tensorboard", lambda _: True, "written to run.folder/tensorboard"),
     "exit-duration-in-mins": Take("training.stop_after", lambda value: f"{whole(value)}m"),
     "seed": Change(
         "run.seed", whole, "the same order of samples; initial weights and dropout are other random numbers"

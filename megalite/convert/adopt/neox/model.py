@@ -11,7 +11,7 @@ from megalite.topology.shape import ModelShape
 
 GATED = {"swiglu": "silu", "geglu": "gelu"}
 _PLAIN = {"gelu": "gelu", "silu": "silu", "swish": "silu"}
-_NORMS = {
+NORMS = {
     "layernorm": "layer_norm",
     "te_layernorm": "layer_norm",
     "rmsnorm": "rms_norm",
@@ -84,14 +84,6 @@ def _width(reading: Reading) -> int | str | None:
     return half
 
 
-def read_norm(reading: Reading, key: str, value: Any) -> None:
-    name = _NORMS.get(value) if isinstance(value, str) else None
-    if name is None:
-        reading.refuse(key, "megalite has no such norm", "it has layernorm and rmsnorm")
-    else:
-        reading.take(key, {"model.norm": name})
-
-
 def read_epsilon(reading: Reading, key: str, value: Any) -> None:
     if key == _epsilon_key(reading):
         reading.take(key, {"model.rms_norm_eps": number(value)})
@@ -100,12 +92,12 @@ def read_epsilon(reading: Reading, key: str, value: Any) -> None:
 
 
 def _epsilon_key(reading: Reading) -> str:
-    is_rms = _NORMS.get(reading.get("norm", "layernorm")) == "rms_norm"
+    is_rms = NORMS.get(reading.get("norm", "layernorm")) == "rms_norm"
     return "rms_norm_epsilon" if is_rms else "layernorm_epsilon"
 
 
 def read_norm_bias(reading: Reading, key: str, value: Any) -> None:
-    if _NORMS.get(reading.get("norm", "layernorm")) == "rms_norm":
+    if NORMS.get(reading.get("norm", "layernorm")) == "rms_norm":
         reading.no_effect(key, "an RMSNorm has no bias")
     elif switch(value):
         reading.take(key, {}, "megalite's LayerNorm has a bias")
@@ -121,14 +113,6 @@ def read_blocks(reading: Reading, key: str, value: Any) -> None:
         return
     placement = ("parallel_shared" if tied else "parallel") if parallel else "pre"
     reading.take(key, {"model.norm_placement": placement})
-
-
-def read_positions(reading: Reading, key: str, value: Any) -> None:
-    names = {"rotary": "rope", "learned": "learned"}
-    if value not in names:
-        reading.refuse(key, "megalite has no such position embedding", "it has rotary and learned")
-    else:
-        reading.take(key, {"model.position_embedding": names[value]})
 
 
 def read_rotation(reading: Reading, key: str, value: Any) -> None:

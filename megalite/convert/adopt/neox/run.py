@@ -4,7 +4,7 @@ from math import floor
 from pathlib import PurePath
 from typing import Any
 
-from megalite.convert.adopt.rules import Reading, number, switch, text, whole
+from megalite.convert.adopt.rules import Reading, number, text, whole
 
 _NEOX = "GPT-NeoX's default"
 _WARMUP = (
@@ -102,10 +102,6 @@ def read_decay_length(reading: Reading, key: str, value: Any) -> None:
         reading.refuse(key, "megalite has it in steps alone", "set training.steps and optimizer.decay_steps")
     else:
         reading.take(key, {"optimizer.decay_steps": steps})
-
-
-def read_recompute(reading: Reading, key: str, value: Any) -> None:
-    reading.take(key, {"training.recompute": "full" if switch(value) else "none"})
 
 
 def read_paths(reading: Reading, key: str, value: Any) -> None:

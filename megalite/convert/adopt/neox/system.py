@@ -15,6 +15,7 @@ from megalite.convert.adopt.neox import model as neox_model
 from megalite.convert.adopt.neox import run as neox_run
 from megalite.convert.adopt.report import nested
 from megalite.convert.adopt.rules import (
+    Change,
     KeyRule,
     NoEffect,
     Reading,
@@ -98,10 +99,6 @@ def _read_deepspeed(reading: Reading, key: str, value: Any) -> None:
     answer_keys(reading.account, nested(own), own, lambda path: reading.names.get(path, path))
 
 
-def _read_tensorboard(reading: Reading, key: str, value: Any) -> None:
-    reading.change(key, {"monitor.tensorboard": True}, "written to run.folder/tensorboard")
-
-
 _MODEL: Mapping[str, KeyRule] = {
     "num_layers": Take("model.num_hidden_layers", whole),
     "hidden_size": Take("model.hidden_size", whole),
@@ -121,13 +118,18 @@ _MODEL: Mapping[str, KeyRule] = {
     "intermediate_size": Together(neox_model.read_width),
     "expansion_factor": Together(neox_model.read_width),
     "mlp_multiple_of": Together(neox_model.read_width),
-    "norm": Together(neox_model.read_norm),
+    "norm": WordsOf(
+        {name: {"model.norm": ours} for name, ours in neox_model.NORMS.items()}, "use layernorm or rmsnorm"
+    ),
     "layernorm_epsilon": Together(neox_model.read_epsilon),
     "rms_norm_epsilon": Together(neox_model.read_epsilon),
     "use_bias_in_norms": Together(neox_model.read_norm_bias),
     "gpt_j_residual": Together(neox_model.read_blocks),
     "gpt_j_tied": Together(neox_model.read_blocks),
-    "pos_emb": Together(neox_model.read_positions),
+    "pos_emb": WordsOf(
+        {"rotary": {"model.position_embedding": "rope"}, "learned": {"model.position_embedding": "learned"}},
+        "use rotary or learned",
+    ),
     "rotary_pct": Together(neox_model.read_rotation),
     "rotary_emb_base": Together(neox_model.read_rotation),
     "attention_config": Together(neox_model.read_attention),
@@ -191,7 +193,7 @@ _TRAINING: Mapping[str, KeyRule] = {
     "gradient_accumulation_steps": Take("training.micro_batches", whole),
     "train_iters": Take("training.steps", _steps),
     "train_epochs": Take("training.epochs", number),
-    "checkpoint_activations": Together(neox_run.read_recompute),
+    "checkpoint_activations": Switch({"training.recompute": "full"}, {"training.recompute": "none"}),
     "data_types.grad_accum_dtype": WordsOf(
         {
             "fp32": {"training.accumulation": "fp32"},
@@ -337,7 +339,7 @@ _RUN: Mapping[str, KeyRule] = {
     "eval_interval": Together(neox_run.read_evaluation),
     "eval_iters": Together(neox_run.read_evaluation),
     "log_interval": Take("monitor.every", whole),
-    "tensorboard_dir": Together(_read_tensorboard),
+    "tensorboard_dir": Change("monitor.tensorboard", lambda _: True, "written to run.folder/tensorboard"),
     "hostfile": Together(_read_hostfile),
     "include": Together(_read_hostfile),
     "exclude": Together(_read_hostfile),
