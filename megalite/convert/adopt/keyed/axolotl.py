@@ -1,13 +1,12 @@
 """axolotl: YAML files. Keys and defaults are those of src/axolotl/utils/schemas of axolotl-ai-cloud/axolotl."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megalite.convert.adopt.account import Account
 from megalite.convert.adopt.companions import answer_companions, find_deepspeed, named_files
 from megalite.convert.adopt.keyed import axolotl_data, trainer, trainer_rates, tuning
-from megalite.convert.adopt.keyed.keyed_file import answer_all, complete, idle, read_files, refused
+from megalite.convert.adopt.keyed.keyed_file import answer_all, complete, idle, read_files, refused, require
 from megalite.convert.adopt.rules import (
     OFF,
     KeyRule,
@@ -34,13 +33,6 @@ _MODEL = "train another model, or keep axolotl for this one"
 _REPORTS = "megalite writes metrics.jsonl, and TensorBoard with monitor.tensorboard"
 _OPERATORS = "megalite chooses its operators itself"
 _HARMLESS_PLUGINS = ("liger", "cut_cross_entropy", "lm_eval")
-
-
-def _read_model(reading: Reading, key: str, value: Any) -> None:
-    name, revision = text(value), reading.get("revision_of_model")
-    reading.take(
-        key, {"model.weights": name if not revision or Path(name).exists() else f"{name}@{revision}"}
-    )
 
 
 def _read_adapter(reading: Reading, key: str, value: Any) -> None:
@@ -159,7 +151,7 @@ _LORA: Mapping[str, KeyRule] = {
     "lora_model_dir": Take("adapter.path", text),
 }
 _TUNING: Mapping[str, KeyRule] = {
-    "base_model": Together(_read_model),
+    "base_model": Together(tuning.read_model),
     "tokenizer_config": Take("tokenizer.path", text),
     "adapter": Together(_read_adapter),
     **tuning.of_lora(_LORA, "adapter", ("lora", "qlora")),
@@ -372,10 +364,7 @@ def _fill(reading: Reading) -> None:
         more = "where that is more, set optimizer.warmup_steps = 100"
         account.note(f"warm-up: axolotl's default is 3% of the steps, and at most 100 steps; {more}")
     trainer_rates.fill_defaults(reading, NAME, others)
-    for key, ours in (("base_model", "model.weights"), ("datasets", "data.source")):
-        if (
-            ours not in account.settings
-            and key not in reading.answered
-            and not reading.has("pretraining_dataset")
-        ):
-            reading.refuse(key, "is not set, and a run needs it", f"set {ours} in run.toml")
+    needed = {"base_model": ("model.weights",), "datasets": ("data.source",)}
+    if reading.has("pretraining_dataset"):
+        del needed["datasets"]
+    require(reading, needed)

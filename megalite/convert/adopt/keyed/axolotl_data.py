@@ -179,8 +179,4 @@ def read_special_tokens(reading: Reading, key: str, value: Any) -> None:
 
 
 def read_tokens(reading: Reading, key: str, value: Any) -> None:
-    added = tuning.names(value)
-    if reading.get("adapter"):
-        reading.refuse(key, "megalite adds no tokens with an adapter", "leave it out, or train all weights")
-    else:
-        reading.change(key, {"tokenizer.add_tokens": added}, "their rows start as the mean of the others")
+    tuning.read_tokens(reading, key, value, adapter=bool(reading.get("adapter")))

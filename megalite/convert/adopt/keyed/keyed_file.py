@@ -100,6 +100,14 @@ def complete(reading: Reading, *steps: Callable[[Reading], None]) -> None:
             step(reading)
 
 
+def require(reading: Reading, needed: Mapping[str, tuple[str, ...]]) -> None:
+    """Refuse what a run needs and no key says. needed: key -> the settings of ours, any of which is enough."""
+    for key, ours in needed.items():
+        if not any(name in reading.account.settings for name in ours) and key not in reading.answered:
+            remedy = f"name the file that has it too, or set {ours[0]} in run.toml"
+            reading.refuse(key, "is not set, and a run needs it", remedy)
+
+
 def score(source: Source, rules: Collection[str], *, hyphens: bool = False) -> int:
     """Return how many of a file's keys a system knows. Raises ConfigError for a file that is no mapping."""
     keys = (key.replace("-", "_") if hyphens else key for key in read_mapping(source))

@@ -4,13 +4,12 @@ Keys and defaults are those of src/llamafactory/hparams of hiyouga/LLaMA-Factory
 """
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from megalite.convert.adopt.account import Account
 from megalite.convert.adopt.companions import answer_companions, find_deepspeed, named_files
 from megalite.convert.adopt.keyed import llama_factory_data, trainer, trainer_rates, tuning
-from megalite.convert.adopt.keyed.keyed_file import answer_all, complete, idle, read_files, refused
+from megalite.convert.adopt.keyed.keyed_file import answer_all, complete, idle, read_files, refused, require
 from megalite.convert.adopt.rules import (
     OFF,
     KeyRule,
@@ -22,7 +21,6 @@ from megalite.convert.adopt.rules import (
     Together,
     WordsOf,
     number,
-    text,
     whole,
 )
 from megalite.convert.adopt.sources import Source
@@ -34,12 +32,6 @@ _LISTS = frozenset(
 )
 _STAGES = {"sft": "instruct", "pt": "text", "dpo": "preference"}
 _MODEL = "train another model, or keep LLaMA-Factory for this one"
-
-
-def _read_model(reading: Reading, key: str, value: Any) -> None:
-    name, revision = text(value), reading.get("model_revision", "main")
-    known = revision in ("main", None) or Path(name).exists()
-    reading.take(key, {"model.weights": name if known else f"{name}@{revision}"})
 
 
 def _read_batch(reading: Reading, key: str, value: Any) -> None:
@@ -69,12 +61,7 @@ def _read_adapter(reading: Reading, key: str, value: Any) -> None:
 
 
 def _read_tokens(reading: Reading, key: str, value: Any) -> None:
-    if reading.get("finetuning_type", "lora") == "lora":
-        reading.refuse(key, "megalite adds no tokens with an adapter", "leave it out")
-    else:
-        reading.change(
-            key, {"tokenizer.add_tokens": tuning.names(value)}, "their rows start as the mean of the others"
-        )
+    tuning.read_tokens(reading, key, value, adapter=reading.get("finetuning_type", "lora") == "lora")
 
 
 _LORA: Mapping[str, KeyRule] = {
@@ -88,7 +75,7 @@ _LORA: Mapping[str, KeyRule] = {
     "adapter_name_or_path": Together(_read_adapter),
 }
 _TUNING: Mapping[str, KeyRule] = {
-    "model_name_or_path": Together(_read_model),
+    "model_name_or_path": Together(tuning.read_model),
     "model_revision": NoEffect("it is part of model.weights"),
     "stage": WordsOf({name: {"data.kind": kind} for name, kind in _STAGES.items()}, "use pt, sft or dpo"),
     "finetuning_type": WordsOf(
@@ -244,6 +231,4 @@ def _fill(reading: Reading) -> None:
     size = 16 if kind == "preference" else 8
     others = {"training.micro_batch_size": size, "training.recompute": "full"}
     trainer_rates.fill_defaults(reading, NAME, others)
-    for key, ours in (("model_name_or_path", "model.weights"), ("dataset", "data.source")):
-        if ours not in account.settings and key not in reading.answered:
-            reading.refuse(key, "is not set, and a run needs it", f"set {ours} in run.toml")
+    require(reading, {"model_name_or_path": ("model.weights",), "dataset": ("data.source",)})

@@ -118,6 +118,23 @@ def read_template(reading: Reading, key: str, value: Any) -> None:
         reading.change(key, {}, reason)
 
 
+def read_model(reading: Reading, key: str, value: Any) -> None:
+    """The name of the weights, with their revision where they are no folder here."""
+    name = text(value)
+    revision = reading.get("model_revision", reading.get("revision_of_model"))
+    plain = revision in (None, "", "main") or Path(name).exists()
+    reading.take(key, {"model.weights": name if plain else f"{name}@{revision}"})
+
+
+def read_tokens(reading: Reading, key: str, value: Any, *, adapter: bool) -> None:
+    """Tokens that are added, which need rows of their own."""
+    added = names(value)
+    if adapter:
+        reading.refuse(key, "megalite adds no tokens with an adapter", "leave it out, or train all weights")
+    else:
+        reading.change(key, {"tokenizer.add_tokens": added}, "their rows start as the mean of the others")
+
+
 ALPHA = Take("adapter.alpha", number, "the update is multiplied by alpha / rank")
 
 

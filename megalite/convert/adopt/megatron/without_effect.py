@@ -4,31 +4,24 @@ Names are written without the two hyphens, as in arguments.py of Megatron-LM (co
 Megatron-DeepSpeed.
 """
 
+_REPORTS = "megalite reports every step itself (metrics.jsonl; monitor.tensorboard)"
+_LAUNCH = "the launcher and the process groups are megalite's (megalite launch, [launch])"
 IDLE = {
-    "megalite reports every step itself (metrics.jsonl; monitor.tensorboard)": """
-        app-tag-run-name app-tag-run-version config-logger-dir disable-filter-warnings
-        disable-log-loss-scale-to-tensorboard disable-straggler-on-startup dump-param-to-param-group-map
-        log-batch-size-to-tensorboard log-device-memory-used log-energy log-l2-norm-grad-to-tensorboard
-        log-max-attention-logit log-memory-interval log-memory-to-tensorboard log-num-zeros-in-grad
-        log-optimizer-states-to-tensorboard log-params-norm log-progress log-runtime-to-tensorboard log-straggler
-        log-throughput log-throughput-to-tensorboard log-timers-to-tensorboard log-validation-ppl-to-tensorboard
-        log-world-size-to-tensorboard logging-level memory-keys modules-to-filter no-barrier-with-level-1-timing
-        no-filter-warnings no-log-learnig-rate-to-tensorboard no-log-loss-scale-to-tensorboard no-one-logger
-        one-logger-async one-logger-project one-logger-run-name run-workload-inspector-server runtime-time-unit
-        save-activations-interval save-config-filepath save-dgrads-interval save-params-interval
-        save-tokens-per-expert-interval save-wgrads-interval set-level-for-all-loggers straggler-ctrlr-port
-        straggler-minmax-count tensorboard-log-interval tensorboard-queue-size throughput-window-size
-        timing-log-level timing-log-option wandb-entity wandb-exp-name wandb-project wandb-save-dir""",
+    _REPORTS: """
+        app-tag-run-name app-tag-run-version config-logger-dir disable-filter-warnings disable-straggler-on-startup
+        dump-param-to-param-group-map logging-level memory-keys modules-to-filter no-barrier-with-level-1-timing
+        no-filter-warnings no-one-logger run-workload-inspector-server runtime-time-unit save-activations-interval
+        save-config-filepath save-dgrads-interval save-params-interval save-tokens-per-expert-interval
+        save-wgrads-interval set-level-for-all-loggers tensorboard-log-interval tensorboard-queue-size
+        throughput-window-size timing-log-level timing-log-option""",
     "it profiles; megalite has megalite doctor and metrics.jsonl": """
-        memory-snapshot-path nvtx-ranges profile profile-backward profile-ranks profile-step-end profile-step-start
-        profile-steps pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra
+        memory-snapshot-path nvtx-ranges profile pytorch-profiler-collect-callstack pytorch-profiler-collect-chakra
         pytorch-profiler-collect-shapes record-memory-history record-shapes use-pytorch-profiler""",
     "megalite has its own operators and chooses them itself (model.kernels)": """
         activation-func-fp8-input-store apply-query-key-layer-scaling apply-rope-fusion attention-backend
         attention-softmax-in-fp32 autocast-dtype batch-invariant-backend batch-invariant-mode bias-activation-fusion
         bias-dropout-fusion check-for-large-grads check-for-spiky-loss check-weight-hash-across-dp-replicas-interval
-        cpu-torch-adam cross-entropy-fusion-impl cross-entropy-loss-fusion cuda-graph-impl cuda-graph-modules
-        cuda-graph-retain-backward-graph cuda-graph-scope cuda-graph-warmup-steps deterministic-mode
+        cpu-torch-adam cross-entropy-fusion-impl cross-entropy-loss-fusion deterministic-mode
         disable-attention-softmax-in-fp32 disable-bf16-reduced-precision-matmul disable-check-for-nan-in-loss
         disable-cuda-graph-use-single-mempool disable-jit-fuser disable-mamba-mem-eff-path disable-mem-efficient-ln
         ds-fused-adam enable-cuda-graph enable-experimental external-cuda-graph flash-attention-version flash-decode
@@ -36,13 +29,13 @@ IDLE = {
         kitchen-attention-backend kitchen-config-file kitchen-recipe-number masked-softmax-fusion
         memory-efficient-layer-norm mlp-chunks-for-prefill mlp-chunks-for-training no-attention-softmax-in-fp32
         no-bias-dropout-fusion no-bias-swiglu-fusion no-check-for-nan-in-loss no-check-for-nan-in-loss-and-grad
-        no-cuda-graph-use-single-mempool no-gradient-accumulation-fusion no-masked-softmax-fusion
-        no-persist-layer-norm no-query-key-layer-scaling no-rope-fusion onnx-safe optimizer-cuda-graph
-        persist-layer-norm pipeline-dtype te-rng-tracker transformer-impl use-flash-attn use-flash-attn-builder
-        use-flash-attn-triton use-flash-attn-v1 use-flash-attn-v2 use-fused-weighted-squared-relu
-        use-grouped-gemm-for-dense-mlp use-grouped-gemm-for-shared-expert use-kitchen use-kitchen-attention
-        use-legacy-models use-mcore-models use-precision-aware-optimizer use-te-activation-func use-te-rng-tracker
-        use-torch-optimizer-for-cpu-offload use-transformer-engine-op-fuser""",
+        no-cuda-graph-use-single-mempool no-gradient-accumulation-fusion no-masked-softmax-fusion no-persist-layer-norm
+        no-query-key-layer-scaling no-rope-fusion onnx-safe optimizer-cuda-graph persist-layer-norm pipeline-dtype
+        te-rng-tracker transformer-impl use-flash-attn use-flash-attn-builder use-flash-attn-triton use-flash-attn-v1
+        use-flash-attn-v2 use-fused-weighted-squared-relu use-grouped-gemm-for-dense-mlp
+        use-grouped-gemm-for-shared-expert use-kitchen use-kitchen-attention use-legacy-models use-mcore-models
+        use-precision-aware-optimizer use-te-activation-func use-te-rng-tracker use-torch-optimizer-for-cpu-offload
+        use-transformer-engine-op-fuser""",
     "megalite overlaps and buckets communication itself": """
         cp-comm-type create-all-gather-group ddp-average-in-collective ddp-bucket-size ddp-impl ddp-num-buckets
         ddp-pad-buckets-for-high-nccl-busbw ddp-param-name-patterns-for-fp32-local-accumulation
@@ -51,48 +44,40 @@ IDLE = {
         disable-async-tensor-model-parallel-allreduce disable-batch-p2p-comm disable-batch-p2p-sync
         disable-clone-scatter-output-in-embedding disable-symmetric-registration distribute-checkpointed-activations
         distribute-saved-activations enable-full-sharding-in-hsdp fake-process-group finalize-model-grads-func
-        fsdp-double-buffer fsdp-manual-registration grad-scale-func grad-sync-func
-        hierarchical-context-parallel-sizes high-priority-a2a-comm-stream high-priority-stream-groups
-        keep-fp8-transpose-cache max-seqlen-per-dp-cp-rank microbatch-group-size-per-virtual-pipeline-stage
-        nccl-communicator-config-path no-align-grad-reduce no-align-param-gather
-        no-async-tensor-model-parallel-allreduce no-batch-p2p-comm no-batch-p2p-sync
+        fsdp-double-buffer fsdp-manual-registration grad-scale-func grad-sync-func hierarchical-context-parallel-sizes
+        high-priority-a2a-comm-stream high-priority-stream-groups keep-fp8-transpose-cache max-seqlen-per-dp-cp-rank
+        microbatch-group-size-per-virtual-pipeline-stage nccl-communicator-config-path no-align-grad-reduce
+        no-align-param-gather no-async-tensor-model-parallel-allreduce no-batch-p2p-comm no-batch-p2p-sync
         no-clone-scatter-output-in-embedding no-contiguous-buffers-in-local-ddp no-delay-grad-reduce
-        no-gradient-reduce-div-fusion no-overlap-p2p-communication no-scatter-gather-tensors-in-pipeline
-        no-sync-func no-use-layer-wise-param-layout num-distributed-optimizer-instances outer-dp-sharding-strategy
-        overlap-dispatch-backward-with-experts-wgrad overlap-grad-reduce overlap-p2p-comm overlap-p2p-communication
-        overlap-p2p-communication-warmup-flush overlap-param-gather overlap-param-gather-with-optimizer-step
-        param-sync-func pipeline-model-parallel-comm-backend reuse-grad-buf-for-mxfp8-param-ag sharp-enabled-group
+        no-gradient-reduce-div-fusion no-overlap-p2p-communication no-scatter-gather-tensors-in-pipeline no-sync-func
+        no-use-layer-wise-param-layout num-distributed-optimizer-instances outer-dp-sharding-strategy param-sync-func
+        pipeline-model-parallel-comm-backend reuse-grad-buf-for-mxfp8-param-ag sharp-enabled-group
         suggested-communication-unit-size symmetric-ar-type tensor-parallel-num-weight-shards timers
-        torch-fsdp2-no-reshard-after-forward use-contiguous-buffers-in-ddp use-nccl-ub use-ring-exchange-p2p
-        use-sharp use-tp-pp-dp-mapping variable-seq-lengths wgrad-deferral-limit zero-allgather-bucket-size
+        torch-fsdp2-no-reshard-after-forward use-contiguous-buffers-in-ddp use-nccl-ub use-ring-exchange-p2p use-sharp
+        use-tp-pp-dp-mapping variable-seq-lengths wgrad-deferral-limit zero-allgather-bucket-size
         zero-contigious-gradients zero-reduce-bucket-size zero-reduce-scatter""",
-    "the launcher and the process groups are megalite's (megalite launch, [launch])": """
-        adlr-autoresume adlr-autoresume-interval calc-ft-timeouts disable-flight-recorder-dump-on-timeout
-        disable-flight-recorder-extra-dump-on-exec disable-flight-recorder-include-only-active
-        disable-gloo-process-groups disable-manual-gc-eval distributed-backend distributed-timeout-minutes
-        distributed-timeout-seconds-after-init empty-unused-memory-level enable-ft-package error-injection-rate
-        error-injection-type exit-signal exit-signal-handler exit-signal-handler-for-dataloader
-        exit-signal-handler-for-training flight-recorder-dump-path flight-recorder-include-stack-trace
-        flight-recorder-trace-buffer-size ft-num-warmup-iters inprocess-restart kill-switch-file lazy-mpu-init
-        local-rank manual-gc manual-gc-interval no-flight-recorder-dump-on-timeout
-        no-flight-recorder-extra-dump-on-exec no-flight-recorder-include-only-active no-initialization
-        no-manual-gc-eval otel-enabled otel-service-name otel-span-groups rerun-mode
-        result-rejected-tracker-filename test-mode train-sync-interval use-cpu-initialization""",
+    _LAUNCH: """
+        adlr-autoresume adlr-autoresume-interval calc-ft-timeouts disable-gloo-process-groups disable-manual-gc-eval
+        distributed-backend distributed-timeout-minutes distributed-timeout-seconds-after-init
+        empty-unused-memory-level enable-ft-package error-injection-rate error-injection-type exit-signal
+        exit-signal-handler exit-signal-handler-for-dataloader exit-signal-handler-for-training ft-num-warmup-iters
+        kill-switch-file lazy-mpu-init local-rank manual-gc manual-gc-interval no-initialization no-manual-gc-eval
+        otel-enabled otel-service-name otel-span-groups rerun-mode result-rejected-tracker-filename test-mode
+        train-sync-interval use-cpu-initialization""",
     "checkpoints are megalite's own; megalite convert import reads theirs": """
         async-ckpt-cpu-priority async-ckpt-io-priority async-ckpt-use-cpu-shm async-save async-strategy
         auto-detect-ckpt-format ckpt-assume-constant-structure ckpt-convert-format ckpt-convert-save
-        ckpt-convert-update-legacy-dist-opt-format ckpt-drop-redundant-extra-state ckpt-format
-        ckpt-fully-parallel-load ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
+        ckpt-convert-update-legacy-dist-opt-format ckpt-drop-redundant-extra-state ckpt-format ckpt-fully-parallel-load
+        ckpt-fully-parallel-load-exchange-algo ckpt-fully-parallel-load-per-rank-objects
         ckpt-fully-parallel-load-process-group ckpt-fully-parallel-save ckpt-fully-parallel-save-process-group
-        ckpt-pg-tensors-cache-create ckpt-pg-tensors-cache-path ckpt-step
-        disable-ckpt-load-validate-sharding-integrity disable-load-optim disable-load-rng disable-msc
-        disable-save-optim disable-save-rng disable-save-tokenizer-assets disable-strict-fsdp-dtensor-load
-        disable-use-tokenizer-model-from-checkpoint-args dist-ckpt-format dist-ckpt-optim-fully-reshardable
-        dist-ckpt-save-pre-mcore-014 dist-ckpt-strictness dist-ckpt-workers
-        distrib-optim-fully-reshardable-mem-efficient enable-msc exit-on-missing-checkpoint
+        ckpt-pg-tensors-cache-create ckpt-pg-tensors-cache-path ckpt-step disable-ckpt-load-validate-sharding-integrity
+        disable-load-optim disable-load-rng disable-msc disable-save-optim disable-save-rng
+        disable-save-tokenizer-assets disable-strict-fsdp-dtensor-load disable-use-tokenizer-model-from-checkpoint-args
+        dist-ckpt-format dist-ckpt-optim-fully-reshardable dist-ckpt-save-pre-mcore-014 dist-ckpt-strictness
+        dist-ckpt-workers distrib-optim-fully-reshardable-mem-efficient enable-msc exit-on-missing-checkpoint
         hetereogenous-dist-checkpoint load-main-params-from-ckpt load-tag most-recent-k no-ckpt-fully-parallel-save
-        no-ckpt-load-validate-sharding-integrity no-load-lr-state no-load-optim no-load-rng no-save-optim
-        no-save-rng no-save-tokenizer-assets no-strict-fsdp-dtensor-load no-use-tokenizer-model-from-checkpoint-args
+        no-ckpt-load-validate-sharding-integrity no-load-lr-state no-load-optim no-load-rng no-save-optim no-save-rng
+        no-save-tokenizer-assets no-strict-fsdp-dtensor-load no-use-tokenizer-model-from-checkpoint-args
         non-persistent-ckpt-type non-persistent-global-ckpt-dir non-persistent-local-ckpt-algo
         non-persistent-local-ckpt-dir non-persistent-save-interval override-ckpt-iteration override-lr-scheduler
         override-opt-param-scheduler persistent-save-interval replication replication-factor replication-jump
@@ -102,13 +87,13 @@ IDLE = {
     "megalite reads and caches the data itself": """
         allow-ambiguous-pad-tokens aml-data-download-path data-cache-path data-impl dataloader-defer-npy-index-mmap
         dataloader-fast-cache-load dataloader-type disable-tokenizer-sentencepiece-ignore-extra-whitespaces
-        legacy-tokenizer mid-level-dataset-surplus mmap-warmup no-create-attention-mask-in-dataloader
-        no-mmap-bin-files no-tokenizer-sentencepiece-ignore-extra-whitespaces null-tokenizer-eod-id
-        null-tokenizer-pad-id num-dataset-builder-threads num-workers object-storage-cache-path
-        per-dataset-sequences-path repeated-dataloader return-data-index s3-cache-path test-data-path
-        tiktoken-num-special-tokens tiktoken-pattern tiktoken-special-tokens tokenizer-hf-include-special-tokens
-        tokenizer-hf-no-include-special-tokens tokenizer-hf-no-use-fast tokenizer-hf-use-fast tokenizer-metadata
-        tokenizer-sentencepiece-legacy trust-remote-code use-dataset-only use-gigatoken""",
+        legacy-tokenizer mid-level-dataset-surplus mmap-warmup no-create-attention-mask-in-dataloader no-mmap-bin-files
+        no-tokenizer-sentencepiece-ignore-extra-whitespaces null-tokenizer-eod-id null-tokenizer-pad-id
+        num-dataset-builder-threads num-workers object-storage-cache-path per-dataset-sequences-path
+        repeated-dataloader return-data-index s3-cache-path test-data-path tiktoken-num-special-tokens tiktoken-pattern
+        tiktoken-special-tokens tokenizer-hf-include-special-tokens tokenizer-hf-no-include-special-tokens
+        tokenizer-hf-no-use-fast tokenizer-hf-use-fast tokenizer-metadata tokenizer-sentencepiece-legacy
+        trust-remote-code use-dataset-only use-gigatoken""",
     "it chooses how memory is used; the numbers stay the same (training.recompute)": """
         activation-offload-fraction checkpoint-in-cpu checkpoint-num-layers contigious-checkpointing cpu-offloading
         cpu-offloading-double-buffering cpu-offloading-num-layers cpu-offloading-retain-pinned-cpu-buffers
@@ -118,42 +103,50 @@ IDLE = {
         fsdp-db-use-persist-buf-on-alloc-fail init-model-with-meta-device memory-centric-tiled-linear
         min-offloaded-tensor-size no-cpu-offloading-activations no-pin-cpu-grads no-pin-cpu-params
         num-microbatches-with-partial-activation-checkpoints offload-modules optimizer-offload-fraction
-        overlap-cpu-optimizer-d2h-h2d partition-activations recompute-modules remote-device scattered-embeddings
-        split-transformers synchronize-each-layer tile-factor use-pin-memory""",
+        partition-activations recompute-modules remote-device scattered-embeddings split-transformers
+        synchronize-each-layer tile-factor use-pin-memory""",
     "the models of this script have none of it": """
-        bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim
-        biencoder-shared-query-context-model block-data-path cache-mla-latents classes-fraction
-        create-moe-param-group data-per-class-fraction decode-only-cuda-graphs decoder-seq-length
-        disable-chunked-prefill disable-fp8-wgrad disable-moe-token-dropping disable-moe-top2-2nd-expert-sampling
-        disable-parameter-transpose-cache ds-inference ds-sequence-parallel-fpdt-chunk-size
-        ds-sequence-parallel-fpdt-offloading embedding-path enable-chunked-prefill enable-expert-tensor-parallelism
-        evidence-data-path experimental-attention-variant-loss-scale-func expert-interval expert-model-parallel-size
-        expert-tensor-parallel-size fim-eod-token fim-fragment-rate fim-middle-token fim-no-prefix fim-pad-token
-        fim-prefix-token fim-rate fim-split-sample fim-spm-rate fim-suffix-token force-ds-sequence-parallel
-        head-lr-mult hidden-size-teacher hybrid-attention-ratio hybrid-mlp-ratio img-dim img-h img-w
-        indexer-batch-size indexer-log-interval inference-rng-tracker iter-per-epoch kd-alpha-ce kd-beta-ce kd-temp
+        bert-embedder-type bert-load bert-no-binary-head biencoder-projection-dim biencoder-shared-query-context-model
+        block-data-path cache-mla-latents classes-fraction create-moe-param-group data-per-class-fraction
+        decode-only-cuda-graphs decoder-seq-length disable-chunked-prefill disable-fp8-wgrad disable-moe-token-dropping
+        disable-moe-top2-2nd-expert-sampling disable-parameter-transpose-cache ds-inference
+        ds-sequence-parallel-fpdt-chunk-size ds-sequence-parallel-fpdt-offloading embedding-path enable-chunked-prefill
+        enable-expert-tensor-parallelism evidence-data-path experimental-attention-variant-loss-scale-func
+        force-ds-sequence-parallel head-lr-mult hidden-size-teacher hybrid-attention-ratio hybrid-mlp-ratio img-dim
+        img-h img-w indexer-batch-size indexer-log-interval iter-per-epoch
         keep-fp8-transpose-cache-when-using-custom-fsdp kv-lora-rank load-teacher mask-factor mask-prob mask-type
-        max-tokens-to-oom megatron-fsdp-version mhc-init-gating-factor mhc-num-residual-streams
-        mhc-recompute-layer-num mhc-sinkhorn-iterations mla-down-proj-fusion mlp-type moe-eval-capacity-factor
-        moe-expert-parallel-size moe-loss-coeff moe-min-capacity moe-train-capacity-factor mrope-section mscale
-        mscale-all-dim muon-coefficient-type muon-extra-scale-factor muon-fp32-matmul-prec muon-momentum
-        muon-nesterov muon-no-split-qkv muon-num-ns-steps muon-scalar-optimizer muon-scale-mode muon-tp-mode
-        muon-use-nesterov muon-use-syrk nccl-all-reduce-for-prefill no-data-sharding no-fp8-wgrad
-        no-yarn-correction-range-round-to-int num-attention-heads-teacher num-channels num-classes
-        num-experts-teacher num-layers-at-end-in-bf16 num-layers-at-start-in-bf16 num-layers-teacher
-        num-speculative-tokens output-bert-embeddings overlap-moe-expert-parallel-comm patch-dim q-lora-rank
-        qk-head-dim qk-pos-emb-head-dim quant-recipe query-in-block-prob refit-method
-        relative-attention-max-distance relative-attention-num-buckets retriever-seq-length rotary-scaling-factor
-        sample-rate sft-tokenizer-prompt-format short-seq-prob swin-backbone-type titles-data-path topk
-        tp-only-amax-red train-desc-path train-doc-idx-path train-idx-path train-sample-idx-path
-        train-shuffle-idx-path use-inference-optimized-layers use-legacy-static-engine use-one-sent-docs
+        max-tokens-to-oom mhc-init-gating-factor mhc-num-residual-streams mhc-recompute-layer-num
+        mhc-sinkhorn-iterations mla-down-proj-fusion mlp-type mrope-section mscale mscale-all-dim
+        nccl-all-reduce-for-prefill no-data-sharding no-fp8-wgrad no-yarn-correction-range-round-to-int
+        num-attention-heads-teacher num-channels num-classes num-experts-teacher num-layers-at-end-in-bf16
+        num-layers-at-start-in-bf16 num-layers-teacher num-speculative-tokens output-bert-embeddings patch-dim
+        q-lora-rank qk-head-dim qk-pos-emb-head-dim quant-recipe query-in-block-prob refit-method
+        relative-attention-max-distance relative-attention-num-buckets rotary-scaling-factor sample-rate
+        sft-tokenizer-prompt-format short-seq-prob swin-backbone-type titles-data-path topk tp-only-amax-red
+        train-desc-path train-doc-idx-path train-idx-path train-sample-idx-path train-shuffle-idx-path
+        use-inference-optimized-layers use-legacy-static-engine use-one-sent-docs
         use-same-sampling-seed-across-dp-ranks use-tutel v-head-dim vision-backbone-type vision-pretraining
-        vision-pretraining-type vocab-extra-ids yarn-beta-fast yarn-beta-slow yarn-correction-range-round-to-int
-        yarn-original-max-position-embeddings""",
+        vision-pretraining-type vocab-extra-ids""",
 }
 """Reason -> arguments without effect here."""
 
 IDLE_PREFIXES = {
+    "log-": _REPORTS,
+    "disable-log-": _REPORTS,
+    "no-log-": _REPORTS,
+    "wandb-": _REPORTS,
+    "one-logger-": _REPORTS,
+    "straggler-": _REPORTS,
+    "profile-": _REPORTS,
+    "flight-recorder-": _LAUNCH,
+    "disable-flight-recorder-": _LAUNCH,
+    "no-flight-recorder-": _LAUNCH,
+    "cuda-graph-": "megalite has its own operators and chooses them itself (model.kernels)",
+    "muon-": "the optimizer is not muon",
+    "fim-": "--fim-data is off",
+    "yarn-": "it belongs to --multi-latent-attention",
+    "kd-": "--kd is off",
+    "overlap-": "megalite overlaps communication itself",
     "inference-": "megalite generate and megalite serve have options of their own",
     "mamba-": "the model has no state-space layers",
     "dsa-": "the model has no sparse attention",

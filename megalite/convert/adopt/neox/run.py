@@ -4,6 +4,7 @@ from math import floor
 from pathlib import PurePath
 from typing import Any
 
+from megalite.convert.adopt.keyed.keyed_file import require
 from megalite.convert.adopt.rules import Reading, number, text, whole
 
 _NEOX = "GPT-NeoX's default"
@@ -260,7 +261,6 @@ def fill_run_defaults(reading: Reading) -> None:
 
 def report_missing(reading: Reading) -> None:
     """Refuse a run without sizes, data, batch or length: their keys stand in another file, or nowhere."""
-    settings = reading.account.settings
     needed = {
         "num_layers": ("model.num_hidden_layers",),
         "hidden_size": ("model.hidden_size",),
@@ -271,7 +271,4 @@ def report_missing(reading: Reading) -> None:
         "train_iters": ("training.steps", "training.epochs"),
         "optimizer.params.lr": ("optimizer.learning_rate",),
     }
-    for key, ours in needed.items():
-        if not any(name in settings for name in ours) and key not in reading.answered:
-            remedy = f"name the file that has it too, or set {ours[0]} in run.toml"
-            reading.refuse(key, "is not set, and a run needs it", remedy)
+    require(reading, needed)
