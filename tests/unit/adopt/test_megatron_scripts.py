@@ -272,6 +272,16 @@ def test_an_optimizer_has_the_numbers_of_megatron_lm(
     assert read("small").settings[f"optimizer.{setting}"] == value
 
 
+def test_a_batch_is_one_micro_batch_of_each_replica_where_the_script_is_silent(there: Path) -> None:
+    words = "--num-layers 2 --lr 1e-4 --micro-batch-size 2"
+    Path("small.sh").write_text(f"python pretrain_gpt.py {words} --optimizer lion --adam-eps 1e-6\n")
+    settings = read("small").settings
+    assert settings["training.micro_batches"] == 1
+    assert "optimizer.eps" not in settings
+    Path("small.sh").write_text(f"python pretrain_gpt.py {words} --dataloader-type cyclic\n")
+    assert "--dataloader-type" in {answer.key for answer in read("small").with_outcome(Outcome.REFUSED)}
+
+
 @pytest.mark.parametrize("first", [True, False])
 def test_wsd_is_read_in_any_order(first: bool, there: Path) -> None:
     style, parts = "--lr-decay-style WSD", "--lr-wsd-decay-style linear --lr-wsd-decay-iters 20"

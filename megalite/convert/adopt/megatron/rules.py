@@ -67,6 +67,13 @@ def _clipping(reading: Reading, key: str, value: Any) -> None:
         reading.take(key, {"optimizer.gradient_clipping": number(value)})
 
 
+def _epsilon(reading: Reading, key: str, value: Any) -> None:
+    if reading.get("optimizer", "adam") == "adam":
+        reading.take(key, {"optimizer.eps": number(value)})
+    else:
+        reading.no_effect(key, "the optimizer is not adam")
+
+
 def _momentum(reading: Reading, key: str, value: Any) -> None:
     if reading.get("optimizer") == "sgd":
         reading.take(key, {"optimizer.momentum": number(value)})
@@ -243,7 +250,7 @@ RULES: dict[str, KeyRule] = {
     "adam-beta2": Together(_betas),
     "lion-beta1": Together(_betas),
     "lion-beta2": Together(_betas),
-    "adam-eps": Take("optimizer.eps", number),
+    "adam-eps": Together(_epsilon),
     "sgd-momentum": Together(_momentum),
     "clip-grad": Together(_clipping),
     "fp16": Switch({"training.precision": "fp16"}),
@@ -276,6 +283,9 @@ RULES: dict[str, KeyRule] = {
     "train-data-path": Together(data.read_data),
     "valid-data-path": Together(data.read_data),
     "split": Together(data.read_split),
+    "dataloader-type": Refuse(
+        "megalite has the order of single, and one of its own", 'set data.order = "megalite"', ("single",)
+    ),
     **dict.fromkeys(
         ("reset-attention-mask", "reset-position-ids", "dataloader-inter-document-masking"),
         Together(data.read_document_mask),
@@ -348,6 +358,12 @@ def answer_defaults(reading: Reading) -> None:
         account.default("optimizer.betas", list(_BETAS[optimizer]), reason)
     account.default("optimizer.weight_decay", 0.01, "Megatron-LM's default of --weight-decay; 0.1 here")
     account.default("optimizer.gradient_clipping", 1.0, "Megatron-LM's default of --clip-grad, as here")
+    if (
+        "training.micro_batch_size" in account.settings
+        and "training.global_batch_size" not in account.settings
+    ):
+        reason = "Megatron-LM's default of --global-batch-size is one micro batch of each replica"
+        account.default("training.micro_batches", 1, reason)
     account.default("model.attention_dropout", 0.1, _DROPOUT)
     account.default("model.residual_dropout", 0.1, _DROPOUT)
     account.default("model.embedding_dropout", 0.1, _DROPOUT)

@@ -86,7 +86,7 @@ IDLE = {
         verify-integrity""",
     "megalite reads and caches the data itself": """
         allow-ambiguous-pad-tokens aml-data-download-path data-cache-path data-impl dataloader-defer-npy-index-mmap
-        dataloader-fast-cache-load dataloader-type disable-tokenizer-sentencepiece-ignore-extra-whitespaces
+        dataloader-fast-cache-load disable-tokenizer-sentencepiece-ignore-extra-whitespaces
         legacy-tokenizer mid-level-dataset-surplus mmap-warmup no-create-attention-mask-in-dataloader no-mmap-bin-files
         no-tokenizer-sentencepiece-ignore-extra-whitespaces null-tokenizer-eod-id null-tokenizer-pad-id
         num-dataset-builder-threads num-workers object-storage-cache-path per-dataset-sequences-path
