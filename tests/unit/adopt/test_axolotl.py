@@ -239,6 +239,23 @@ def test_targets_have_llamas_names(modules: list[str], targets: tuple[str, ...])
     assert run_of(table).adapter.targets == targets
 
 
+@pytest.mark.parametrize(
+    ("keys", "precision"),
+    [
+        ({}, "bf16"),
+        ({"bf16": False}, "fp32"),
+        ({"bf16": None}, "fp32"),
+        ({"bf16": False, "fp16": True}, "fp16"),
+        ({"bf16": "auto", "fp16": None}, "bf16"),
+    ],
+)
+def test_bf16_that_is_switched_off_is_fp32(keys: dict[str, Any], precision: str) -> None:
+    table = {
+        key: value for key, value in configuration("lora").items() if key not in ("bf16", "fp16", "tf32")
+    }
+    assert account_of(write("a.yml", {**table, **keys})).settings["training.precision"] == precision
+
+
 @pytest.mark.parametrize(("schedule", "ratio"), [("cosine", 0.2), ("linear", 0.0)])
 def test_the_least_rate_belongs_to_the_cosine(schedule: str, ratio: float) -> None:
     table = {**configuration("lora"), "lr_scheduler": schedule, "cosine_min_lr_ratio": 0.2}

@@ -351,10 +351,12 @@ def _fill(reading: Reading) -> None:
                 "lora_target_modules", "is not set, and a LoRA needs it", "set lora_target_linear: true"
             )
     tuning.fill_adapter_defaults(reading, {"adapter.dropout": 0.0}, reason)
+    # bf16 is auto where it is left out; one that is false or null has set no precision.
+    bf16_off = any(answer.key in ("bf16", "bfloat16") for answer in account.answers)
     others: dict[str, Any] = {
         "training.sequence_length": 512,
         "training.micro_batch_size": 2 if kind == "preference" else 1,
-        "training.precision": "bf16",
+        "training.precision": "fp32" if bf16_off else "bf16",
         "optimizer.schedule": "cosine",
     }
     if "training.steps" not in account.settings:
