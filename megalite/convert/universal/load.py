@@ -10,6 +10,8 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.sources.huggingface import shape_of_folder
+from megalite.convert.adamw import common_step
+from megalite.convert.deepspeed.adam_settings import require_adam, settings
 from megalite.convert.family_states import FamilyStatesReader
 from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import load_pickle, require_undamaged
@@ -25,9 +27,6 @@ from megalite.convert.universal.folder import (
     find_config,
 )
 from megalite.errors import CheckpointError
-
-_SETTINGS = {"lr": "learning_rate", "betas": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-"""Their name of a hyperparameter -> ours."""
 
 
 @dataclass(frozen=True)
@@ -83,45 +82,42 @@ class UniversalFolder:
     def step(self) -> float:
         """How many updates AdamW made. Raises CheckpointError where parameters differ in it, or none says so."""
         paths = [self.path / ZERO / name / STEP for name in self.names]
-        steps = {path: _number(load_pickle(path), path) for path in paths if path.is_file()}
-        if not steps:
-            return self._step_of_zero3()
-        first, *others = steps
-        for other in others:
-            if steps[other] != steps[first]:
-                raise CheckpointError(
-                    f"{first} has {steps[first]:g} and {other} {steps[other]:g} updates; parameters with different"
-                    " numbers of updates are not supported"
-                )
-        return steps[first]
+        steps = [(f"{path.parent.name}/{STEP}", load_pickle(path)) for path in paths if path.is_file()]
+        return common_step(steps or self._step_of_zero3(), self.place)
 
-    def _step_of_zero3(self) -> float:
-        path = self.path / ZERO / OPTIMIZER_STATE
+    def _step_of_zero3(self) -> list[tuple[str, object]]:
         try:
-            step = self.optimizer["optimizer_state_dict"]["state"][0]["step"]
+            return [(OPTIMIZER_STATE, self.optimizer["optimizer_state_dict"]["state"][0]["step"])]
         except (KeyError, TypeError, IndexError):
-            raise CheckpointError(
-                f"{path} has no step, and no parameter a {STEP}; convert it again"
-            ) from None
-        return _number(step, path)
+            return []
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The hyperparameters of the first group, in our words."""
+    def groups(self) -> list[Mapping[str, Any]]:
+        """The hyperparameters of each parameter group."""
         groups = self.optimizer.get("param_groups")
-        first = groups[0] if isinstance(groups, list) and groups else {}
-        values = {ours: _plain(first.get(theirs)) for theirs, ours in _SETTINGS.items()}
-        return {name: value for name, value in values.items() if value is not None}
+        return [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """The optimizer's settings in our words."""
+        return settings(self.groups, self.engine.get("ds_config"), self.optimizer)
+
+    @cached_property
+    def engine(self) -> Mapping[str, Any]:
+        """The content of the engine's file; empty if there is none."""
+        path = next((path for name in MODEL_STATES if (path := self.path / name).is_file()), None)
+        return {} if path is None else _table(path)
 
     @cached_property
     def counters(self) -> dict[str, int]:
         """Steps and skipped steps of the engine; without its file the optimizer's."""
-        for path in (self.path / name for name in MODEL_STATES):
-            if path.is_file():
-                content = _table(path)
-                counted = {"step": "global_steps", "skipped_steps": "skipped_steps"}
-                return {ours: int(_number(content.get(theirs), path)) for ours, theirs in counted.items()}
-        return {"step": int(self.step), "skipped_steps": 0}
+        if not self.engine:
+            return {"step": int(self.step), "skipped_steps": 0}
+        counted = {"step": "global_steps", "skipped_steps": "skipped_steps"}
+        return {
+            ours: int(common_step([(theirs, self.engine.get(theirs))], self.path))
+            for ours, theirs in counted.items()
+        }
 
     @property
     def size_bytes(self) -> int:
@@ -133,24 +129,6 @@ def _table(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
         raise CheckpointError(f"{path} holds no table; convert the checkpoint again")
     return content
-
-
-def _plain(value: object) -> float | list[float] | None:
-    """A number, which may stand in a tensor, or a list of them; None for anything else."""
-    if isinstance(value, list | tuple):
-        numbers = [each for each in map(_plain, value) if isinstance(each, float)]
-        return numbers if len(numbers) == len(value) else None
-    if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-        return float(value)
-    return None
-
-
-def _number(value: object, path: Path) -> float:
-    """Return a number of steps."""
-    number = _plain(value)
-    if not isinstance(number, float) or not 0 <= number < 2**53:
-        raise CheckpointError(f"{path} has no number of updates; convert the checkpoint again")
-    return number
 
 
 def describe(place: Path) -> Iterator[str]:
@@ -181,6 +159,7 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
         )
     content = UniversalFolder(place)
     reader = FamilyStatesReader(content, shape := shape_of_folder(str(hf_config)))
+    require_adam(content.groups, content.engine.get("ds_config"), MOMENTS, place)
     run = ImportedRun(
         shape,
         {"optimizer": {"name": "adamw", **content.settings}},
@@ -188,6 +167,6 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
         trainer_state={**content.counters, "samples": 0, "tokens": 0},
         optimizer={"step": content.step},
     )
-    settings = ", ".join(f"optimizer.{name} = {value}" for name, value in content.settings.items())
-    notes = [f"trained with {settings}"] if settings else []
+    shown = ", ".join(f"optimizer.{name} = {value}" for name, value in content.settings.items())
+    notes = [f"trained with {shown}"] if shown else []
     return ForeignCheckpoint(run, reader, content.counters["step"], hf_config, notes)

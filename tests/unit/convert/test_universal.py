@@ -185,6 +185,13 @@ BAD = {
         _resaved(lambda values: _Unknown()),
         "asks for tests.unit.convert.test_universal",
     ),
+    "moments of LAMB": (
+        lambda folder: torch.save(
+            {"global_steps": 7, "skipped_steps": 2, "ds_config": {"optimizer": {"type": "Lamb"}}},
+            _zero(folder).parent / "mp_rank_00_model_states.pt",
+        ),
+        "was trained with Lamb, but only the states of Adam and AdamW are read",
+    ),
     "no tensor": (_resaved(lambda values: {"param": [1.0]}), "exp_avg.pt holds no tensor of a parameter"),
     "no steps": (_resaved(lambda step: "five", "step"), "step.pt has no number of updates"),
     "no end of steps": (
