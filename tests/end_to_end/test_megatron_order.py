@@ -86,6 +86,7 @@ def test_a_layout_goes_on_with_the_samples_that_another_has_not_seen(
     assert_close(list(parts.values()), [whole[key] for key in parts], rtol=LAYOUT_RTOL)
 
 
+@pytest.mark.extended
 def test_each_validation_has_the_next_samples() -> None:
     """The weights stay, so the losses of two validations differ by their samples alone."""
     still = {"optimizer.learning_rate": 1e-12, "training.steps": 8}

@@ -117,6 +117,7 @@ def test_samples_of_any_size_are_those_of_the_rules(
     assert len(ours) >= samples
 
 
+@pytest.mark.extended
 @given(st.lists(st.floats(1e-9, 1e9), min_size=1, max_size=20), st.integers(0, 80))
 def test_each_sample_is_of_the_set_furthest_behind(weights: list[float], size: int) -> None:
     shares = np.array(weights) / np.sum(weights)
