@@ -1,4 +1,4 @@
-"""megalite adopt: read another program's launch script or configuration, account for every key, write a run.toml."""
+"""megalite adopt: account for every key of another program's script, configuration or checkpoint; write a run.toml."""
 
 import argparse
 import sys
@@ -60,7 +60,7 @@ def _parser() -> Parser:
         description=__doc__,
         epilog=f"Known programs: {names}. A script is read, never executed.",
     )
-    about = "launch script or configuration, with its DeepSpeed JSON and hostfile if it has them"
+    about = "launch script or configuration, with its DeepSpeed JSON and hostfile; or a checkpoint folder"
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help=about)
     about = "the run file to write (run.toml)"
     parser.add_argument("--output", type=Path, default=Path("run.toml"), metavar="RUN.toml", help=about)

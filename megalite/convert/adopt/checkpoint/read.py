@@ -23,6 +23,7 @@ from megalite.convert.huggingface.origin import read_object
 from megalite.convert.megatron.arguments import Arguments, true_vocab_size
 from megalite.convert.megatron.folder import COMMON, find_megatron_folder, find_sharded_folder
 from megalite.convert.trainer.folder import ARGUMENTS, CONFIG, STATE, is_adapter, process_count
+from megalite.convert.universal.folder import find_config
 from megalite.errors import CheckpointError, ConfigError, Problem
 
 _AGAIN = "fetch the checkpoint again"
@@ -89,7 +90,7 @@ def read_trainer(place: Path) -> FoundAccount:
     """
     path = place / ARGUMENTS
     fields = plain_fields(load_pickle(path), path)
-    table = {key: value for key, value in fields.items() if not key.startswith("_") and not _is_object(value)}
+    table = {key: value for key, value in fields.items() if not _is_computed(key, value)}
     for key, value in tuple(table.items()):
         if key not in trainer.RULES and value in (None, False, 0, "", [], {}):
             table[key] = None  # of a program on top of Trainer, and off
@@ -118,13 +119,16 @@ def read_engine(place: Path) -> FoundAccount:
     account = Account("DeepSpeed")
     answer_json(account, engine, "ds_config")
     _say_read(account, path, len(engine))
-    for key, remedy in (
-        ("model", "set model.hf_config to a folder with its config.json"),
-        ("data", "set data.source, tokenizer.path and training.sequence_length"),
-    ):
+    missing = {"data": "set data.source, tokenizer.path and training.sequence_length"}
+    hf_config = find_config(place)
+    if hf_config is None:
+        missing["model"] = "set model.hf_config to a folder with its config.json"
+    for key, remedy in missing.items():
         reason = "is the program's own: DeepSpeed's JSON is all that the folder has"
         account.add(KeyAnswer(key, None, Outcome.REFUSED, {}, reason, remedy, numbers=True))
-    return FoundAccount(account)
+    if hf_config is None:
+        return FoundAccount(account, flags=" --hf-config FOLDER")
+    return FoundAccount(account, {"model.hf_config": str(hf_config)})
 
 
 READERS: Mapping[str, Callable[[Path], FoundAccount]] = {
@@ -160,8 +164,10 @@ def _as_yaml(source: Source) -> Source:
     return Source(source.path.with_suffix(".json"), source.text) if is_json else source
 
 
-def _is_object(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith("<") and value.endswith(">")
+def _is_computed(key: str, value: Any) -> bool:
+    """Whether an attribute is one that TrainingArguments computes: accelerate's precision, devices, objects."""
+    is_object = isinstance(value, str) and value.startswith("<") and value.endswith(">")
+    return key == "mixed_precision" or key.startswith("_") or is_object
 
 
 def _say_read(account: Account, path: Path, count: int) -> None:

@@ -83,7 +83,9 @@ def _momentum(reading: Reading, key: str, value: Any) -> None:
 
 def _decay_over_time(reading: Reading, key: str, value: Any) -> None:
     first, last = reading.get("start-weight-decay"), reading.get("end-weight-decay")
-    if reading.get("weight-decay-incr-style", "constant") == "constant" or first == last:
+    if first is None and last is None and value == "constant":
+        reading.no_effect(key, "the weight decay stays the same")
+    elif reading.get("weight-decay-incr-style", "constant") == "constant" or first == last:
         constant = first if first is not None else last
         for name in ("start-weight-decay", "end-weight-decay"):
             reading.take(name, {"optimizer.weight_decay": number(constant)})
