@@ -125,7 +125,7 @@ SWITCHES: list[tuple[str, Any, str, Any]] = [
 
 @pytest.mark.parametrize(("dest", "value", "setting", "ours"), SWITCHES)
 def test_a_value_of_python_is_read_as_its_argument(dest: str, value: Any, setting: str, ours: Any) -> None:
-    others = {"pipeline_model_parallel_size": 2} if dest.startswith("virtual") else {}
+    others: dict[str, Any] = {"pipeline_model_parallel_size": 2} if dest.startswith("virtual") else {}
     others |= {"start_weight_decay": None, "end_weight_decay": None}
     account = account_of(megatron_folder(**{**others, dest: value}))
     assert not refused(account)
@@ -210,7 +210,7 @@ def test_a_folder_of_gpt_neox_is_read_from_its_configs() -> None:
 def test_a_folder_of_megatron_deepspeed_has_args_and_the_json_of_deepspeed() -> None:
     toy = Toy(program="megatron", rotary=1.0, biases=False, rms=True, gated=True)
     arguments = Namespace(
-        **{**TRAINING, **vars(toy.arguments), "deepspeed": True, "zero_stage": 1.0, "clip_grad": 0.5}
+        **{**TRAINING, **vars(toy.arguments), "deepspeed": True, "zero_stage": 2.0, "clip_grad": 0.5}
     )
     arguments.start_weight_decay = arguments.end_weight_decay = None
     account = account_of(pipeline_folder(toy, arguments))
