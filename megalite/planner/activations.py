@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megalite.config.sections.training_section import RecomputeMode
+from megalite.planner.arriving_gradients import product_bytes, table_values
 from megalite.planner.planned_run import PlannedRun
 from megalite.topology.adapter import Lora
 from megalite.topology.axes import Layout
@@ -113,7 +114,7 @@ def layer_tensors(run: PlannedRun, mode: RecomputeMode, layer: int = 0) -> dict[
 def head_activations(run: PlannedRun, *, trained: bool) -> tuple[Activations, Activations]:
     """Return the activations of the final norm and of logits and loss. trained: whether the head's weight is."""
     size, exact, tokens = run.weight_bytes, run.exact_bytes, run.tokens
-    rows = head_rows(run)
+    rows = table_values(run) // run.shape.hidden_size
     hidden = run.positions * run.shape.hidden_size * size
     gradient = tokens * run.shape.hidden_size * size
     at_once = min(tokens, run.model.chunked_loss or tokens)
@@ -124,18 +125,14 @@ def head_activations(run: PlannedRun, *, trained: bool) -> tuple[Activations, Ac
     logits, low = at_once * rows * of_logits, at_once * rows * size * (copied + changed)
     if run.model.chunked_loss:
         kept = gradient + (rows * run.shape.hidden_size * exact if trained else 0)
-        return Activations(hidden, 0, 0, 0), Activations(kept, kept, logits + low, gradient)
+        product = rows * run.shape.hidden_size * size * (trained and size < exact)
+        return Activations(hidden, 0, 0, 0), Activations(kept, kept, logits + max(low, product), gradient)
     softcap = at_once * rows * size * (run.shape.final_logit_softcapping is not None)
     norm = hidden + (hidden if trained or run.layout.tensor > 1 else 0)
     # The logits' gradient overwrites them; a deferred product of the head's weight keeps it.
     deferred = hidden + at_once * rows * size if trained else 0.0
     backward = max(gradient, at_once * rows * size * copied) + _gathered(run)
     return Activations(norm, 0, 0, 0), Activations(logits + softcap, deferred, low + _gathered(run), backward)
-
-
-def head_rows(run: PlannedRun) -> int:
-    """Return the rows of the vocabulary on the first tensor-parallel rank."""
-    return len(balanced_split(run.shape.vocab_size, run.layout.tensor)[0])
 
 
 def _normed_tensors(shape: ModelShape) -> int:
@@ -216,13 +213,22 @@ def _backward_working(run: PlannedRun) -> float:
     stream, while the output itself is freed. Plain torch has one more tensor of the intermediate size.
     """
     widths = Widths.of(run.shape, run.layout.tensor)
-    inner = (2 if run.shape.gated_mlp else 1) + run.plain_torch
+    ups = 2 if run.shape.gated_mlp else 1
     stream = run.positions * widths.hidden
-    values = run.tokens * inner * widths.intermediate + stream
+    values = run.tokens * (ups + run.plain_torch) * widths.intermediate + stream
     # Attention comes when the MLP's tensors are freed.
-    freed = run.tokens * 3 * widths.intermediate
+    freed = run.tokens * (ups + 1) * widths.intermediate
     attention = run.tokens * (widths.query + 2 * widths.packed) + stream - freed
-    return max(values, attention) * run.weight_bytes + _gathered(run)
+    highest = max(values, attention) * run.weight_bytes
+    if run.shape.adapter is None:
+        # The products of a weight's gradient are further moments: of "down" before that one, of "up" behind it.
+        weights = widths.intermediate * widths.hidden
+        down = run.tokens * widths.intermediate + stream
+        up = run.tokens * ups * widths.intermediate + 2 * stream - freed
+        down_bytes = down * run.weight_bytes + product_bytes(run, weights)
+        up_bytes = up * run.weight_bytes + product_bytes(run, ups * weights)
+        highest = max(highest, down_bytes, up_bytes)
+    return highest + _gathered(run)
 
 
 def _gathered(run: PlannedRun) -> float:

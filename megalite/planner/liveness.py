@@ -15,13 +15,18 @@ _NOTHING = Activations()
 class ChunkMemory:
     """The bytes that a chunk keeps of a micro batch, by kind; gradients: of its weights, from the first backward on.
 
-    head_gradient: the share of them that is there before the logits are freed.
+    head_gradient: the share of them that is there before the logits are freed. head_product: a gradient of the head on
+    its way to the sum. waiting: a gradient of the head that a tied embedding's is added to. table: what that needs at
+    the end of a backward.
     """
 
     layers: Activations
     loss: Activations = _NOTHING
     gradients: float = 0.0
     head_gradient: float = 0.0
+    head_product: float = 0.0
+    waiting: float = 0.0
+    table: float = 0.0
 
 
 class StageMoment(NamedTuple):
@@ -116,10 +121,13 @@ def stage_moments(states: Sequence[LiveState], chunks: Mapping[int, ChunkMemory]
             first = not state.begun[sorted(chunks).index(state.chunk)]
             # The loss comes first, with all that is kept; then the layers, once the logits are freed.
             early = here.head_gradient if first and state.kind != INPUT else 0.0
+            early += here.head_product if state.kind != INPUT else 0.0
             moments.append(StageMoment(activations, loss + of_loss.backward, gradients + early))
-            moments.append(StageMoment(activations + layers.backward, loss - of_loss.kept, gradients))
+            rest = loss - of_loss.kept
+            moments.append(StageMoment(activations + layers.backward, rest, gradients + here.waiting))
             # At the end the gradients are there, and the activations are not.
             own = here.gradients if first and state.kind != INPUT else 0.0
-            after = activations - layers.kept + layers.backward
-            moments.append(StageMoment(after, loss - of_loss.kept, gradients + own))
+            left = activations - layers.kept
+            moments.append(StageMoment(left + layers.backward, rest, gradients + own))
+            moments.append(StageMoment(left, rest, gradients + own + here.table))
     return moments

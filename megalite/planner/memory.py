@@ -7,11 +7,17 @@ from megalite.config.output.summary import TOKENS_PER_PARAMETER, memory_text, to
 from megalite.config.sections.derived import vocabulary
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.training_section import RecomputeMode
-from megalite.planner.activations import Activations, head_activations, head_rows, layer_activations
+from megalite.planner.activations import Activations, head_activations, layer_activations
+from megalite.planner.arriving_gradients import (
+    product_bytes,
+    table_bytes,
+    table_values,
+    trains,
+    waiting_bytes,
+)
 from megalite.planner.liveness import ChunkMemory, LiveState, schedule_states, stage_moments
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import ValueCounts, chunk_counts, stage_counts
-from megalite.topology.adapter import Lora
 from megalite.topology.collective_sizes import BUCKET_BYTES, COLLECTIVE_BYTES
 from megalite.topology.optimizers import OPTIMIZERS
 from megalite.topology.parameters import HEAD, parameter_count
@@ -30,7 +36,8 @@ class RankMemory:
 
     masters: float32 copies of the weights. moments: the optimizer's state beside them. activations: of the decoder
     layers, with what their forward and backward need meanwhile. loss: logits and loss. buffers: of collectives,
-    transfers and batches. base: of the process itself. host: of the states that offload keeps in the host's memory.
+    transfers, batches and gradients on their way to their sums. base: of the process itself. host: of the states that
+    offload keeps in the host's memory.
     """
 
     weights: float
@@ -106,13 +113,16 @@ def stage_memory(run: PlannedRun, stage: int, *, base: float = 0.0) -> RankMemor
         on_host, weights = on_host + weights * (device == "cpu"), 0.0
     step = stage_moments(stage_states(run, stage), _chunks(run, stage, every_gradient, counts))
     fullest = max(step, key=lambda moment: moment.activations + moment.loss)
-    # At the end all gradients are there, and no activation; then a bucket of gradients or the update's own values.
+    # At the end all gradients are there, and no activation; then a bucket of gradients, ZeRO 1's copy of its share of
+    # them, or the update's own values.
     of_update = OPTIMIZERS[run.optimizer.name].working * run.exact_bytes * counts.trained / share
-    end = every_gradient + max(bucket, of_update)
+    handed_over = every_gradient / share * (zero == 1)
+    end = every_gradient + max(bucket, handed_over, of_update)
     peak = weights + masters + moments + buffers + base + max(end, *(moment.total for moment in step))
     of_step = (fullest.activations, fullest.loss)
+    passing = max(bucket, handed_over, *(moment.gradients - every_gradient for moment in step))
     return RankMemory(
-        weights, every_gradient, masters, moments, *of_step, buffers + bucket, base, on_host, peak
+        weights, every_gradient, masters, moments, *of_step, buffers + passing, base, on_host, peak
     )
 
 
@@ -146,7 +156,7 @@ def _chunks(
 ) -> Mapping[int, ChunkMemory]:
     """Return chunk -> what it keeps of a micro batch; the gradients outside of layers go to the stage's last chunk."""
     chunks, last = run.split.chunks_of(stage), len(run.split.layers) - 1
-    trained_head = _trains_head(run)
+    trained_head = trains(run, HEAD)
     memories, left = {}, every_gradient
     known: dict[tuple[RecomputeMode, int], Activations] = {}
     for chunk in chunks:
@@ -155,14 +165,19 @@ def _chunks(
         if chunk == last:
             norm, loss = head_activations(run, trained=trained_head)
             layers = Activations(layers.kept + norm.kept, layers.deferred, layers.forward, layers.backward)
-        head = (
-            run.gradient_bytes * head_rows(run) * run.shape.hidden_size
-            if chunk == last and trained_head
-            else 0.0
-        )
+        # A chunked loss has the head's gradient from the forward on.
+        heads = table_values(run) * (chunk == last and trained_head and not run.model.chunked_loss)
         gradients = every_gradient * chunk_counts(run, chunk).trained / max(1, counts.trained)
         left -= gradients
-        memories[chunk] = ChunkMemory(layers, loss, gradients + (left if chunk == chunks[-1] else 0), head)
+        memories[chunk] = ChunkMemory(
+            layers,
+            loss,
+            gradients + (left if chunk == chunks[-1] else 0),
+            run.gradient_bytes * heads,
+            product_bytes(run, heads),
+            waiting_bytes(run) if chunk == last else 0.0,
+            table_bytes(run) if chunk == 0 else 0.0,
+        )
     return memories
 
 
@@ -201,8 +216,8 @@ def _buffers(run: PlannedRun) -> float:
 
 
 def _bucket(run: PlannedRun, stage: int, counts: ValueCounts) -> float:
-    """Return the bytes of a bucket in which gradients are summed over the replicas, without ZeRO."""
-    if run.copies == 1 or run.zero_stage:
+    """Return the bytes of a bucket in which gradients are summed over the replicas, without ZeRO or with ZeRO 1."""
+    if run.copies == 1 or run.zero_stage > 1:
         return 0.0
     bytes_a_chunk = [
         run.weight_bytes * chunk_counts(run, chunk).trained for chunk in run.split.chunks_of(stage)
@@ -216,8 +231,3 @@ def _layer_values(run: PlannedRun, stage: int) -> float:
     """Return the mean trained values of a layer of a stage."""
     layers = run.split.layers_of(stage)
     return sum(chunk_counts(run, chunk).trained for chunk in run.split.chunks_of(stage)) / max(1, len(layers))
-
-
-def _trains_head(run: PlannedRun) -> bool:
-    adapter = run.shape.adapter
-    return adapter is None or (isinstance(adapter, Lora) and adapter.trains([HEAD]))

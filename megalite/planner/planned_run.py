@@ -84,6 +84,11 @@ class PlannedRun:
         return self.exact_bytes if self.accumulation == "fp32" else self.weight_bytes
 
     @cached_property
+    def sums_in_place(self) -> bool:
+        """Whether backward adds to the sums of gradients itself, which autograd does elsewhere."""
+        return not (self.zero_stage or self.plain_torch) and self.accumulation == "fp32"
+
+    @cached_property
     def copies(self) -> int:
         """The number of ranks with the same dense weights, over which ZeRO partitions."""
         return prod(self.layout.sizes[axis] for axis in ROLES["dense_gradients"])

@@ -35,20 +35,21 @@ def test_a_split_backward_keeps_what_its_weight_half_needs() -> None:
 
 def test_logits_are_freed_before_the_layers_run_backward() -> None:
     [forward, backward] = live_states(order("F0 B0"))
-    memory = {0: ChunkMemory(LAYERS, LOSS, gradients=50, head_gradient=20)}
+    memory = {0: ChunkMemory(LAYERS, LOSS, 50, head_gradient=20, head_product=10, waiting=3, table=4)}
     assert max(moment.total for moment in stage_moments([forward], memory)) == 100 + 1000
     moments = stage_moments([backward], memory)
     assert [(moment.activations, moment.loss, moment.gradients) for moment in moments] == [
-        (100, 1200, 20),
-        (105, 0, 0),
+        (100, 1200, 30),
+        (105, 0, 3),
         (5, 0, 50),
+        (0, 0, 54),
     ]
 
 
 def test_gradients_stay_from_the_first_backward_on() -> None:
     memory = {0: ChunkMemory(LAYERS, gradients=50)}
     states = list(live_states(order("F0 B0 F1 B1")))
-    assert [moment.gradients for moment in stage_moments(states[2:], memory)] == [50] * 4
+    assert [moment.gradients for moment in stage_moments(states[2:], memory)] == [50] * 5
 
 
 def test_gradients_of_a_split_backward_come_with_its_weight_half() -> None:
