@@ -1,6 +1,7 @@
 """The parser of command-line arguments, and types of arguments, that the commands share."""
 
 import argparse
+import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
@@ -200,5 +201,21 @@ def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:
         if not text.isdecimal() or int(text) < least or (most is not None and int(text) > most):
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of {span}")
         return int(text)
+
+    return parse
+
+
+def number_above_zero(most: float = math.inf) -> Callable[[str], float]:
+    """Return an argparse type for finite numbers above 0, and at most `most`."""
+    span = "above 0" if math.isinf(most) else f"above 0, at most {most:g}"
+
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (0 < number <= most and math.isfinite(number)):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {span}")
+        return number
 
     return parse

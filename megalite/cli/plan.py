@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.cli.arguments import Parser, whole_number
+from megalite.cli.arguments import Parser, number_above_zero, whole_number
 from megalite.config.load import load_run
 from megalite.config.output.summary import TOKENS_PER_PARAMETER, memory_text, shape_line, tokens_text
 from megalite.config.sections.derived import vocabulary
@@ -43,8 +43,8 @@ def run(arguments: Sequence[str]) -> int:
                 [Problem(key, message, 'as in megalite plan llama-3.1-8b --card "H100 80GB HBM3"')]
             )
     cluster = _cluster(options)
-    if options.write is not None and options.write.exists():
-        raise ConfigError([Problem("--write", f"{options.write} exists already", "name another file")])
+    if options.write is not None:
+        _require_new(options.write)
     base = _base_flags(options, cluster)
     config = load_run(base.file, base.flags).config
     rows = vocabulary(config) or _ROWS
@@ -66,6 +66,15 @@ def run(arguments: Sequence[str]) -> int:
             f"written to {options.write}: megalite config show {options.write} --world-size {cluster.cards}"
         )
     return 0
+
+
+def _require_new(file: Path) -> None:
+    if file.exists():
+        raise ConfigError([Problem("--write", f"{file} exists already", "name another file")])
+    if not file.parent.is_dir():
+        raise ConfigError(
+            [Problem("--write", f"{file.parent} is no folder", "make it, or name another file")]
+        )
 
 
 def _print(lines: Iterator[str]) -> None:
@@ -281,15 +290,34 @@ def _parser() -> argparse.ArgumentParser:
     add("--card", metavar="NAME", help='its name in torch, as "H100 80GB HBM3"')
     add("--nodes", type=whole_number(1), default=1, metavar="N", help="number of nodes (default 1)")
     add("--cards-per-node", type=whole_number(1), default=8, metavar="N", help="default: 8")
-    add("--tokens", type=float, metavar="T", help="token budget, as 1e12: days and energy")
+    add("--tokens", type=number_above_zero(), metavar="T", help="token budget, as 1e12: days and energy")
     add("--sequence-length", type=whole_number(1), metavar="S", help="default: 4096 or the model's")
     add("--batch", type=whole_number(1), metavar="B", help="sequences a step (default: 4 M tokens)")
     add("--fit", action="store_true", help="what fits one card")
     add("--table", action="store_true", help="memory by size of model")
     add("--write", type=Path, metavar="FILE", help="write the best layout's RUN.toml")
     add("--json", action="store_true", help="print the plan as JSON")
-    add("--price", type=float, metavar="MONEY", help="of a card for an hour: the cost of --tokens")
-    add("--network", type=float, default=50.0, metavar="GB/S", help="of a card to other nodes (50)")
-    add("--efficiency", type=float, default=0.55, metavar="X", help="of the card's peak (0.55)")
-    add("--link-efficiency", type=float, default=0.75, metavar="X", help="of links' rates (0.75)")
+    add(
+        "--price",
+        type=number_above_zero(),
+        metavar="MONEY",
+        help="of a card for an hour: the cost of --tokens",
+    )
+    add(
+        "--network",
+        type=number_above_zero(),
+        default=50.0,
+        metavar="GB/S",
+        help="of a card to other nodes (50)",
+    )
+    add(
+        "--efficiency", type=number_above_zero(1), default=0.55, metavar="X", help="of the card's peak (0.55)"
+    )
+    add(
+        "--link-efficiency",
+        type=number_above_zero(1),
+        default=0.75,
+        metavar="X",
+        help="of links' rates (0.75)",
+    )
     return parser

@@ -99,8 +99,25 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["smal", *CARD], 'MODEL: "smal" is no preset'),
         (CARD, "MODEL: is needed"),
         (["small"], "--card: is needed"),
+        (["small", *CARD, "--write", "nowhere/run.toml"], "--write: nowhere is no folder"),
         (["small", "--card", "h100"], 'there is no card "h100"; use one of H100 80GB HBM3'),
     ],
 )
 def test_wrong_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert message in said(capsys, *arguments, code=2)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--tokens=nan", "'nan' is not a number above 0"),
+        ("--price=-1", "'-1' is not a number above 0"),
+        ("--network=0", "'0' is not a number above 0"),
+        ("--efficiency=55", "'55' is not a number above 0, at most 1"),
+        ("--link-efficiency=x", "'x' is not a number above 0, at most 1"),
+    ],
+)
+def test_numbers_that_no_plan_has(option: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "small", *CARD, option])
+    assert f"argument {option.partition('=')[0]}: {message};" in capsys.readouterr().err
