@@ -86,11 +86,16 @@ class Cluster:
         """Return the FLOP/s of one card; None if the card has no such tensor cores."""
         return peak_flops(self.card, precision)
 
-    def bandwidth(self, ranks: int, stride: int) -> float:
-        """Return the bytes a second of each card in a ring of `ranks` ranks that are `stride` ranks apart."""
-        inside = ranks * stride <= self.cards_per_node
-        rate = self.facts.link if inside else min(self.network, self.facts.link)
-        return rate * 1e9 * self.link_efficiency
+    def bandwidth(self, ranks: int, stride: int, *, ring: bool = True) -> float:
+        """Return the bytes a second of each card among `ranks` ranks that are `stride` ranks apart.
+
+        ring: collectives, whose rings leave a node by the network of each of its cards that takes part, as NCCL's do.
+        Otherwise one card sends to another, of the next node at worst.
+        """
+        if ranks * stride <= self.cards_per_node:
+            return self.facts.link * 1e9 * self.link_efficiency
+        cards = max(1, self.cards_per_node // stride) if ring else 1
+        return min(cards * self.network, self.facts.link) * 1e9 * self.link_efficiency
 
 
 def card_named(name: str) -> str:

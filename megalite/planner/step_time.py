@@ -113,7 +113,7 @@ def _pipeline_seconds(run: PlannedRun, cluster: Cluster) -> float:
         return 0.0
     hidden = run.positions * run.shape.hidden_size * run.weight_bytes
     stride = run.layout.data * run.layout.tensor
-    return 2 * (stages - 1) * hidden / cluster.bandwidth(2, stride)
+    return 2 * (stages - 1) * hidden / cluster.bandwidth(stages, stride, ring=False)
 
 
 def _data_seconds(run: PlannedRun, cluster: Cluster, memory: RankMemory, hidden: float) -> float:

@@ -111,15 +111,24 @@ def test_bubble_is_the_schedule_s_share() -> None:
 
 
 def test_traffic_is_volume_over_bandwidth() -> None:
-    """Tensor 2 inside of a node at 450 GB/s, data 4 across nodes at 50 GB/s; four micro batches of 64 tokens."""
+    """Tensor 2 inside of a node at 450 GB/s, data 4 across nodes, two cards of a node with 50 GB/s each; four micro
+    batches of 64 tokens."""
     run = plan(layout=Layout(tensor=2, data=4), zero_stage=1)
     memory = stage_memory(run, 0)
     time = step_time(run, CLUSTER, memory)
     assert time.compute == about(flops_per_token(SHAPE, 32) * 4 * 64 / 2 / (989.4e12 * 0.5))
     assert time.tensor == about(4 * 8 * 4 * 64 * 64 * 2 / 450e9)
     hidden = 2 / 3 * time.compute / 4
-    sums = 2 * memory.gradients * 3 / 4 / 50e9
-    assert time.data == about(max(0, sums - hidden) + memory.weights * 3 / 4 / 50e9)
+    sums = 2 * memory.gradients * 3 / 4 / 100e9
+    assert time.data == about(max(0, sums - hidden) + memory.weights * 3 / 4 / 100e9)
+
+
+def test_a_ring_leaves_a_node_by_the_network_of_each_of_its_cards() -> None:
+    assert CLUSTER.bandwidth(4, 1) == about(450e9)  # one node
+    assert [CLUSTER.bandwidth(8 // stride, stride) for stride in (1, 2, 4)] == about([200e9, 100e9, 50e9])
+    assert replace(CLUSTER, network=400).bandwidth(8, 1) == about(450e9)  # no faster than inside
+    # A stage sends to the next one, card to card.
+    assert CLUSTER.bandwidth(4, 2, ring=False) == about(50e9)
 
 
 def test_zero_3_gathers_weights_twice_and_sums_gradients_in_every_micro_batch() -> None:
