@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
+from megalite.config.rules.batch import BatchProblem, plan_batch
 from megalite.config.rules.validation import has_validation_text
-from megalite.config.sections.checked import CheckedRun
+from megalite.config.sections.checked import CheckedRun, Unknown
 from megalite.errors import Problem
 
 _ORDER = 'data.order = "megatron"'
@@ -55,12 +56,20 @@ def megatron_validations_have_a_size(run: CheckedRun) -> Iterator[Problem]:
         yield Problem("validation.every", why, "set it to Megatron's --eval-interval")
     if run.validation.samples is None:
         yield Problem("validation.samples", why, "set it to Megatron's --eval-iters x --global-batch-size")
-    elif (size := run.training.global_batch_size) and run.validation.samples % size:
+    elif (size := _global_batch_size(run)) and run.validation.samples % size:
         nearest = -(-run.validation.samples // size) * size
         message = f"{run.validation.samples} is no number of whole batches of {size}, which {_ORDER} needs"
         yield Problem(
-            "validation.samples", message, f"use {nearest}, a multiple of training.global_batch_size"
+            "validation.samples", message, f"use {nearest}, a multiple of the global batch size"
         )
+
+
+def _global_batch_size(run: CheckedRun) -> int | None:
+    """Return the size that the settings say or give; None if they are wrong, which another rule reports."""
+    try:
+        return plan_batch(run).global_batch_size
+    except (BatchProblem, Unknown):
+        return None
 
 
 def megatron_splits_or_names_validation(run: CheckedRun) -> Iterator[Problem]:

@@ -232,7 +232,7 @@ def prepare_samples(prefixes: Sequence[Path], order: MegatronOrder, folder: Path
             f"{place}: the order of the samples cannot be written or read ({error.strerror or error}); "
             "check its permissions and the free space"
         ) from error
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise DataError(f"{place} is damaged ({error}); delete it, and it is built again") from error
 
 

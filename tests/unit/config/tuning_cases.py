@@ -243,7 +243,21 @@ MEGATRON_CASES = [
             "validation.samples": 9,
         },
         'validation.samples: 9 is no number of whole batches of 8, which data.order = "megatron" needs; use 16, a '
-        "multiple of training.global_batch_size",
+        "multiple of the global batch size",
+        {"validation.samples": 16},
+    ),
+    Case(
+        "megatron_validations_have_a_size",
+        {
+            **_MEGATRON,
+            "training.micro_batch_size": 2,
+            "training.micro_batches": 4,
+            "data.validation": "held",
+            "validation.every": 5,
+            "validation.samples": 9,
+        },
+        'validation.samples: 9 is no number of whole batches of 8, which data.order = "megatron" needs; use 16, a '
+        "multiple of the global batch size",
         {"validation.samples": 16},
     ),
     Case(

@@ -227,9 +227,10 @@ def test_damaged_indices_of_ours_are_named(tmp_path: Path) -> None:
     np.save(folder / "samples-0.npy", np.arange(3))
     with pytest.raises(DataError, match=r"megatron-\w+ is damaged .*; delete it, and it is built again"):
         prepare_samples([prefix], order, tmp_path / "run")
-    (folder / "samples-0.npy").write_bytes(b"\x93NUMPY")
-    with pytest.raises(DataError, match="delete it"):
-        prepare_samples([prefix], order, tmp_path / "run")
+    for damaged in (b"\x93NUMPY", b""):
+        (folder / "samples-0.npy").write_bytes(damaged)
+        with pytest.raises(DataError, match="delete it"):
+            prepare_samples([prefix], order, tmp_path / "run")
 
 
 def test_a_part_without_tokens_is_one_error() -> None:
