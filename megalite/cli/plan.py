@@ -26,6 +26,11 @@ _SHOWN = 5
 _ROWS = 32_000
 _LENGTH = 4096
 _TOKENS_A_STEP = 2**22
+_REPLACED = {
+    "parallel": ("schedule", "virtual_stages", "layers_per_stage"),
+    "training": ("micro_batches", "recompute_layers", "recompute_ratio"),
+    "deepspeed": ("zero_optimization",),
+}
 _COMMON = "model --nodes --card --cards-per-node --tokens --sequence-length --batch --fit --table --write --json --help"
 
 
@@ -62,9 +67,10 @@ def run(arguments: Sequence[str]) -> int:
         return 1
     if options.write is not None:
         options.write.write_text(_run_file(base, found.fitting[0], config), encoding="utf-8")
-        print(
-            f"written to {options.write}: megalite config show {options.write} --world-size {cluster.cards}"
-        )
+        if not options.json:
+            source = "" if base.file is not None else "set data.source, then "
+            show = f"megalite config show {options.write} --world-size {cluster.cards}"
+            print(f"written to {options.write}: {source}{show}")
     return 0
 
 
@@ -107,6 +113,13 @@ def _base_flags(options: argparse.Namespace, cluster: Cluster) -> _Base:
     """Return the settings of MODEL: a preset, a run file, a config.json or its folder."""
     path = Path(options.model).expanduser()
     if path.suffix == ".toml":
+        for name, key in (
+            ("sequence_length", "training.sequence_length"),
+            ("batch", "training.global_batch_size"),
+        ):
+            if getattr(options, name) is not None:
+                message = f"has no effect with a run file, which is planned with its own {key}"
+                raise ConfigError([Problem(f"--{name.replace('_', '-')}", message, f"set {key} in {path}")])
         return _Base(path, read_toml(path))
     if options.model in PRESETS:
         model: dict[str, Any] = {"preset": options.model}
@@ -149,7 +162,7 @@ def _lines(
     nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
     yield (
         f"{cluster.cards:,} x {cluster.card} in {nodes}; {batch:,} sequences of {length:,} = "
-        f"{tokens_text(batch * length)} tokens a step"
+        f"{batch * length:,} tokens a step"
     )
     yield (
         f"assumed: matrix products at {cluster.efficiency:.0%} of the card's peak, links at "
@@ -268,6 +281,10 @@ def _table_lines() -> Iterator[str]:
 def _run_file(base: _Base, best: PlannedLayout, config: RunConfig) -> str:
     """Return the run file of a layout, with the settings that it was planned from."""
     tables = {name: dict(table) for name, table in base.tables.items()}
+    # The layout's own are all that was planned with.
+    for section, keys in _REPLACED.items():
+        for key in keys:
+            tables.get(section, {}).pop(key, None)
     for key, value in best.choice.flags.items():
         section, _, name = key.partition(".")
         if section == "deepspeed":
@@ -275,7 +292,6 @@ def _run_file(base: _Base, best: PlannedLayout, config: RunConfig) -> str:
         else:
             tables.setdefault(section, {})[name] = value
     training = tables["training"]
-    training.pop("micro_batches", None)
     training["global_batch_size"] = config.batch.global_batch_size
     lines = ["# written by megalite plan; set data.source to your text"]
     for name, table in tables.items():

@@ -159,6 +159,7 @@ def plan_layout(
         micro_batches=global_batch_size // choice.data // choice.micro_batch_size,
         sequence_parallel=choice.sequence,
         zero_stage=choice.zero,
+        offload={},
         training=_recomputing(choice.recompute),
     )
     stages = {0, _fullest_stage(run), choice.pipeline - 1}

@@ -62,6 +62,38 @@ def test_a_run_file_is_planned_with_its_own_settings(
     assert after.training.label_smoothing == 0.25 and after.layout == before.layout
 
 
+def test_the_written_layout_replaces_that_of_the_run_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written, again = tmp_path / "run.toml", tmp_path / "again.toml"
+    said(capsys, *SMALL, "--write", str(written))
+    own = (
+        written.read_text()
+        .partition("[parallel]")[0]
+        .replace("[training]", "[training]\nrecompute_layers = 1")
+    )
+    zero = '[deepspeed.zero_optimization]\nstage = 3\noffload_optimizer = { device = "cpu" }'
+    written.write_text(
+        f"{own}[parallel]\npipeline = 1\n{zero}\n".replace('recompute = "none"', 'recompute = "full"')
+    )
+    report = json.loads(
+        said(capsys, str(written), *CARD, "--cards-per-node", "4", "--json", "--write", str(again))
+    )
+    best, config = report["layouts"][0], load_run(again, world_size=4).config
+    assert config.zero_stage == best["settings"].get("deepspeed.zero_optimization.stage", 0)
+    assert config.training.recompute_layers is None
+    assert best["memory_bytes"]["host"] == 0 and "offload" not in again.read_text()
+
+
+def test_options_that_a_run_file_decides_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    said(capsys, *SMALL, "--write", str(file))
+    message = "--batch: has no effect with a run file, which is planned with its own training.global_batch_size; set"
+    assert message in said(capsys, str(file), *CARD, "--batch", "8", code=2)
+
+
 def test_a_config_json_is_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     file = tmp_path / "config.json"

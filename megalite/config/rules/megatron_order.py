@@ -59,9 +59,7 @@ def megatron_validations_have_a_size(run: CheckedRun) -> Iterator[Problem]:
     elif (size := _global_batch_size(run)) and run.validation.samples % size:
         nearest = -(-run.validation.samples // size) * size
         message = f"{run.validation.samples} is no number of whole batches of {size}, which {_ORDER} needs"
-        yield Problem(
-            "validation.samples", message, f"use {nearest}, a multiple of the global batch size"
-        )
+        yield Problem("validation.samples", message, f"use {nearest}, a multiple of the global batch size")
 
 
 def _global_batch_size(run: CheckedRun) -> int | None:
