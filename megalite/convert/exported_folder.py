@@ -17,7 +17,7 @@ def exported_folder(destination: Path, what: str, is_ours: Callable[[Path], bool
     what: the kind of folder, for messages. is_ours: whether a folder is an earlier export, which may be replaced.
     Raises CheckpointError if `destination` has other content or cannot be written.
     """
-    _require_free(destination, what, is_ours)
+    require_free(destination, what, is_ours)
     partial = destination.with_name(f".{destination.name}.partial-{secrets.token_hex(4)}")
     try:
         partial.mkdir(parents=True)
@@ -31,7 +31,8 @@ def exported_folder(destination: Path, what: str, is_ours: Callable[[Path], bool
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _require_free(destination: Path, what: str, is_ours: Callable[[Path], bool]) -> None:
+def require_free(destination: Path, what: str, is_ours: Callable[[Path], bool]) -> None:
+    """Raise CheckpointError if `destination` is a file, or a folder with other content than an earlier export."""
     if destination.is_dir():
         if not any(destination.iterdir()) or is_ours(destination):
             return
