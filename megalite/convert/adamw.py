@@ -1,12 +1,12 @@
 """The hyperparameters and step counters of torch's AdamW, as other programs' checkpoints have them."""
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, listed
 from megalite.topology.optimizers import OPTIMIZERS
 
 MOMENTS = OPTIMIZERS["adamw"].keys
@@ -39,6 +39,31 @@ def settings_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "weight_decay": max((decay for decay in decays if decay is not None), default=None),
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+def group_notes(groups: Mapping[str, Mapping[str, Any]], vectors: Collection[str]) -> Iterator[str]:
+    """Yield the learning rates and weight decays that are not those of the settings, nor the default here.
+
+    groups: parameter -> the settings of its group. vectors: the parameters of one dimension.
+    """
+    rules: dict[tuple[float | None, float], list[str]] = {}
+    for name, group in groups.items():
+        rule = (number(group.get("lr")), number(group.get("weight_decay")) or 0.0)
+        rules.setdefault(rule, []).append(name)
+    if not rules:
+        return
+    (rate, decay), *others = sorted(rules, key=lambda rule: -rule[1])
+    for other_rate, other_decay in others:
+        names = rules[other_rate, other_decay]
+        if other_rate == rate and other_decay == 0 and len(others) == 1 and set(names) <= set(vectors):
+            continue  # norms and biases, which are not decayed here either
+        different = f", learning rate {other_rate} beside {rate}" if other_rate != rate else ""
+        yield f"weight decay {other_decay}{different}: {len(names)} parameters ({listed(names)})"
+    if decay and set(rules[rate, decay]) & set(vectors):
+        yield (
+            f"weight decay {decay} applied to norms and biases too; here it does so with [[optimizer.groups]]"
+            f' pattern = "*", weight_decay = {decay}'
+        )
 
 
 def require_adamw(groups: Sequence[Mapping[str, Any]], source: object) -> None:

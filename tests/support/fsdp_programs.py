@@ -155,11 +155,11 @@ def run_program(program: str, shape: ModelShape, folder: str) -> None:
     for layer in layers:  # type: ignore[union-attr]
         fully_shard(layer)
     fully_shard(model)
-    groups = [
-        {"params": [each for each in model.parameters() if each.dim() >= 2], "weight_decay": DECAY},
-        {"params": [each for each in model.parameters() if each.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS)
+    matrices = [each for each in model.parameters() if each.dim() >= 2]
+    vectors = {"params": [each for each in model.parameters() if each.dim() < 2], "weight_decay": 0.0}
+    # torchtitan has one group: norms decay too.
+    groups = [*model.parameters()] if isinstance(model, TitanLlama) else [{"params": matrices}, vectors]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     whole = of.StateDictOptions(full_state_dict=True, cpu_offload=True)
 

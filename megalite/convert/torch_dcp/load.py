@@ -13,7 +13,7 @@ from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.weights import require_no_others
 from megalite.config.sources.huggingface import shape_of_folder
-from megalite.convert.adamw import MOMENTS, STEP, common_step, number, require_adamw, settings_of
+from megalite.convert.adamw import MOMENTS, STEP, common_step, group_notes, number, require_adamw, settings_of
 from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.huggingface.load import BUFFERS
 from megalite.convert.streamed import ImportedRun
@@ -91,15 +91,15 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
     names = find_names(states.tensors, shape, place)
     tensors = family_tensors(shape)
     _check(states, names, tensors, shape)
-    groups = _groups(states, names, tensors[0])
+    groups = _groups(states, names, tensors)
     config: dict[str, Any] = {"model": {"weights": str(place)}}
     optimizer: dict[str, float] = {}
     trained = names.moments is not None
     if trained:
-        require_adamw(groups, place)
+        require_adamw([*groups.values()], place)
         steps = ((name, states.value(name)) for name in (names.state(tensor, STEP) for tensor in tensors))
         optimizer = {STEP: common_step(steps, place)}
-        config = {"optimizer": {"name": "adamw", **settings_of(groups)}}
+        config = {"optimizer": {"name": "adamw", **settings_of([*groups.values()])}}
     step = _count(states, _STEPS)
     if step is None:
         step = int(optimizer[STEP]) if trained else _step_of_name(place)
@@ -201,18 +201,30 @@ def _are_tied(states: _States, names: StoredNames, tensors: Sequence[FamilyTenso
     return same_shape and torch.equal(states.tensor(head), states.tensor(embedding))
 
 
-def _groups(states: _States, names: StoredNames, first: FamilyTensor) -> list[Mapping[str, Any]]:
-    """Return the settings of the parameter groups: by number, or those that stand with the first parameter."""
+def _groups(
+    states: _States, names: StoredNames, tensors: Sequence[FamilyTensor]
+) -> dict[str, Mapping[str, Any]]:
+    """Return parameter -> the settings of its group, which are stored by number, or for each parameter anew."""
     if names.moments is None:
-        return []
+        return {}
     before, _, inner = names.moments.rpartition("state.")
-    places, number_of = [], 0
-    while states.value(f"{before}param_groups.{number_of}.lr") is not None:
-        places.append(f"{before}param_groups.{number_of}.")
+    groups: dict[str, Mapping[str, Any]] = {}
+    number_of = 0
+    while states.value(place := f"{before}param_groups.{number_of}.lr") is not None:
+        place = place.removesuffix("lr")
+        members = states.value(f"{place}params")
+        known = members if isinstance(members, list) and all(isinstance(x, str) for x in members) else [place]
+        groups |= dict.fromkeys(known, _group(states, place))
         number_of += 1
-    places = places or [f"{before}param_groups.{inner}{names.of(first)}."]
-    groups = [{key: states.value(place + key) for key in _SETTINGS} for place in places]
-    return [{key: value for key, value in group.items() if value is not None} for group in groups]
+    if groups:
+        return groups
+    parameters = [inner + names.of(tensor) for tensor in tensors]
+    return {name: _group(states, f"{before}param_groups.{name}.") for name in parameters}
+
+
+def _group(states: _States, place: str) -> dict[str, Any]:
+    group = {key: states.value(place + key) for key in _SETTINGS}
+    return {key: value for key, value in group.items() if value is not None}
 
 
 def _count(states: _States, endings: Sequence[str]) -> int | None:
@@ -236,12 +248,17 @@ def _step_of_name(place: Path) -> int | None:
 
 
 def _notes(
-    states: _States, names: StoredNames, tensors: Sequence[FamilyTensor], groups: Sequence[Mapping[str, Any]]
+    states: _States,
+    names: StoredNames,
+    tensors: Sequence[FamilyTensor],
+    groups: Mapping[str, Mapping[str, Any]],
 ) -> Iterator[str]:
     if names.titan is not None:
         yield "torchtitan's names; rows of query and key are reordered for a rotary embedding of halves"
-    if settings := settings_of(groups):
+    if settings := settings_of([*groups.values()]):
         yield f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in settings.items())}"
+    vectors = [names.of(tensor) for tensor in tensors if len(tensor.shape) == 1]
+    yield from group_notes(groups, [name for name in groups if name.endswith(tuple(vectors))])
     weights = {states.tensors[names.weight(tensor)][1].dtype for tensor in tensors}
     if names.moments is not None and weights != {torch.float32}:
         kinds = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in weights))

@@ -11,7 +11,7 @@ from megalite.checkpoint.tensor_header import HeaderEntry
 from megalite.checkpoint.weights import WeightReader
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.config.sources.peft import ADAPTER_FILE
-from megalite.convert.adamw import MOMENTS, STEP, common_step, number, require_adamw, settings_of
+from megalite.convert.adamw import MOMENTS, STEP, common_step, group_notes, number, require_adamw, settings_of
 from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import Foreign, load_pickle, require_undamaged
 from megalite.convert.huggingface.files import header_of, headers
@@ -69,7 +69,10 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
     content = _optimizer(place, checked=True)
     groups = content["param_groups"]
     require_adamw(groups, place)
-    states = match_parameters(content, place, family_tensors(shape), FAMILIES[shape.family].names.in_models)
+    tensors = family_tensors(shape)
+    keys = match_parameters(content, place, tensors, FAMILIES[shape.family].names.in_models)
+    states = {name: content["state"][key] for name, key in keys.items()}
+    group_of = {key: group for group in groups for key in group["params"]}
     step = common_step(((name, state[STEP]) for name, state in states.items()), place)
     samples = counters["step"] * (_sequences_of_step(place) or 0)
     run = ImportedRun(
@@ -80,7 +83,9 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
         optimizer={STEP: step, **_loss_scale(place)},
     )
     reader = TrainerReader(HuggingFaceReader(place, shape), _moments(place, shape, states))
-    return ForeignCheckpoint(run, reader, counters["step"], place, list(_notes(reader, place, groups)))
+    vectors = [tensor.name for tensor in tensors if len(tensor.shape) == 1]
+    others = group_notes({name: group_of[key] for name, key in keys.items()}, vectors)
+    return ForeignCheckpoint(run, reader, counters["step"], place, [*_notes(reader, place, groups), *others])
 
 
 def describe(place: Path) -> Iterator[str]:

@@ -23,8 +23,8 @@ _WEIGHTS_ALONE = "To import the weights alone, copy the folder without its optim
 
 def match_parameters(
     content: Mapping[str, Any], folder: Path, tensors: Sequence[FamilyTensor], in_models: Mapping[str, str]
-) -> dict[str, Mapping[str, Any]]:
-    """Return tensor (its name in the files) -> AdamW's state of it: exp_avg, exp_avg_sq, step.
+) -> dict[str, Any]:
+    """Return tensor (its name in the files) -> the optimizer's key of it, whose state is sound.
 
     content: the state_dict. in_models: name in files -> name in the model. Raises CheckpointError unless exactly one
     order of parameters fits the groups and the shape of every moment.
@@ -34,8 +34,8 @@ def match_parameters(
     states, groups = content["state"], [group["params"] for group in content["param_groups"]]
     if all(isinstance(key, str) for group in groups for key in group):
         by_name = {key: _unwrapped(key) for group in groups for key in group}
-        named = {in_files.get(name, name): states.get(key) for key, name in by_name.items()}
-        _check(named, shapes, folder)
+        named = {in_files.get(name, name): key for key, name in by_name.items()}
+        _check({name: states.get(key) for name, key in named.items()}, shapes, folder)
         return named
     parameters = parameters_in_order(folder)
     ordered = {in_files.get(name, name): is_norm for name, is_norm in parameters.items()}
@@ -65,9 +65,9 @@ def match_parameters(
         )
     names = [name for group in fitting[0] for name in group]
     keys = [key for group in groups for key in group]
-    matched = {name: states.get(key) for name, key in zip(names, keys, strict=True)}
-    _check(matched, shapes, folder)
-    return matched
+    numbered = dict(zip(names, keys, strict=True))
+    _check({name: states.get(key) for name, key in numbered.items()}, shapes, folder)
+    return numbered
 
 
 def parameters_in_order(folder: Path) -> dict[str, bool]:

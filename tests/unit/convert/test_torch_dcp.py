@@ -32,6 +32,13 @@ pytestmark = pytest.mark.extended
 
 SHAPES = {"torchtitan": tiny_shape(layers=2), "hugging face": tiny_shape(layers=2, tied=True)}
 PREFIXES = {"torchtitan": ("", "optimizer."), "hugging face": ("app.model.", "app.optim.")}
+# torchtitan lets the norms decay too; the import says how to go on so.
+GROUPS: dict[str, dict[str, Any]] = {
+    "torchtitan": {
+        "optimizer__groups": [{"pattern": "*", "weight_decay": OPTIMIZER["optimizer__weight_decay"]}]
+    },
+    "hugging face": {},
+}
 
 
 @dataclass(frozen=True)
@@ -116,7 +123,9 @@ def test_the_next_step_is_the_programs_own(
     truth = program.truth
     after = program.canonical(truth["after"], program.shape)
     expected = NextStep(token_rows(program.shape, STEPS), truth["loss"], truth["norm"], after)
-    assert_next_step(ranks, imported.checkpoint, expected, LAYOUTS[layout], **OPTIMIZER)
+    assert_next_step(
+        ranks, imported.checkpoint, expected, LAYOUTS[layout], **OPTIMIZER, **GROUPS[program.name]
+    )
 
 
 def test_an_export_has_the_logits_of_the_program(program: Program, tmp_path: Path) -> None:
@@ -138,6 +147,7 @@ def test_the_command_names_format_and_step(
     assert "a torch distributed checkpoint, step 3" in printed
     assert "optimizer.learning_rate = 0.003" in printed
     assert ("torchtitan's names" in printed) == (program.name == "torchtitan")
+    assert ("weight decay 0.1 applied to norms and biases too" in printed) == (program.name == "torchtitan")
     convert.run(["inspect", str(program.folder)])
     printed = " ".join(capsys.readouterr().out.split())
     model, optimizer = PREFIXES[program.name]

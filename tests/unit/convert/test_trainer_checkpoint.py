@@ -173,6 +173,8 @@ def test_other_orders_of_the_same_parameters_are_seen(program: Program, tmp_path
             _reordered(content, names, [[name for name in model if name not in biases], biases])
 
     imported = import_folder(changed(program, tmp_path, change), tmp_path / "run")
+    decaying = any("applied to norms and biases too" in note for note in imported.notes)
+    assert decaying == (which != "by name")
     expected = states_of(import_folder(program.folder, tmp_path / "expected").checkpoint)
     states = states_of(imported.checkpoint)
     for key, tensors in expected.items():
