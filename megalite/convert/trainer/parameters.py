@@ -18,7 +18,7 @@ from megalite.families.tensors import FamilyTensor
 
 _WRAPPERS = ("module", "_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module")
 
-_WEIGHTS_ALONE = "To import the weights alone, copy the folder without its optimizer's file"
+_WEIGHTS_ALONE = "To begin with the weights alone, name the folder in model.weights"
 
 
 def match_parameters(
@@ -75,9 +75,9 @@ def parameters_in_order(folder: Path) -> dict[str, bool]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # transformers raises anything for a config.json that it does not know
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
