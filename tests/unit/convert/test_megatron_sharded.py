@@ -17,6 +17,7 @@ from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
 from megalite.cli import convert
 from megalite.convert.megatron.buffers import BufferedParameter, bucket_sizes, fill_buckets
+from megalite.convert.megatron.training_state import optimizer_scalars
 from megalite.errors import CheckpointError
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
@@ -245,3 +246,9 @@ def test_a_bucket_ends_with_enough_elements_or_before_a_shared_embedding() -> No
         "embedding": (1, 0),
     }
     assert fill_buckets(first, [300, 10]) is None and fill_buckets(first, [320, 10, 5]) is None
+
+
+def test_a_scale_that_falls_at_each_overflow_has_one_left() -> None:
+    scaler = {"scale": 4.0, "growth_tracker": 0, "hysteresis_tracker": -1}
+    scalars = optimizer_scalars([{"step": 3}], [], scaler, Path("theirs"))
+    assert scalars.loss_scale["loss_scale_overflows_left"] == 1
