@@ -1,5 +1,6 @@
 """The formats of other programs' checkpoints that are read, each with its finder and its loader. No torch."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from megalite.convert.megatron.folder import megatron_place
 from megalite.convert.torch_dcp.folder import find_dcp
 from megalite.convert.trainer.folder import find_trainer
 from megalite.convert.universal.folder import find_universal
+from megalite.errors import CheckpointError
 
 if TYPE_CHECKING:
     from megalite.convert.foreign import Loader
@@ -95,3 +97,15 @@ def find_format(folder: Path) -> tuple[ForeignFormat, Path] | None:
         if (place := known.find(folder)) is not None:
             return known, place
     return None
+
+
+def require_not_foreign(folder: Path, doing: str, command: str) -> None:
+    """Raise CheckpointError if a folder is another program's checkpoint.
+
+    doing: the setting or argument that names it. command: the rest of the command to type, with {} for the folder.
+    """
+    if (found := find_format(folder)) is not None:
+        raise CheckpointError(
+            f"{doing}: {folder} is {found[0].name}; first write it in another folder: megalite convert"
+            f" {command.format(shlex.quote(str(folder)))}"
+        )

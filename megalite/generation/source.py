@@ -18,6 +18,7 @@ from megalite.config.sources.hub import HubName
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.config.sources.peft import ADAPTER_CONFIG, adapter_of_folder
 from megalite.config.sources.quantisation import holds_int8
+from megalite.convert.formats import require_not_foreign
 from megalite.convert.huggingface.files import is_folder_of_weights, local_folder
 from megalite.convert.huggingface.origin import CONFIG, end_ids, find_origin, read_object
 from megalite.convert.peft.base import base_of_adapter, folder_of_base
@@ -93,6 +94,8 @@ def _source_of(path: Path | str, step: int | None, tokenizer: Path | None, base:
         ends = end_ids(here / CONFIG) or end_ids(beside / CONFIG)
         words = _required(tokenizer or own, here)
         return ModelSource(here, "peft", shape, beside, tokenizer=words, end_ids=ends)
+    if name is None and not _has_checkpoint(here) and not any(here.glob("*.safetensors")):
+        require_not_foreign(here, "MODEL", "export {} FOLDER")
     if name is not None or _is_huggingface(here):
         if step is not None:
             raise CheckpointError(
@@ -131,9 +134,12 @@ def _source_of(path: Path | str, step: int | None, tokenizer: Path | None, base:
     )
 
 
+def _has_checkpoint(folder: Path) -> bool:
+    return (folder / MANIFEST).is_file() or find_latest(folder / "checkpoints") is not None
+
+
 def _is_huggingface(folder: Path) -> bool:
-    is_checkpoint = (folder / MANIFEST).is_file() or find_latest(folder / "checkpoints") is not None
-    return not is_checkpoint and is_folder_of_weights(folder)
+    return not _has_checkpoint(folder) and is_folder_of_weights(folder)
 
 
 def _is_unknown(path: Path) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, Literal
 from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest
 from megalite.config.sections.derived import offload_devices
 from megalite.config.sections.schema import RunConfig
+from megalite.convert.formats import require_not_foreign
 from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.control.member import JobEnded
 from megalite.launcher.control.rank_process import RankEnd, run_rank
@@ -260,9 +261,18 @@ def _require_tensorboard(config: RunConfig, source: str) -> None:
 
 
 def _require_checkpoint(config: RunConfig, info: RankInfo | None) -> None:
-    """Raise CheckpointError for a checkpoint.resume that is no whole checkpoint, before anything is prepared."""
-    if config.checkpoint.resume not in ("auto", "never") and (info is None or info.rank == 0):
-        find_checkpoint(Path(config.checkpoint.resume))
+    """Raise CheckpointError for a checkpoint.resume that is no whole checkpoint, before anything is prepared.
+
+    A run must not begin anew, either, in a folder of another program's checkpoints.
+    """
+    resume, command = config.checkpoint.resume, "import {} RUN"
+    if resume == "never" or (info is not None and info.rank > 0):
+        return
+    if resume != "auto":
+        require_not_foreign(Path(resume), "checkpoint.resume", command)
+        find_checkpoint(Path(resume))
+    elif find_latest((folder := Path(config.run.folder)) / "checkpoints") is None:
+        require_not_foreign(folder, "run.folder", command)
 
 
 def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from megalite.cli import convert
+from megalite.cli import convert, main
 from megalite.errors import MegaliteError
 from megalite.families.registry import family_tensors, hf_config
 from tests.support.tiny import tiny_shape
@@ -80,3 +80,52 @@ def test_a_failed_import_leaves_nothing(damaged: Path, tmp_path: Path) -> None:
     with pytest.raises(MegaliteError, match="has nan"):
         convert.run(["export", str(damaged), str(tmp_path / "out")])
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "named"),
+    [
+        (
+            ["generate", "OLD", "--prompt", "a"],
+            "MODEL: OLD IS FOREIGN: megalite convert export OLD",
+        ),
+        (
+            ["train", "--run.folder", "OLD"],
+            "run.folder: OLD IS FOREIGN: megalite convert import OLD",
+        ),
+        (
+            ["train", "--run.folder", "new", "--checkpoint.resume", "OLD"],
+            "checkpoint.resume: OLD IS FOREIGN: megalite convert import OLD",
+        ),
+    ],
+    ids=["generate", "run folder", "resume"],
+)
+def test_another_programs_checkpoint_is_named_where_ours_is_meant(
+    tmp_path: Path, command: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run in its folder would begin anew without a word, and a DeepSpeed folder's `latest` is not to be removed."""
+    old = write_dcp(tmp_path / "old", weight=0.1, moment=0.0)
+    before = sorted(old.rglob("*"))
+    words = [word.replace("OLD", str(old)) for word in command]
+    if words[0] == "train":
+        (tmp_path / "text.txt").write_text("the hill and the river\n" * 50)
+        words += [
+            "--data.source",
+            str(tmp_path / "text.txt"),
+            "--model.preset",
+            "tiny",
+            "--training.steps",
+            "1",
+        ]
+        words += [
+            "--training.sequence_length",
+            "8",
+            "--training.micro_batch_size",
+            "1",
+            "--training.micro_batches",
+            "1",
+        ]
+    assert main(words) == 2
+    said = named.replace("IS FOREIGN", "is a torch distributed checkpoint; first write it in another folder")
+    assert said.replace("OLD", str(old)) in capsys.readouterr().err
+    assert sorted(old.rglob("*")) == before
