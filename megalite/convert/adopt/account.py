@@ -68,6 +68,7 @@ class Account:
 
     def add(self, answer: KeyAnswer) -> None:
         """Add an answer and merge its settings; one that contradicts an earlier key becomes a refused one."""
+        self._forget_defaults(answer.settings)
         for setting, value in answer.settings.items():
             if setting in self.settings and self.settings[setting] != value:
                 other = f"{self._set_by[setting]} says {setting} = {shown(self.settings[setting])}"
@@ -86,6 +87,13 @@ class Account:
             self.settings[setting] = value
             self._set_by.setdefault(setting, answer.key)
         self.answers.append(answer)
+
+    def _forget_defaults(self, settings: Mapping[str, Any]) -> None:
+        """Drop silent defaults that a key sets after all: a DeepSpeed JSON is answered after a script."""
+        replaced = [default for default in self.silent if default.setting in settings]
+        for default in replaced:
+            self.silent.remove(default)
+            del self.settings[default.setting], self._set_by[default.setting]
 
     def default(self, setting: str, value: Any, reason: str) -> None:
         """Set a setting that no key set to the other program's default. reason: whose default it is."""
