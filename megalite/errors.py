@@ -80,3 +80,8 @@ class RankFailure(TrainingError):
 def listed(names: Sequence[str], most: int = 5) -> str:
     """Return the first `most` names as text, followed by the number of the others."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, which takes an s."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"

@@ -13,6 +13,7 @@ from megalite.convert.formats import find_format
 from megalite.convert.huggingface.files import header_of, headers, is_folder_of_weights
 from megalite.convert.huggingface.origin import read_object
 from megalite.convert.huggingface.packed_header import INT8, SCALE, weights_of
+from megalite.errors import counted
 
 
 def inspect_checkpoint(options: argparse.Namespace) -> int:
@@ -38,8 +39,7 @@ def inspect_checkpoint(options: argparse.Namespace) -> int:
         if key == WEIGHT or options.all:
             width = max(map(len, entries))
             for name, entry in entries.items():
-                shards = len(entry.shards)
-                where = f"{shards} shard{'s' * (shards > 1)}"
+                where = counted(len(entry.shards), "shard")
                 print(f"  {name:<{width}}  {_by(entry.shape):>16}  {entry.dtype}  {where}")
     return 0
 
@@ -68,8 +68,10 @@ def _inspect_huggingface(folder: Path) -> int:
         content = read_object(config, "name another folder").items()
         facts = (f"{key} {value}" for key, value in content if isinstance(value, int | float | str))
         print("  config.json:", ", ".join(facts))
-    print(f"  {size_bytes:,} bytes in {len(files)} files")
-    quantised = f", {sum(int8.values()):,} of them int8 in {len(int8)} tensors with scales" if int8 else ""
+    print(f"  {size_bytes:,} bytes in {counted(len(files), 'file')}")
+    quantised = (
+        f", {sum(int8.values()):,} of them int8 in {counted(len(int8), 'tensor')} with scales" if int8 else ""
+    )
     print(f"{WEIGHT}: {elements:,} elements{quantised}")
     width = max(map(len, tensors), default=0)
     for name, (entry, file) in tensors.items():
@@ -89,7 +91,7 @@ def _facts(manifest: Manifest) -> list[str]:
     return [
         f"step {state['step']:,}, {state.get('samples', 0):,} sequences, {state.get('tokens', 0):,} tokens",
         f"written by {layout.text}, layers {stages}",
-        f"{total:,} bytes in {len(manifest.files)} files",
+        f"{total:,} bytes in {counted(len(manifest.files), 'file')}",
         f"megalite {manifest.megalite}, torch {manifest.torch}",
         f"model: {model}",
         f"optimizer: {dict(manifest.optimizer)}",

@@ -13,7 +13,7 @@ from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import require_undamaged
 from megalite.convert.streamed import ImportedRun
 from megalite.convert.universal.folder import MOMENTS, find_config
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, counted
 
 
 def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
@@ -49,10 +49,11 @@ def describe(place: Path) -> Iterator[str]:
     states = EngineStates(files)
     state, ranks = counters(states), max(1, len(files.optimizer))
     size_bytes = sum(path.stat().st_size for path in (*files.model, *files.optimizer))
-    yield f"{place}: a checkpoint of DeepSpeed's engine, ZeRO {states.trained.stage} over {ranks} data-parallel ranks"
+    over = f"ZeRO {states.trained.stage} over {counted(ranks, 'data-parallel rank')}"
+    yield f"{place}: a checkpoint of DeepSpeed's engine, {over}"
     yield (
         f"  step {state['step']:,}, {states.trained.step:g} updates, {state['samples']:,} samples;"
-        f" {size_bytes:,} bytes in {len(files.model) + len(files.optimizer)} files"
+        f" {size_bytes:,} bytes in {counted(len(files.model) + len(files.optimizer), 'file')}"
     )
     for name, value in settings_of_engine(states).items():
         yield f"  optimizer.{name} = {value}"

@@ -20,7 +20,7 @@ from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST as MEGATRON_NAMES
 from megalite.convert.streamed import ImportedRun
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, counted
 from megalite.topology.shape import ModelShape
 
 
@@ -151,7 +151,7 @@ def describe(place: Path) -> Iterator[str]:
     state = open_state(folder.states[0]) if folder.states else EngineState(place, {})
     yield f"  step {state.count('iteration', 'global_steps'):,}, {state.count('global_samples'):,} sequences"
     size_bytes = sum(path.stat().st_size for path in folder.files)
-    yield f"  {size_bytes:,} bytes in {len(folder.files)} files"
+    yield f"  {size_bytes:,} bytes in {counted(len(folder.files), 'file')}"
     table, interesting = arguments.table, MEGATRON_NAMES if is_megatron else neox_settings.OF_INTEREST
     yield f"  args: {', '.join(f'{name} {table[name]}' for name in interesting if name in table)}"
     if not is_megatron and (foreign := list(neox_settings.not_built(arguments))):

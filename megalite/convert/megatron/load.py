@@ -12,6 +12,7 @@ from megalite.convert.megatron.sharded import describe_sharded, open_sharded
 from megalite.convert.megatron.trained_ranks import open_trained
 from megalite.convert.megatron.training_state import trained_run, training_notes
 from megalite.convert.streamed import ImportedRun
+from megalite.errors import counted
 
 
 def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
@@ -45,7 +46,7 @@ def describe(place: Path) -> Iterator[str]:
     virtual = f" x {chunks} chunks" if chunks > 1 else ""
     yield f"{ranks.path}: a Megatron-LM checkpoint of tensor {ranks.tensor} x pipeline {ranks.pipeline}{virtual}"
     yield f"  iteration {first.iteration}, checkpoint_version {first.version:g}"
-    yield f"  {size_bytes:,} bytes in {len(ranks.files)} files"
+    yield f"  {size_bytes:,} bytes in {counted(len(ranks.files), 'file')}"
     if first.optimizer is not None:
         beside = (first.path.parent / DISTRIBUTED_OPTIMIZER).is_file()
         yield f"  optimizer: {'distributed, in ' + DISTRIBUTED_OPTIMIZER if beside else 'in the rank files'}"

@@ -22,7 +22,7 @@ from megalite.convert.torch_dcp.metadata import StoredTensor
 from megalite.convert.torch_dcp.names import StoredNames, find_names, is_titan
 from megalite.convert.torch_dcp.reader import DcpFolder
 from megalite.convert.whole_tensors import WholeTensorReader
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, counted
 from megalite.families.registry import family_tensors
 from megalite.families.tensors import FamilyTensor
 from megalite.topology.parameters import EMBEDDING
@@ -119,14 +119,13 @@ def describe(place: Path) -> Iterator[str]:
         yield f"{folder.path}: a torch distributed checkpoint, {len(folder.tensors):,} tensors"
         step = _count(_States([folder]), _STEPS)
         known = "" if step is None else f"step {step:,}; "
-        yield f"  {known}{folder.size_bytes:,} bytes, tensors in {len(files)} files"
+        yield f"  {known}{folder.size_bytes:,} bytes, tensors in {counted(len(files), 'file')}"
         width = max(map(len, folder.tensors), default=0)
         for name, tensor in folder.tensors.items():
             by, dtype = " x ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
-            chunks = f"{len(tensor.chunks)} chunk{'s' * (len(tensor.chunks) != 1)}"
-            yield f"  {name:<{width}}  {by:>16}  {dtype}  {chunks}"
+            yield f"  {name:<{width}}  {by:>16}  {dtype}  {counted(len(tensor.chunks), 'chunk')}"
         if objects := sorted(folder.metadata.objects):
-            yield f"  {len(objects)} objects: {', '.join(objects[:8])}{', ...' * (len(objects) > 8)}"
+            yield f"  {counted(len(objects), 'object')}: {', '.join(objects[:8])}{', ...' * (len(objects) > 8)}"
 
 
 def _loader(states: _States, names: StoredNames, shape: ModelShape) -> Callable[[str, FamilyTensor], Tensor]:

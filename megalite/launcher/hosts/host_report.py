@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from megalite.errors import listed
+from megalite.errors import counted, listed
 from megalite.launcher.hosts.probe import digest
 
 Level = Literal["error", "warning", "note"]
@@ -300,7 +300,3 @@ def is_loopback(address: str) -> bool:
 def size(count: float) -> str:
     """Return bytes as text in GiB or MiB."""
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
