@@ -85,8 +85,11 @@ def load_pickled_bytes(file: IO[bytes], name: object) -> Any:
         raise CheckpointError(
             f"{name} is not a complete file of torch.save ({error}); fetch or write it again"
         ) from error
+    size_bytes = file.seek(0, SEEK_END)
     file.seek(0)
-    return _load(file, name, mmap=False)
+    content = _load(file, name, mmap=False)
+    _require_stored(content, name, size_bytes)
+    return content
 
 
 def _require_intact(file: zipfile.ZipFile, name: object) -> None:

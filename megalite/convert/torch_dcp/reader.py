@@ -28,7 +28,7 @@ class DcpFolder:
         """Read the metadata; raises CheckpointError as `read_metadata` does."""
         self.path = path
         self.metadata: DcpMetadata = read_metadata(path)
-        self._last: tuple[FileRange, Tensor] | None = None
+        self._last: tuple[FileRange, Any] | None = None
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -78,18 +78,18 @@ class DcpFolder:
     def _chunk(self, tensor: StoredTensor, chunk: StoredChunk) -> Tensor:
         if self._last is None or self._last[0] != chunk.bytes:
             self._last = None  # before the next one is loaded
-            values = self._load(chunk.bytes, tensor.name)
-            if (
-                not isinstance(values, Tensor)
-                or values.layout != torch.strided
-                or (tuple(values.shape), values.dtype) != (chunk.region.shape, tensor.dtype)
-            ):
-                raise CheckpointError(
-                    f"{chunk.bytes.file}: the chunk of {tensor.name} at {chunk.region.offsets} is not the"
-                    f" {tensor.dtype} tensor of {chunk.region.shape} that .metadata promises; fetch it again"
-                )
-            self._last = (chunk.bytes, values)
-        return self._last[1]
+            self._last = (chunk.bytes, self._load(chunk.bytes, tensor.name))
+        values = self._last[1]  # which may have been loaded for another tensor that is said to be there too
+        if (
+            not isinstance(values, Tensor)
+            or values.layout != torch.strided
+            or (tuple(values.shape), values.dtype) != (chunk.region.shape, tensor.dtype)
+        ):
+            raise CheckpointError(
+                f"{chunk.bytes.file}: the chunk of {tensor.name} at {chunk.region.offsets} is not the"
+                f" {tensor.dtype} tensor of {chunk.region.shape} that .metadata promises; fetch it again"
+            )
+        return values
 
     def _load(self, place: FileRange, name: str) -> Any:
         try:

@@ -189,7 +189,8 @@ REFUSED_WHEN_READ: dict[str, tuple[Callable[[Path], object], str]] = {
         _replaced(torch.ones(6, 4)),
         "the chunk of grid at .* is not the torch.float32 tensor",
     ),
-    "an expanded tensor": (_replaced(torch.ones(1).expand(1 << 40)), "is not the torch.float32 tensor"),
+    "an expanded tensor": (_replaced(torch.ones(1).expand(1 << 40)), "grid: the file has 4,398,046,511,104"),
+    "a tensor without values": (_replaced(torch.ones(4, 6, device="meta")), "is not a dense tensor"),
     "no zip": (
         lambda folder: (folder / _bytes_of_grid(folder)[0]).write_bytes(bytes(1 << 14)),
         "is not a complete file of torch.save",
@@ -244,6 +245,29 @@ def test_chunks_that_overlap_are_named(saved: Path, tmp_path: Path) -> None:
         CheckpointError, match=r"grid is not whole: its chunks at \(0, 0\) .* at \(0, 5\) .* overlap"
     ):
         folder.require_whole(["grid"])
+
+
+@pytest.mark.parametrize("other", ["rows", "nested.bias"])
+def test_bytes_that_are_said_to_be_of_two_tensors_are_checked_for_both(
+    saved: Path, tmp_path: Path, other: str
+) -> None:
+    """The chunk that was read last is kept: it is of another shape, or of another dtype, than the second tensor."""
+
+    def same_bytes(content: Metadata) -> None:
+        places = content.storage_data
+        entry: Any = content.state_dict_metadata[other]
+        entry.size = torch.Size((4, 6) if other == "rows" else (5,))
+        entry.chunks = [ChunkStorageMetadata(offsets=torch.Size([0] * len(entry.size)), sizes=entry.size)]
+        for key in [key for key in places if key.fqn == other]:
+            places.pop(key)
+        index = MetadataIndex(other, entry.chunks[0].offsets)
+        places[index] = places[MetadataIndex("grid", (0, 0))]
+
+    folder = DcpFolder(_changed(saved, tmp_path, _metadata(same_bytes)))
+    folder.read("grid", TensorSlice((0, 0), (4, 6)))
+    tensor = folder.tensors[other]
+    with pytest.raises(CheckpointError, match=f"the chunk of {other} at .* is not the torch.bfloat16 tensor"):
+        folder.read(other, full_slice(tensor.shape))
 
 
 def test_a_chunk_that_is_listed_twice_counts_once(saved: Path, tmp_path: Path) -> None:
