@@ -69,6 +69,22 @@ def test_flags_are_refused_before_the_import(damaged: Path, tmp_path: Path, flag
     assert not list(tmp_path.iterdir())
 
 
+def test_a_stray_metadata_file_does_not_make_hugging_face_weights_another_format(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_dcp(tmp_path / "step-3", weight=0.1, moment=0.0)
+    convert.run(["export", str(folder), str(tmp_path / "hf")])
+    (tmp_path / "hf" / ".metadata").write_bytes(b"of a file manager")
+    capsys.readouterr()
+    assert convert.run(["inspect", str(tmp_path / "hf")]) == 0
+    shown = capsys.readouterr().out
+    assert "a Hugging Face folder" in shown and "bytes in 1 file\n" in shown
+    assert convert.run(["import", str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
+    next((tmp_path / "hf").glob("*.safetensors")).rename(folder / "model.safetensors")
+    convert.run(["inspect", str(folder)])
+    assert "a torch distributed checkpoint" in capsys.readouterr().out
+
+
 def test_a_folder_that_is_not_replaced_is_refused_before_the_import(damaged: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(MegaliteError, match="neither empty nor a Hugging Face export"):

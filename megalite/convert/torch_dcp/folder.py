@@ -15,8 +15,11 @@ _STEP = re.compile(r"(?:step|checkpoint)[-_](\d{1,15})", re.ASCII)
 
 
 def is_dcp_folder(folder: Path) -> bool:
-    """Whether torch.distributed.checkpoint wrote this folder."""
-    return (folder / METADATA).is_file()
+    """Whether torch.distributed.checkpoint wrote this folder, and not another program a Hugging Face one."""
+    if not (folder / METADATA).is_file():
+        return False
+    of_hugging_face = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return not of_hugging_face or any(folder.glob("*.distcp"))
 
 
 def find_dcp(folder: Path) -> Path | None:
