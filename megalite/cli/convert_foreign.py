@@ -14,6 +14,7 @@ from megalite.cli.arguments import add_value
 from megalite.cli.convert_quantise import check_quantise
 from megalite.convert.exported_folder import require_free
 from megalite.convert.formats import ForeignFormat, find_format
+from megalite.convert.new_run import require_new
 from megalite.errors import CheckpointError
 from megalite.monitor.work import working
 
@@ -42,10 +43,11 @@ def find_foreign(folder: Path, options: argparse.Namespace) -> tuple[ForeignForm
 def import_found(
     kind: ForeignFormat, place: Path, run_folder: Path, options: argparse.Namespace, *, whole: bool = True
 ) -> tuple[Path, "ForeignCheckpoint"]:
-    """Write the checkpoint at `place` as the first one of a run; return the new checkpoint and what was opened.
+    """Write the checkpoint at `place` as the first one of a new run; return the new checkpoint and what was opened.
 
     whole: with the optimizer's state, if it has one, else its weights alone.
     """
+    require_new(run_folder)  # before the source is opened, which may take long
     from megalite.convert.foreign import ImportOptions, import_foreign
 
     with working(f"importing {place}"):

@@ -11,6 +11,7 @@ from megalite.config.sources.hub import HubName
 from megalite.config.sources.huggingface import notes_of, shape_of_folder
 from megalite.convert.formats import FORMATS, ForeignFormat
 from megalite.convert.huggingface.files import local_folder
+from megalite.convert.new_run import require_new
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
 from megalite.monitor.work import working
@@ -54,6 +55,7 @@ def run_import(options: argparse.Namespace) -> int:
             f"{options.folder} has no config.json and safetensors files (Hugging Face), and is none of"
             f" {', '.join(known.name for known in FORMATS)}; name a folder with one of them"
         )
+    require_new(options.output)  # before the source is fetched
     shape = shape_of_folder(str(options.hf_config or options.folder))
     from megalite.convert.huggingface.load import import_checkpoint
 

@@ -69,6 +69,19 @@ def test_flags_are_refused_before_the_import(damaged: Path, tmp_path: Path, flag
     assert not list(tmp_path.iterdir())
 
 
+def test_a_run_with_a_checkpoint_is_refused_before_the_source_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither source could be read: the one is damaged, the other is on a Hub that cannot be reached."""
+    folder = write_dcp(tmp_path / "step-3", weight=0.1, moment=0.0)
+    convert.run(["import", str(folder), str(tmp_path / "run")])
+    (folder / ".metadata").write_bytes(b"damaged")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for source in (str(folder), "nobody/no-model"):
+        with pytest.raises(MegaliteError, match="step-000003 exists already; name another folder"):
+            convert.run(["import", source, str(tmp_path / "run")])
+
+
 def test_a_stray_metadata_file_does_not_make_hugging_face_weights_another_format(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
