@@ -15,7 +15,7 @@ STEP = "step"
 
 def number(value: object) -> float | None:
     """Return a finite number, which may stand in a tensor; None for anything else."""
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()
     if not isinstance(value, int | float) or isinstance(value, bool):
         return None

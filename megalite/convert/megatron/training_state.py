@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalite.convert.adamw import number
 from megalite.convert.megatron.arguments import Arguments
 from megalite.convert.streamed import ImportedRun
 from megalite.errors import CheckpointError
@@ -61,7 +62,9 @@ def optimizer_scalars(groups: Any, steps: Iterable[Any], scaler: Any, source: Pa
 
 def plain_number(value: Any) -> float | None:
     """A number, which may stand in a tensor; None for anything else."""
-    if isinstance(value, int | float | bool) or (isinstance(value, Tensor) and value.numel() == 1):
+    if isinstance(value, int | float | bool) or (
+        isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
+    ):
         return float(value)
     return None
 
@@ -71,8 +74,8 @@ def _loss_scale(scaler: Any, source: Path) -> dict[str, float]:
     if not isinstance(scaler, Mapping) or "growth_tracker" not in scaler:
         return {}
     names = ("scale", "growth_tracker", "hysteresis_tracker")
-    scale, steps, overflows = (plain_number(scaler.get(name)) for name in names)
-    if scale is None or steps is None or overflows is None or not 0 < scale < float("inf"):
+    scale, steps, overflows = (number(scaler.get(name)) for name in names)
+    if scale is None or steps is None or overflows is None or scale <= 0:
         raise CheckpointError(f"{source}: its grad_scaler has no {', '.join(names)}; fetch it again")
     return {
         "loss_scale": scale,

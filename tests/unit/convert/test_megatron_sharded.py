@@ -252,3 +252,11 @@ def test_a_scale_that_falls_at_each_overflow_has_one_left() -> None:
     scaler = {"scale": 4.0, "growth_tracker": 0, "hysteresis_tracker": -1}
     scalars = optimizer_scalars([{"step": 3}], [], scaler, Path("theirs"))
     assert scalars.loss_scale["loss_scale_overflows_left"] == 1
+
+
+@pytest.mark.parametrize("name", ["scale", "growth_tracker", "hysteresis_tracker"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), torch.ones((), device="meta")], ids=str)
+def test_a_scale_that_is_no_number_is_one_error(name: str, value: object) -> None:
+    scaler = {"scale": 4.0, "growth_tracker": 0, "hysteresis_tracker": 1, name: value}
+    with pytest.raises(CheckpointError, match="its grad_scaler has no scale, growth_tracker"):
+        optimizer_scalars([{"step": 3}], [], scaler, Path("theirs"))
