@@ -12,6 +12,7 @@ from megalite.config.sources.huggingface import notes_of, shape_of_folder
 from megalite.convert.formats import FORMATS, ForeignFormat
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.new_run import require_new
+from megalite.convert.trainer.folder import step_without_optimizer
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
 from megalite.monitor.work import working
@@ -67,6 +68,10 @@ def run_import(options: argparse.Namespace) -> int:
     description = description / "config.json" if description.is_dir() else description
     for note in notes_of(FAMILIES[shape.family], json.loads(description.read_text(encoding="utf-8"))):
         print(f"  {description} {note}")
+    if (step := step_without_optimizer(folder)) is not None:
+        print(
+            f"  {folder} is of step {step:,}, but its optimizer's state is missing: weights only, as step 0"
+        )
     return 0
 
 

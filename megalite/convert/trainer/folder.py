@@ -7,6 +7,7 @@ checkpoint-N/config.json, model.safetensors      the weights, as a Hugging Face 
              training_args.bin, scheduler.pt, scaler.pt
 """
 
+import json
 import re
 from pathlib import Path
 
@@ -32,6 +33,18 @@ def find_trainer(folder: Path) -> Path | None:
         return None
     latest = _latest(folder)
     return None if latest is None else find_trainer(latest)
+
+
+def step_without_optimizer(folder: Path) -> int | None:
+    """Return the step of a Trainer's folder without an optimizer's file; None for another one, or at step 0."""
+    if optimizer_file(folder) is not None:
+        return None
+    try:
+        content = json.loads((folder / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # the weights can be read without it
+    step = content.get("global_step") if isinstance(content, dict) else None
+    return step if isinstance(step, int) and step > 0 else None
 
 
 def find_arguments(folder: Path) -> Path | None:

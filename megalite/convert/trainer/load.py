@@ -28,7 +28,7 @@ from megalite.convert.trainer.folder import (
 )
 from megalite.convert.trainer.parameters import match_parameters
 from megalite.convert.whole_tensors import WholeTensorReader
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, counted
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.families.tensors import FamilyTensor
 from megalite.topology.shape import ModelShape
@@ -101,7 +101,7 @@ def describe(place: Path) -> Iterator[str]:
     yield f"{place}: a Hugging Face Trainer checkpoint, {len(tensors):,} tensors"
     sequences = _sequences_of_step(place)
     batch = "" if sequences is None else f", {sequences:,} sequences a step"
-    yield f"  step {counters['step']:,}{batch}; {process_count(place)} random states"
+    yield f"  step {counters['step']:,}{batch}; {counted(process_count(place), 'random state')}"
     sizes = " and ".join(str(len(group["params"])) for group in content["param_groups"])
     yield f"  optimizer: groups of {sizes} parameters with {', '.join(keys)}"
     for name, value in settings_of(content["param_groups"]).items():
@@ -151,23 +151,35 @@ def _counters(place: Path) -> dict[str, int]:
 def _sequences_of_step(place: Path) -> int | None:
     """Return the global batch: sequences of a process x accumulation x processes; None where one is not known."""
     batch = read_object(place / STATE, _AGAIN).get("train_batch_size")
-    try:
-        arguments = load_pickle(place / ARGUMENTS)
-    except (
-        CheckpointError
-    ):  # it is only asked for a count, and other libraries have classes of their own in it
-        return None
-    accumulation = (
-        arguments.fields.get("gradient_accumulation_steps") if isinstance(arguments, Foreign) else None
-    )
-    factors = (batch, accumulation, process_count(place))
+    arguments, processes = _arguments(place), process_count(place)
+    factors = (batch, arguments.get("gradient_accumulation_steps"), processes)
     if not all(isinstance(factor, int) and 0 < factor < 2**24 for factor in factors):
+        return None
+    if _processes_said(arguments) not in (None, processes):
         return None
     return int(factors[0] * factors[1] * factors[2])  # type: ignore[operator]
 
 
+def _arguments(place: Path) -> Mapping[str, Any]:
+    """Return the fields of TrainingArguments; {} for a file that cannot be read."""
+    try:
+        arguments = load_pickle(place / ARGUMENTS)
+    except (
+        CheckpointError
+    ):  # it is only asked for counts, and other libraries have classes of their own in it
+        return {}
+    return arguments.fields if isinstance(arguments, Foreign) else {}
+
+
+def _processes_said(arguments: Mapping[str, Any]) -> int | None:
+    """Return the number of processes of the run, which Accelerate's PartialState has; None where it is not known."""
+    state = arguments.get("distributed_state")
+    count = state.fields.get("num_processes") if isinstance(state, Foreign) else None
+    return count if isinstance(count, int) and count > 0 else None
+
+
 def _loss_scale(place: Path) -> dict[str, float]:
-    """Return the state of torch's GradScaler, which fp16 has."""
+    """Return the state of torch's GradScaler, which fp16 has; {} where it has none that can be."""
     if not (place / SCALER).is_file():
         return {}
     content = load_pickle(place / SCALER)
@@ -175,7 +187,7 @@ def _loss_scale(place: Path) -> dict[str, float]:
         number(content.get(key)) if isinstance(content, Mapping) else None
         for key in ("scale", "_growth_tracker")
     )
-    if scale is None or since is None:
+    if scale is None or scale <= 0 or since is None or not 0 <= since < 2**53:
         return {}
     return {"loss_scale": scale, "loss_scale_steps_since_change": int(since), "loss_scale_overflows_left": 1}
 
@@ -188,5 +200,13 @@ def _notes(reader: TrainerReader, place: Path, groups: Sequence[Mapping[str, Any
     kinds = sorted(str(dtype).removeprefix("torch.") for dtype in reader.weight_dtypes)
     if kinds != ["float32"]:
         yield f"weights of {', '.join(kinds)}; they are written as float32 with these values"
-    if _sequences_of_step(place) is None:
+    said, random_states = _processes_said(_arguments(place)), process_count(place)
+    if said is not None and said != random_states:
+        yield (
+            f"{ARGUMENTS} says {counted(said, 'rank')}, but the folder has {counted(random_states, 'random state')}"
+            " (rng_state*.pth), as after a run whose nodes each keep their own: the global batch is not known"
+        )
+    elif _sequences_of_step(place) is None:
         yield f"the global batch is not known from {STATE} and {ARGUMENTS}"
+    if (place / SCALER).is_file() and not _loss_scale(place):
+        yield f"{SCALER} has no finite loss scale above zero: in fp16 a run begins with the one of its settings"

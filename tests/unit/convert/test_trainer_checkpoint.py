@@ -120,7 +120,7 @@ def test_inspect_and_the_latest_step_of_a_runs_folder(
     convert.run(["inspect", str(program.folder.parent)])
     printed = " ".join(capsys.readouterr().out.split())
     assert f"checkpoint-{STEPS + 1}: a Hugging Face Trainer checkpoint" in printed
-    assert f"step {STEPS + 1}, {ROWS} sequences a step; 1 random states" in printed
+    assert f"step {STEPS + 1}, {ROWS} sequences a step; 1 random state" in printed
     assert "parameters with exp_avg, exp_avg_sq, step" in printed and "optimizer.eps = 1e-06" in printed
 
 
@@ -294,6 +294,64 @@ def test_what_is_beside_the_optimizer_is_optional(program: Program, tmp_path: Pa
     assert not (tmp_path / "trace").exists()
     (folder / "optimizer.pt").unlink()
     assert find_format(folder) is None, "without an optimizer it is a folder of Hugging Face weights"
+
+
+def _scaler(scale: object, since: object = 7) -> Callable[[Path], object]:
+    return lambda folder: torch.save({"scale": scale, "_growth_tracker": since}, folder / "scaler.pt")
+
+
+SCALERS = {
+    "nan": _scaler(float("nan")),
+    "infinite": _scaler(torch.tensor(float("inf"))),
+    "negative": _scaler(-1024.0),
+    "zero": _scaler(0.0),
+    "steps of nan": _scaler(1024.0, float("nan")),
+    "steps before the first": _scaler(1024.0, -1),
+    "2^60 steps": _scaler(1024.0, 1 << 60),
+    "a list": lambda folder: torch.save([1024.0], folder / "scaler.pt"),
+}
+
+
+@llama
+@pytest.mark.parametrize("case", SCALERS)
+def test_a_loss_scale_that_cannot_be_is_left_out_and_said(
+    program: Program, tmp_path: Path, case: str
+) -> None:
+    folder = shutil.copytree(program.folder, tmp_path / program.folder.name)
+    SCALERS[case](folder)
+    imported = import_folder(folder, tmp_path / "run")
+    assert any("scaler.pt has no finite loss scale above zero" in note for note in imported.notes)
+    with CheckpointReader(imported.checkpoint) as reader:
+        assert reader.manifest.optimizer == {"step": float(STEPS)}
+
+
+@llama
+def test_a_folder_of_one_node_does_not_say_what_all_nodes_saw(program: Program, tmp_path: Path) -> None:
+    """training_args.bin says one process, and two have left their random state."""
+    folder = shutil.copytree(program.folder, tmp_path / program.folder.name)
+    state = (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
+    shutil.copy(state, folder / "rng_state_1.pth")
+    imported = import_folder(folder, tmp_path / "run")
+    differing = "training_args.bin says 1 rank, but the folder has 2 random states"
+    assert any(differing in note for note in imported.notes)
+    with CheckpointReader(imported.checkpoint) as reader:
+        assert reader.manifest.trainer_state == {"step": STEPS, "samples": 0, "tokens": 0}
+
+
+@llama
+def test_weights_without_their_optimizer_are_said_to_be_weights_alone(
+    program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = shutil.copytree(program.folder, tmp_path / program.folder.name)
+    (folder / "optimizer.pt").unlink()
+    line = f"{folder} is of step {STEPS}, but its optimizer's state is missing: weights only, as step 0"
+    for number, (content, said) in enumerate(
+        {None: True, '{"global_step": 0}': False, "{": False, "[]": False}.items()
+    ):
+        if content is not None:
+            (folder / "trainer_state.json").write_text(content)
+        convert.run(["import", str(folder), str(tmp_path / f"run-{number}")])
+        assert (line in capsys.readouterr().out) == said
 
 
 def test_bf16_weights_are_their_values_in_float32(tmp_path: Path) -> None:
