@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megalite.convert.adamw import number
+from megalite.convert.adamw import group_notes, number
 from megalite.convert.deepspeed.adam_settings import settings
 from megalite.convert.deepspeed.engine_states import EngineStates
 from megalite.convert.deepspeed.rank_states import whole_number
@@ -28,7 +28,7 @@ def loss_scale(table: Mapping[str, Any]) -> dict[str, Any]:
     dynamic = fields.get("dynamic", fields.get("dynamic_loss_scale"))
     scale, window = number(fields.get("cur_scale")), whole_number(fields.get("scale_window"))
     done, overflow = (whole_number(fields.get(key)) for key in ("cur_iter", "last_overflow_iter"))
-    if dynamic is not True or scale is None or not window or done is None or overflow is None:
+    if dynamic is not True or scale is None or scale <= 0 or not window or done is None or overflow is None:
         return {}
     # Theirs doubles at the first step for which the steps without an overflow before it are a multiple of the window.
     clean = max(0, done - overflow - 1)
@@ -48,7 +48,9 @@ def notes(states: EngineStates) -> Iterator[str]:
     """Yield what a user who goes on with the run here has to know."""
     if values := settings_of_engine(states):
         yield f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in values.items())}"
-    yield from _group_notes(states)
+    names = states.trained.names
+    vectors = [name for name in names if len(states.size(name, WEIGHTS)) == 1]
+    yield from group_notes({name: states.trained.group_of(name) for name in names}, vectors)
     if states.frozen:
         yield (
             f"frozen parameters ({listed(sorted(states.frozen))}) have moments of zero; here they are trained, unless"
@@ -57,29 +59,6 @@ def notes(states: EngineStates) -> Iterator[str]:
     if states.trained.stage == 0 and "fp32_groups" not in states.trained.table:
         yield "ZeRO 0 does not name the optimizer's parameters: they are taken in the order of the model's weights"
     yield from _schedule_notes(states)
-
-
-def _group_notes(states: EngineStates) -> Iterator[str]:
-    """Yield the learning rates and weight decays that are not those of the first note, nor the default here."""
-    rules: dict[tuple[float | None, float], list[str]] = {}
-    for name in states.trained.names:
-        group = states.trained.group_of(name)
-        rules.setdefault((number(group.get("lr")), number(group.get("weight_decay")) or 0.0), []).append(name)
-    if not rules:
-        return
-    (rate, decay), *others = sorted(rules, key=lambda rule: -rule[1])
-    for other_rate, other_decay in others:
-        names = rules[other_rate, other_decay]
-        vectors = all(len(states.size(name, WEIGHTS)) == 1 for name in names)
-        if other_rate == rate and other_decay == 0 and vectors and len(others) == 1:
-            continue  # norms and biases, which are not decayed here either
-        different = f", learning rate {other_rate} beside {rate}" if other_rate != rate else ""
-        yield f"weight decay {other_decay}{different}: {len(names)} parameters ({listed(names)})"
-    if not others and decay:
-        yield (
-            f"weight decay {decay} applied to norms and biases too; here it does so with [[optimizer.groups]]"
-            f' pattern = "*", weight_decay = {decay}'
-        )
 
 
 def _schedule_notes(states: EngineStates) -> Iterator[str]:

@@ -92,6 +92,17 @@ def test_weight_decay_that_differs_between_parameters_is_said(tmp_path: Path) ->
     EngineFolder(random_states(SHAPE)).write(folder)
     notes = "\n".join(import_folder(folder, tmp_path / "run").notes)
     assert "weight decay 0.0: 3 parameters (model.embed_tokens.weight, " in notes
+    assert "weight decay 0.1 applied to norms and biases too" in notes
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf"), -2.0, 0.0, 65536.0])
+def test_a_loss_scale_that_cannot_be_is_left_out(tmp_path: Path, scale: float) -> None:
+    folder = with_config(tmp_path / "left")
+    scaler = {"dynamic_loss_scale": True, "cur_scale": scale, "scale_window": 100}
+    counters = {"cur_iter": 7, "last_overflow_iter": -1, "cur_hysteresis": 1}
+    EngineFolder(random_states(SHAPE), optimizer={**scaler, **counters}).write(folder)
+    with CheckpointReader(import_folder(folder, tmp_path / "run").checkpoint) as reader:
+        assert reader.manifest.optimizer.get("loss_scale") == (scale if scale == 65536 else None)
 
 
 def test_settings_that_are_no_finite_numbers_are_left_out(tmp_path: Path) -> None:
