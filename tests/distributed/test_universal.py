@@ -59,13 +59,13 @@ def batch_of(step: int, shape: ModelShape) -> StepBatch:
 
 @dataclass(frozen=True)
 class StepsOfBoth:
-    """In a StepLoader's place: an imported run begins its data anew, and this one goes on with theirs."""
+    """In a StepLoader's place: an imported run goes on with their data, of which it knows the position."""
 
     mesh: ParallelMesh
     shape: ModelShape
 
     def step_batch(self, consumed_samples: int, *, dtype: torch.dtype) -> StepBatch:
-        return batch_of(SAVED + consumed_samples // SEQUENCES, self.shape)
+        return batch_of(consumed_samples // SEQUENCES, self.shape)
 
 
 def with_deepspeed(

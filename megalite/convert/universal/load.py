@@ -12,11 +12,13 @@ from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.adamw import common_step
 from megalite.convert.deepspeed.adam_settings import require_adam, settings
+from megalite.convert.deepspeed.folder import LATEST
 from megalite.convert.family_states import FamilyStatesReader
 from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import load_pickle, require_undamaged
 from megalite.convert.streamed import ImportedRun
 from megalite.convert.universal.folder import (
+    LATEST_UNIVERSAL,
     MODEL_STATES,
     MOMENTS,
     OPTIMIZER_STATE,
@@ -25,6 +27,7 @@ from megalite.convert.universal.folder import (
     WEIGHTS,
     ZERO,
     find_config,
+    named_by,
 )
 from megalite.errors import CheckpointError
 
@@ -110,12 +113,14 @@ class UniversalFolder:
 
     @cached_property
     def counters(self) -> dict[str, int]:
-        """Steps and skipped steps of the engine; without its file the optimizer's."""
+        """Steps, skipped steps and samples of the engine; without its file the optimizer's steps."""
         if not self.engine:
-            return {"step": int(self.step), "skipped_steps": 0}
-        counted = {"step": "global_steps", "skipped_steps": "skipped_steps"}
+            return {"step": int(self.step), "skipped_steps": 0, "samples": 0}
+        counted = {"step": "global_steps", "skipped_steps": "skipped_steps", "samples": "global_samples"}
         return {
-            ours: int(common_step([(theirs, self.engine.get(theirs))], self.path))
+            ours: int(
+                common_step([(theirs, self.engine.get(theirs, 0 if ours == "samples" else None))], self.path)
+            )
             for ours, theirs in counted.items()
         }
 
@@ -137,7 +142,8 @@ def describe(place: Path) -> Iterator[str]:
     tensors = ((name, content.header(name, WEIGHTS)) for name in content.names)
     entries = {name: (values.shape, values.dtype) for name, values in tensors}
     yield f"{place}: a DeepSpeed universal checkpoint, {len(entries):,} parameters"
-    yield f"  step {content.counters['step']:,}, {content.step:g} updates; {content.size_bytes:,} bytes"
+    step, samples = (content.counters[name] for name in ("step", "samples"))
+    yield f"  step {step:,}, {content.step:g} updates, {samples:,} samples; {content.size_bytes:,} bytes"
     for name, value in content.settings.items():
         yield f"  optimizer.{name} = {value}"
     yield f"{WEIGHTS}: {sum(shape.numel() for shape, _ in entries.values()):,} elements"
@@ -148,7 +154,7 @@ def describe(place: Path) -> Iterator[str]:
 
 
 def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
-    """Open a universal folder's weights, moments and step; its data begins anew.
+    """Open a universal folder's weights, moments, step and position in the data.
 
     Raises CheckpointError when it does not hold exactly the model of its config.json, or no config.json is known.
     """
@@ -164,9 +170,27 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
         shape,
         {"optimizer": {"name": "adamw", **content.settings}},
         state_keys=(WEIGHT, *MOMENTS),
-        trainer_state={**content.counters, "samples": 0, "tokens": 0},
+        trainer_state={**content.counters, "tokens": 0},
         optimizer={"step": content.step},
     )
     shown = ", ".join(f"optimizer.{name} = {value}" for name, value in content.settings.items())
     notes = [f"trained with {shown}"] if shown else []
-    return ForeignCheckpoint(run, reader, content.counters["step"], hf_config, notes)
+    return ForeignCheckpoint(run, reader, content.counters["step"], hf_config, [*notes, *_newer(content)])
+
+
+def _newer(content: UniversalFolder) -> Iterator[str]:
+    """Yield a note where the engine has saved a later step since this folder was made of an earlier one."""
+    above, step = content.path.resolve().parent, content.counters["step"]
+    tag = named_by(above / LATEST)
+    if tag is None:
+        return
+    beside = UniversalFolder(above / tag)
+    try:
+        newer = beside.counters["step"] if beside.engine else 0
+    except CheckpointError:  # it is not what is imported
+        return
+    if newer > step:
+        yield (
+            f"{LATEST_UNIVERSAL} is {content.path.name} of step {step:,}, but {LATEST} is {tag} of step {newer:,}; name"
+            f" {beside.path} to import that"
+        )

@@ -24,6 +24,7 @@ from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
+from tests.support.foreign import import_folder
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape, tiny_tokenizer
 
 ADAMW = ("weight", "exp_avg", "exp_avg_sq")
@@ -70,7 +71,7 @@ def test_there_and_back_is_bit_exact(tmp_path: Path, shape: ModelShape) -> None:
     assert found.keys() == expected.keys()
     assert [key for key, values in expected.items() if not torch.equal(values, found[key])] == []
     with CheckpointReader(back) as reader:
-        assert reader.manifest.trainer_state == {**STATE, "samples": 0, "tokens": 0}
+        assert reader.manifest.trainer_state == {**STATE, "tokens": 0}
         assert reader.manifest.optimizer == {"step": 5.0}
 
 
@@ -282,8 +283,36 @@ def test_inspect_shows_what_is_there(left: Path, capsys: pytest.CaptureFixture[s
     convert.run(["inspect", str(left)])
     said = " ".join(capsys.readouterr().out.split())
     count = len(family_tensors(tiny_shape(layers=1)))
-    assert f"a DeepSpeed universal checkpoint, {count} parameters step 7, 5 updates" in said
+    assert f"a DeepSpeed universal checkpoint, {count} parameters step 7, 5 updates, 56 samples" in said
     assert "model.layers.0.self_attn.k_proj.weight 24 x 48 float32 exp_avg, exp_avg_sq, fp32, step" in said
+
+
+@pytest.mark.parametrize("newer", [9, 7, None])
+def test_a_later_step_of_the_engine_is_named(tmp_path: Path, left: Path, newer: int | None) -> None:
+    """newer: the engine's step; None: its files cannot be read, which is no matter for this import."""
+    folder, tag = tmp_path / "left", "global_step9"
+    shutil.copytree(left, folder)
+    (folder / tag).mkdir()
+    (folder / "latest").write_text(tag)
+    states = folder / tag / "mp_rank_00_model_states.pt"
+    torch.save({"global_steps": newer, "skipped_steps": 0}, states)
+    notes = "\n".join(import_folder(folder, tmp_path / "run").notes)
+    named = "latest_universal is global_step7_universal of step 7, but latest is global_step9 of step 9"
+    assert (named in notes) == (newer == 9)
+    assert (str(folder / tag) in notes) == (newer == 9)
+
+
+def test_an_engine_without_a_count_of_samples_leaves_the_position_open(tmp_path: Path, left: Path) -> None:
+    folder = tmp_path / "left"
+    shutil.copytree(left, folder)
+    states = _zero(folder).parent / "mp_rank_00_model_states.pt"
+    for count, said in ((-1, "global_samples has no number"), ("many", "global_samples has no number")):
+        torch.save({"global_steps": 7, "skipped_steps": 2, "global_samples": count}, states)
+        with pytest.raises(CheckpointError, match=said):
+            import_folder(folder, tmp_path / "run")
+    torch.save({"global_steps": 7, "skipped_steps": 2}, states)
+    with CheckpointReader(import_folder(folder, tmp_path / "run").checkpoint) as reader:
+        assert reader.manifest.trainer_state["samples"] == 0
 
 
 def test_without_adamws_state_nothing_is_written(tmp_path: Path) -> None:
