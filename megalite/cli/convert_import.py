@@ -3,6 +3,7 @@
 import argparse
 import json
 from pathlib import Path
+from shlex import quote
 
 from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.manifest import MANIFEST
@@ -12,6 +13,7 @@ from megalite.config.sources.huggingface import notes_of, shape_of_folder
 from megalite.convert.formats import FORMATS, ForeignFormat
 from megalite.convert.huggingface.files import local_folder
 from megalite.convert.new_run import require_new
+from megalite.convert.run_file import write_import_run_file
 from megalite.convert.trainer.folder import step_without_optimizer
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
@@ -72,6 +74,7 @@ def run_import(options: argparse.Namespace) -> int:
         print(
             f"  {folder} is of step {step:,}, but its optimizer's state is missing: weights only, as step 0"
         )
+    print(f"next: megalite train --model.weights {quote(options.folder)} --data.source TEXT")
     return 0
 
 
@@ -91,4 +94,7 @@ def _import_foreign(kind: ForeignFormat, place: Path, options: argparse.Namespac
         )
     else:
         print(f"  with the optimizer's state, after {run.trainer_state['samples']:,} samples")
+    precision = "fp16" if "loss_scale" in run.optimizer else opened.precision
+    for line in write_import_run_file(checkpoint, precision):
+        print(line)
     return 0

@@ -30,6 +30,7 @@ class ForeignCheckpoint:
     run: its model, states, step, optimizer. reader: its canonical tensors under each of `run.state_keys`; whoever has
     the checkpoint closes it. step: of the other program's training, where it is known. hf_config: a config.json whose
     other keys, and tokenizer beside it, come along. notes: lines for the user; a reader may add some while it reads.
+    precision: training.precision of the other program's run, where it is known.
     """
 
     run: ImportedRun
@@ -37,6 +38,7 @@ class ForeignCheckpoint:
     step: int | None = None
     hf_config: Path | None = None
     notes: Sequence[str] = ()
+    precision: str | None = None
 
 
 class Loader(Protocol):

@@ -41,7 +41,11 @@ def test_a_checkpoint_is_shown_and_imported(tmp_path: Path, capsys: pytest.Captu
     done = said(capsys, "import", str(folder), str(tmp_path / "run"))
     assert f"{folder}: a Megatron-LM checkpoint, step 1,000" in done
     assert f"{tmp_path}/run/checkpoints/step-000000: 81,552 parameters of bfloat16, a llama" in done
-    assert done.endswith("weights only: a run that starts from it begins with a new optimizer state")
+    assert "weights only: a run that starts from it begins with a new optimizer state" in done
+    assert (
+        f"next: megalite convert export {tmp_path}/run MODEL && megalite train --model.weights MODEL" in done
+    )
+    assert not (tmp_path / "run" / "run.toml").exists()
     with CheckpointReader(tmp_path / "run" / "checkpoints" / "step-000000") as reader:
         assert {entry.dtype for entry in reader.manifest.tensors[WEIGHT].values()} == {"bfloat16"}
         assert reader.manifest.model == shape

@@ -22,9 +22,22 @@ def settings(groups: Groups, config: object, table: Mapping[str, Any]) -> dict[s
     if (peak := number(_parameters(config).get("lr"))) is not None:
         values["learning_rate"] = peak
     in_json = config.get("gradient_clipping") if isinstance(config, Mapping) else None
-    if clipping := number(in_json) or number(table.get("clip_grad")):
-        values["gradient_clipping"] = clipping
+    limits = [limit for limit in (number(in_json), number(table.get("clip_grad"))) if limit is not None]
+    if limits:
+        values["gradient_clipping"] = next(filter(None, limits), 0.0)
     return values
+
+
+def precision(config: object) -> str | None:
+    """Return training.precision of the DeepSpeed JSON; None where it does not say one."""
+    blocks = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+    sections = {name: config.get(name) for name in blocks} if isinstance(config, Mapping) else {}
+    on = (
+        name
+        for name, block in sections.items()
+        if isinstance(block, Mapping) and block.get("enabled") is True
+    )
+    return next((blocks[name] for name in on), None)
 
 
 def require_adam(groups: Groups, config: object, states: Collection[str], place: Path) -> None:

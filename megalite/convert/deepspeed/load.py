@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.sources.huggingface import shape_of_folder
+from megalite.convert.deepspeed.adam_settings import precision
 from megalite.convert.deepspeed.engine_states import EngineStates
 from megalite.convert.deepspeed.folder import engine_files
 from megalite.convert.deepspeed.training_state import counters, loss_scale, notes, settings_of_engine
@@ -40,7 +41,8 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
         trainer_state=state,
         optimizer={"step": states.trained.step, **loss_scale(states.trained.table)},
     )
-    return ForeignCheckpoint(run, reader, state["step"], hf_config, [*notes(states)])
+    lines = [*notes(states)]
+    return ForeignCheckpoint(run, reader, state["step"], hf_config, lines, precision(states.model.settings))
 
 
 def describe(place: Path) -> Iterator[str]:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megalite.convert.adopt.deepspeed_json import NAMES
 from megalite.convert.adopt.keyed.yaml_file import read_mapping
+from megalite.convert.adopt.neox.system import RULES
 from megalite.convert.adopt.sources import read_source
 from megalite.convert.deepspeed.pipeline_names import Dialect
 from megalite.convert.megatron.arguments import Arguments
@@ -61,8 +63,18 @@ def read_settings(place: Path, arguments: Mapping[str, Any]) -> Arguments:
 
     Raises CheckpointError for a file that cannot be read, or a setting that two files have.
     """
-    table: dict[str, Any] = {}
     folder = place / CONFIGS
+    return Arguments({**_of_files(folder), **{str(key): value for key, value in arguments.items()}}, folder)
+
+
+def unknown_keys(place: Path) -> list[str]:
+    """Return the keys of the `configs` files that megalite adopt does not know, as a word that is mistyped."""
+    known = {name.split(".")[0] for name in (*RULES, *NAMES)}
+    return sorted(_of_files(place / CONFIGS).keys() - known)
+
+
+def _of_files(folder: Path) -> dict[str, Any]:
+    table: dict[str, Any] = {}
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     for path in (name for name in names if name.suffix in (".yml", ".yaml", ".json")):
         for key, value in _read(path).items():
@@ -70,7 +82,7 @@ def read_settings(place: Path, arguments: Mapping[str, Any]) -> Arguments:
             if name in table:
                 raise CheckpointError(f"{path} has {name}, which another file of {folder} has too; keep one")
             table[name] = value
-    return Arguments({**table, **{str(key): value for key, value in arguments.items()}}, folder)
+    return table
 
 
 def _read(path: Path) -> dict[str, Any]:

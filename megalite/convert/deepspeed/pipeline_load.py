@@ -5,6 +5,8 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
+import torch
+
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.adamw import MOMENTS
@@ -20,7 +22,7 @@ from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign_pickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST as MEGATRON_NAMES
 from megalite.convert.streamed import ImportedRun
-from megalite.errors import CheckpointError, counted
+from megalite.errors import CheckpointError, counted, listed
 from megalite.topology.shape import ModelShape
 
 
@@ -52,7 +54,11 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
         trainer_state={**counters, "skipped_steps": state.count("skipped_steps")},
         optimizer=states.scalars,
     )
-    return ForeignCheckpoint(run, reader, step, options.hf_config, reader.notes)
+    if known := states.settings:
+        shown = ", ".join(f"optimizer.{name} = {value}" for name, value in known.items())
+        reader.notes.append(f"trained with {shown}")
+    precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(reader.dtype)
+    return ForeignCheckpoint(run, reader, step, options.hf_config, reader.notes, precision)
 
 
 def _open_states(folder: PipelineFolder, reader: PipelineReader) -> PipelineStates | None:
@@ -104,6 +110,9 @@ def _model(layers: Layers, options: ImportOptions) -> tuple[ModelShape, Dialect]
 def _notes(layers: Layers, shape: ModelShape, dialect: Dialect) -> Iterator[str]:
     """Yield what a user should know of the model's tensors."""
     rows, ranks = layers.vocabulary_rows(), layers.folder.model_ranks
+    if dialect.program == "GPT-NeoX" and (unknown := neox_settings.unknown_keys(layers.folder.path)):
+        configs = layers.folder.path / neox_settings.CONFIGS
+        yield f"{configs} has keys that megalite does not know, and ignores: {listed(unknown)}"
     if shape.vocab_size == rows:
         yield (
             f"all {rows:,} rows of the embedding were taken, the padding of the vocabulary included; --vocab-size N"

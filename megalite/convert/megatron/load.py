@@ -10,7 +10,7 @@ from megalite.convert.megatron.folder import DISTRIBUTED_OPTIMIZER, find_megatro
 from megalite.convert.megatron.rank_files import open_megatron, open_rank
 from megalite.convert.megatron.sharded import describe_sharded, open_sharded
 from megalite.convert.megatron.trained_ranks import open_trained
-from megalite.convert.megatron.training_state import trained_run, training_notes
+from megalite.convert.megatron.training_state import precision, trained_run, training_notes
 from megalite.convert.streamed import ImportedRun
 from megalite.errors import counted
 
@@ -29,7 +29,8 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
         arguments = reader.ranks(0)[0].arguments
         run = trained_run(reader.shape, arguments, reader.iteration, trained.scalars)
         reader.notes.extend(training_notes(reader.shape, arguments, trained.scalars))
-        return ForeignCheckpoint(run, trained, reader.iteration, notes=reader.notes)
+        known = precision(arguments)
+        return ForeignCheckpoint(run, trained, reader.iteration, notes=reader.notes, precision=known)
     run = ImportedRun(reader.shape, {"model": {"weights": str(place)}}, reader.dtype)
     return ForeignCheckpoint(run, reader, reader.iteration, notes=reader.notes)
 

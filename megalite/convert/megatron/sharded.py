@@ -28,6 +28,7 @@ from megalite.convert.megatron.sharded_names import GlobalPlace, global_name, gl
 from megalite.convert.megatron.sharded_states import SavedStates, ShardedModel, find_states, read_place
 from megalite.convert.megatron.training_state import (
     OptimizerNotRead,
+    precision,
     require_masters_of,
     trained_run,
     training_notes,
@@ -108,7 +109,8 @@ def open_sharded(path: Path, options: ImportOptions) -> ForeignCheckpoint:
     states, scalars = found
     run = trained_run(model.shape, arguments, iteration, scalars)
     notes.extend(training_notes(model.shape, arguments, scalars))
-    return ForeignCheckpoint(run, GlobalReader(model, states), iteration, notes=notes)
+    opened = GlobalReader(model, states)
+    return ForeignCheckpoint(run, opened, iteration, notes=notes, precision=precision(arguments))
 
 
 def describe_sharded(path: Path) -> Iterator[str]:

@@ -103,6 +103,11 @@ def trained_run(
     )
 
 
+def precision(arguments: Arguments) -> str:
+    """Return training.precision of the arguments."""
+    return next((name for name in ("bf16", "fp16") if arguments.table.get(name) is True), "fp32")
+
+
 def settings_of(arguments: Arguments, scalars: OptimizerScalars) -> dict[str, Any]:
     """Return the settings of [optimizer] that the arguments and the first group say."""
     table, group = arguments.table, scalars.group

@@ -11,7 +11,7 @@ from torch import Tensor
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.adamw import common_step
-from megalite.convert.deepspeed.adam_settings import require_adam, settings
+from megalite.convert.deepspeed.adam_settings import precision, require_adam, settings
 from megalite.convert.deepspeed.folder import LATEST
 from megalite.convert.family_states import FamilyStatesReader
 from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
@@ -175,7 +175,9 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
     )
     shown = ", ".join(f"optimizer.{name} = {value}" for name, value in content.settings.items())
     notes = [f"trained with {shown}"] if shown else []
-    return ForeignCheckpoint(run, reader, content.counters["step"], hf_config, [*notes, *_newer(content)])
+    known = precision(content.engine.get("ds_config"))
+    notes += _newer(content)
+    return ForeignCheckpoint(run, reader, content.counters["step"], hf_config, notes, known)
 
 
 def _newer(content: UniversalFolder) -> Iterator[str]:

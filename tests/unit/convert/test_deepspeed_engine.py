@@ -105,6 +105,16 @@ def test_a_loss_scale_that_cannot_be_is_left_out(tmp_path: Path, scale: float) -
         assert reader.manifest.optimizer.get("loss_scale") == (scale if scale == 65536 else None)
 
 
+def test_precision_and_clipping_are_those_of_the_engine(tmp_path: Path) -> None:
+    """Also that it did not clip, where a run here clips by default."""
+    folder = with_config(tmp_path / "left")
+    precision = {"ds_config": {"bf16": {"enabled": True}}}
+    EngineFolder(random_states(SHAPE), model=precision, optimizer={"clip_grad": 0.0}).write(folder)
+    assert convert.run(["import", str(folder), str(tmp_path / "run")]) == 0
+    text = (tmp_path / "run" / "run.toml").read_text()
+    assert 'precision = "bf16"' in text and "\ngradient_clipping = 0.0\n" in text
+
+
 def test_settings_that_are_no_finite_numbers_are_left_out(tmp_path: Path) -> None:
     folder = with_config(tmp_path / "left")
     EngineFolder(random_states(SHAPE)).write(folder)

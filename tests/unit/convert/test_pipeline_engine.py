@@ -431,3 +431,9 @@ def test_other_models_of_megatron_deepspeed_are_refused_by_name(
     rewrite(step / STATE, lambda state: state.update(args=arguments))
     with pytest.raises(CheckpointError, match=message):
         import_folder(tmp_path / "left", tmp_path / "run")
+
+
+def test_keys_that_gpt_neox_does_not_have_are_said(tmp_path: Path) -> None:
+    step = write(tmp_path / "left", LLAMA, numbers(shape_of(LLAMA)), normm="layernorm")
+    notes = import_folder(tmp_path / "left", tmp_path / "run").notes
+    assert f"{step / 'configs'} has keys that megalite does not know, and ignores: normm" in notes
