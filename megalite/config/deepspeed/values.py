@@ -33,7 +33,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_whole(value: Any, least: int) -> bool:
-    return _is_number(value) and value == int(value) and value >= least
+    return _is_number(value) and (isinstance(value, int) or value.is_integer()) and value >= least
 
 
 _TESTS: dict[str, tuple[Callable[[Any], bool], str]] = {

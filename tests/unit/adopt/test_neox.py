@@ -1,6 +1,6 @@
 """GPT-NeoX's files: public configurations with their data files, and the numbers that they must give."""
 
-from math import sqrt
+from math import inf, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +234,7 @@ def test_a_key_of_two_files_is_an_error_as_in_neox() -> None:
         ("split", "a,b"),
         ("attention_config", "flash"),
         ("zero_optimization", {"stage": 9}),
+        ("zero_optimization", {"stage": 1, "param_persistence_threshold": inf}),
         ("train_data_weights", [1.0]),
         ("init_method_std", ".inf"),
         ("gradient_clipping", "much"),
