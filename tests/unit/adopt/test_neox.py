@@ -209,6 +209,31 @@ def test_a_checkpoint_of_another_run_is_imported_first() -> None:
     assert "megalite convert import theirs" in answer(account, "load").remedy
 
 
+@pytest.mark.parametrize(
+    ("keys", "micro_batches"),
+    [
+        ({"gas": 1}, 1),
+        ({"gas": 4, "gradient_accumulation_steps": 4}, 4),
+        ({"gas": 2, "train_batch_size": 64}, None),
+    ],
+)
+def test_gas_repeats_the_steps_of_accumulation(keys: dict[str, int], micro_batches: int | None) -> None:
+    account = account_of(write("a.yml", {**configuration("pythia-1-4B"), **keys}))
+    assert answer(account, "gas").outcome.value == "without effect here"
+    assert account.settings.get("training.micro_batches") == micro_batches
+
+
+@pytest.mark.parametrize(
+    ("keys", "used"), [({"gas": 8}, 1), ({"gas": 8, "gradient-accumulation-steps": 2}, 2)]
+)
+def test_gas_that_neox_overwrites_with_another_number_is_refused(keys: dict[str, int], used: int) -> None:
+    account = account_of(write("a.yml", {**configuration("pythia-1-4B"), **keys}))
+    refusal = answer(account, "gas")
+    assert refusal.numbers and f"gradient_accumulation_steps, which is {used}" in refusal.reason
+    assert refusal.remedy == f"remove it for {used}, or write gradient_accumulation_steps: 8 for its value"
+    assert account.settings["training.micro_batches"] == used
+
+
 def test_unknown_keys_are_refused_by_name_with_the_nearest_one() -> None:
     table = configuration("19M")
     table["zero_optimization"]["algather_bucket_size"] = 1

@@ -186,6 +186,19 @@ def read_load(reading: Reading, key: str, value: Any) -> None:
         reading.no_effect(key, "it says how load is read, which is refused")
 
 
+def read_gas(reading: Reading, key: str, value: Any) -> None:
+    """gas: releases until February 2024 overwrite it with gradient_accumulation_steps, later ones do not know it."""
+    steps = whole(reading.get("gradient_accumulation_steps", 1))
+    if whole(value) == steps:
+        reading.no_effect(key, f"GPT-NeoX accumulates by gradient_accumulation_steps, which is {steps} too")
+    elif reading.has("train_batch_size") and not reading.has("gradient_accumulation_steps"):
+        reading.no_effect(key, "GPT-NeoX derives the accumulation from train_batch_size")
+    else:
+        reason = f"GPT-NeoX never uses it: it accumulates by gradient_accumulation_steps, which is {steps}"
+        remedy = f"remove it for {steps}, or write gradient_accumulation_steps: {whole(value)} for its value"
+        reading.refuse(key, reason, remedy)
+
+
 def read_saving(reading: Reading, key: str, value: Any) -> None:
     """checkpoint_factor with checkpoint_scale."""
     if reading.get("checkpoint_scale", "linear") != "linear":

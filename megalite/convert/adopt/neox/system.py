@@ -191,6 +191,7 @@ _TRAINING: Mapping[str, KeyRule] = {
     "train_batch_size": Take("training.global_batch_size", whole),
     "train_micro_batch_size_per_gpu": Take("training.micro_batch_size", whole),
     "gradient_accumulation_steps": Take("training.micro_batches", whole),
+    "gas": Together(neox_run.read_gas),
     "train_iters": Take("training.steps", _steps),
     "train_epochs": Take("training.epochs", number),
     "checkpoint_activations": Switch({"training.recompute": "full"}, {"training.recompute": "none"}),
