@@ -102,6 +102,13 @@ def test_args_of_megatron_lm_become_a_run_file(capsys: pytest.CaptureFixture[str
     assert (run.run.folder, run.checkpoint.resume, run.data.order) == ("runs/theirs", "auto", "megatron")
 
 
+def test_an_adopted_folder_is_not_the_run_folder() -> None:
+    Path("runs").mkdir()
+    account = account_of(megatron_folder().rename("runs/theirs"))
+    assert account.settings["run.folder"] == "runs/theirs-megalite"
+    assert account.continues[0] == "megalite convert import runs/theirs runs/theirs-megalite"
+
+
 def test_every_argument_is_accounted_for() -> None:
     arguments = megatron_arguments(train_iters=None, train_samples=8000, bf16=True, num_experts=8, ours=3)
     folder = megatron_folder(**arguments)

@@ -204,11 +204,6 @@ def test_a_file_of_the_model_alone_says_what_is_missing() -> None:
     assert {"seq_length", "data_path", "train_iters", "train_micro_batch_size_per_gpu"} <= refused(account)
 
 
-def test_a_checkpoint_of_another_run_is_imported_first() -> None:
-    account = account_of(write("a.yml", {**configuration("125M"), "load": "theirs", "finetune": True}))
-    assert "megalite convert import theirs" in answer(account, "load").remedy
-
-
 @pytest.mark.parametrize(
     ("keys", "micro_batches"),
     [

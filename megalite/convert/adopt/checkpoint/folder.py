@@ -15,6 +15,7 @@ from pathlib import Path
 
 from megalite.convert.adopt.account import Account, Outcome
 from megalite.convert.adopt.checkpoint.namespace import group_idle
+from megalite.convert.adopt.continued import own_folder
 from megalite.convert.deepspeed.folder import find_engine
 from megalite.convert.deepspeed.pipeline_folder import pipeline_place
 from megalite.convert.megatron.folder import megatron_place
@@ -37,7 +38,7 @@ def adopt_folder(folder: Path) -> Account:
     from megalite.convert.adopt.checkpoint.read import READERS
 
     found = READERS[name](place)
-    account, run_folder = found.account, f"runs/{folder.resolve().name or 'adopted'}"
+    account, run_folder = found.account, own_folder(f"runs/{folder.resolve().name or 'adopted'}")
     account.answers = [
         replace(
             answer,

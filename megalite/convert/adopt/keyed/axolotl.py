@@ -216,6 +216,15 @@ _TUNING: Mapping[str, KeyRule] = {
         (False, 0, "none", [], {}, ""),
     ),
 }
+
+
+def _read_auto_resume(reading: Reading, key: str, value: Any) -> None:
+    if reading.has("resume_from_checkpoint"):
+        reading.no_effect(key, "resume_from_checkpoint takes precedence")
+    else:
+        trainer.read_resume(reading, key, value)
+
+
 _TRAINING: Mapping[str, KeyRule] = {
     "micro_batch_size": Together(_read_batch),
     "num_epochs": Together(trainer_rates.read_length),
@@ -235,7 +244,7 @@ _TRAINING: Mapping[str, KeyRule] = {
     "dataset_processes": Take("data.workers", whole),
     "dataset_num_proc": Take("data.workers", whole),
     "strict": NoEffect("megalite names every unknown key"),
-    "auto_resume_from_checkpoints": NoEffect("megalite resumes the latest checkpoint of run.folder"),
+    "auto_resume_from_checkpoints": Together(_read_auto_resume),
 }
 _IDLE: Mapping[str, KeyRule] = {
     **idle(

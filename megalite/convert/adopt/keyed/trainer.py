@@ -8,6 +8,7 @@ from typing import Any
 
 from megalite.convert.adopt.account import Account
 from megalite.convert.adopt.companions import answer_companions, find_deepspeed, named_files
+from megalite.convert.adopt.continued import answer_output, answer_resume
 from megalite.convert.adopt.keyed import trainer_rates
 from megalite.convert.adopt.keyed.keyed_file import answer_all, idle, read_files, refused
 from megalite.convert.adopt.rules import (
@@ -31,6 +32,7 @@ NAME = "Hugging Face Trainer"
 _REPORTS = "megalite writes metrics.jsonl, and TensorBoard with monitor.tensorboard"
 _LOADING = "megalite loads batches itself (data.workers, data.loader_workers, data.prefetch)"
 _RANKS = "megalite has its own ranks and collectives"
+_LATEST = (True, "true", "auto", "latest")
 _HUB = "a run uploads nothing: upload run.folder/export"
 
 
@@ -80,12 +82,12 @@ def _read_fsdp_table(reading: Reading, key: str, value: Any) -> None:
     reading.change(key, settings, "ZeRO shards what FSDP shards; the numbers are the same")
 
 
-def _read_resume(reading: Reading, key: str, value: Any) -> None:
-    if value in (*OFF, True, "true", "auto", "latest"):
+def read_resume(reading: Reading, key: str, value: Any) -> None:
+    output = reading.get("output_dir")
+    if value in OFF or (value in _LATEST and output is None):
         reading.take(key, {}, "megalite resumes the latest checkpoint of run.folder")
     else:
-        remedy = f"megalite convert import {value} RUN, then set checkpoint.resume"
-        reading.refuse(key, "its checkpoints are imported first", remedy)
+        answer_resume(reading, key, text(output if value in _LATEST else value), output)
 
 
 def _read_grouping(reading: Reading, key: str, value: Any) -> None:
@@ -140,7 +142,7 @@ _OPTIMIZER: Mapping[str, KeyRule] = {
     "max_grad_norm": Take("optimizer.gradient_clipping", number),
 }
 _RUN: Mapping[str, KeyRule] = {
-    "output_dir": Take("run.folder", text),
+    "output_dir": Together(answer_output),
     "seed": Take("run.seed", whole, "the draws are megalite's own"),
     "logging_steps": Together(trainer_rates.read_interval),
     "eval_steps": Together(trainer_rates.read_interval),
@@ -155,7 +157,7 @@ _RUN: Mapping[str, KeyRule] = {
     ),
     "greater_is_better": Refuse("the best checkpoint has the lowest loss", "set it to false", numbers=False),
     "eval_on_start": Switch({"validation.at_start": True}),
-    "resume_from_checkpoint": Together(_read_resume),
+    "resume_from_checkpoint": Together(read_resume),
     "deepspeed": NoEffect("DeepSpeed is not used"),
     "fsdp": Together(_read_fsdp),
     "fsdp_config": Together(_read_fsdp_table),

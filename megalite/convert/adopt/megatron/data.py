@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from megalite.convert.adopt.continued import answer_output, answer_resume, begins_anew
 from megalite.convert.adopt.rules import Reading, number, text, whole
 
 DEFAULT_SPLIT = [969.0, 30.0, 1.0]
@@ -130,15 +131,12 @@ def read_tokenizer(reading: Reading, key: str, value: Any) -> None:
 
 def read_save_and_load(reading: Reading, key: str, value: Any) -> None:
     if key == "save":
-        reading.take(key, {"run.folder": text(value)})
-    elif reading.get("save") == value and not reading.is_on("finetune"):
-        note = "resumes from run.folder; bring their checkpoint there with megalite convert import"
-        reading.change(key, {"checkpoint.resume": "auto"}, note)
+        answer_output(reading, key, value)
+    elif key == "load" and not begins_anew(reading, value, reading.get("save"), "no-load-optim"):
+        answer_resume(reading, key, text(value), reading.get("save"))
     else:
-        remedy = (
-            f"megalite convert import {value} RUN, then set checkpoint.resume, or model.weights to its export"
-        )
-        reading.refuse(key, "training begins from another program's checkpoint", remedy)
+        remedy = f"megalite convert export {value} FOLDER, then set model.weights to FOLDER"
+        reading.refuse(key, "a new run begins from another program's weights", remedy)
 
 
 def read_vocabulary(reading: Reading, key: str, value: Any) -> None:

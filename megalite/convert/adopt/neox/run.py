@@ -4,6 +4,7 @@ from math import floor
 from pathlib import PurePath
 from typing import Any
 
+from megalite.convert.adopt.continued import answer_resume, begins_anew
 from megalite.convert.adopt.keyed.keyed_file import require
 from megalite.convert.adopt.rules import Reading, number, text, whole
 
@@ -173,17 +174,13 @@ def read_load(reading: Reading, key: str, value: Any) -> None:
     load = reading.get("load")
     if load is None:
         reading.no_effect(key, "no load is named")
-    elif load == reading.get("save") and not reading.is_on("finetune"):
-        reading.take(
-            key,
-            {},
-            "megalite resumes the latest checkpoint of run.folder; import GPT-NeoX's to go on with it",
-        )
-    elif key == "load":
-        remedy = f"megalite convert import {load} RUN, then set checkpoint.resume or model.weights"
-        reading.refuse(key, "GPT-NeoX's checkpoints are imported first", remedy)
+    elif key != "load":
+        reading.no_effect(key, "it says how load is read, which has the answer")
+    elif begins_anew(reading, load, reading.get("save"), "no_load_optim"):
+        remedy = f"megalite convert export {load} FOLDER, then set model.weights to FOLDER"
+        reading.refuse(key, "a new run begins from GPT-NeoX's weights", remedy)
     else:
-        reading.no_effect(key, "it says how load is read, which is refused")
+        answer_resume(reading, key, text(load), reading.get("save"))
 
 
 def read_gas(reading: Reading, key: str, value: Any) -> None:

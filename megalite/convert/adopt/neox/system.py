@@ -8,6 +8,7 @@ from shlex import quote
 from typing import Any
 
 from megalite.convert.adopt.account import Account
+from megalite.convert.adopt.continued import answer_output
 from megalite.convert.adopt.deepspeed_json import BLOCKS, NAMES, answer_keys
 from megalite.convert.adopt.keyed.keyed_file import MAPPINGS, answer_all, complete, idle, read_files, refused
 from megalite.convert.adopt.launchers import answer_launcher, is_hostfile
@@ -324,7 +325,7 @@ _DATA_RULES: Mapping[str, KeyRule] = {
     ),
 }
 _RUN: Mapping[str, KeyRule] = {
-    "save": Take("run.folder", text),
+    "save": Together(answer_output),
     "global_num_gpus": Together(_read_ranks),
     "load": Together(neox_run.read_load),
     "finetune": Together(neox_run.read_load),
