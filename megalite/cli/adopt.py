@@ -15,9 +15,10 @@ _WRONG_INPUT = 2
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `megalite adopt PATH... [--output run.toml] [--partial]`.
+    """Run `megalite adopt PATH... [--output run.toml] [--partial] [--all]`.
 
-    Returns 0, or 2 where a refused key would change the numbers, unless with --partial. Raises ConfigError.
+    Returns 0, or 2 where a refused key would change the numbers or the run file lacks a setting, unless with
+    --partial. Raises ConfigError.
     """
     options = _parser().parse_args(arguments)
     output: Path = options.output
@@ -25,7 +26,7 @@ def run(arguments: Sequence[str]) -> int:
         problem = Problem(str(output), "exists already", "name another --output, or add --overwrite")
         raise ConfigError([problem], "megalite adopt")
     account = adopt(options.paths, dict(options.set))
-    for line in account_lines(account):
+    for line in account_lines(account, every=options.all):
         print(line)
     if account.changes_numbers and not options.partial:
         print(
@@ -35,14 +36,22 @@ def run(arguments: Sequence[str]) -> int:
         return _WRONG_INPUT
     write_run_file(account, output, " ".join(map(str, options.paths)))
     print(f"\n{output} written")
-    return _checked(output)
+    return _checked(output, partial=options.partial)
 
 
-def _checked(output: Path) -> int:
-    """Load the run file as `config show` does; print what has to be set, and what this machine lacks."""
+def _checked(output: Path, *, partial: bool) -> int:
+    """Load the run file as `config show` does; print what has to be set, and what this machine lacks.
+
+    partial: whether a run file with something left to set was asked for.
+    """
     try:
         load_run(output)
     except ConfigError as error:
+        if partial:
+            print(f"to be set in {output} before it runs:")
+            for problem in error.problems:
+                print(f"  {problem}")
+            return 0
         print(f"error: {error}", file=sys.stderr)
         return _WRONG_INPUT
     try:
@@ -67,6 +76,8 @@ def _parser() -> Parser:
     parser.add_argument("--overwrite", action="store_true", help="replace the run file if it exists")
     about = "write the run file though a refused key would change the numbers"
     parser.add_argument("--partial", action="store_true", help=about)
+    about = "a line for every taken key and every one without effect, which are counted otherwise"
+    parser.add_argument("--all", action="store_true", help=about)
     about = "set a variable of a launch script, or its argument 1, 2, ...; may be repeated"
     parser.add_argument("--set", type=_pair, action="append", default=[], metavar="NAME=VALUE", help=about)
     return parser

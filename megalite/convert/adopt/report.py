@@ -1,7 +1,8 @@
 """The account as lines to print, and the run file that it makes."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from megalite.config.sections.describe import section_models
@@ -9,41 +10,55 @@ from megalite.config.sections.toml import format_table, format_value, shown
 from megalite.convert.adopt.account import Account, KeyAnswer, Outcome
 from megalite.errors import ConfigError, Problem
 
-_ORDER = (Outcome.REFUSED, Outcome.CHANGED, Outcome.TAKEN, Outcome.NO_EFFECT)
+_COUNTED = (Outcome.TAKEN, Outcome.NO_EFFECT)
+_ORDER = (*_COUNTED, Outcome.CHANGED, Outcome.REFUSED)
 _COMMENT = 110
+_NAMES = 4
 
 
-def account_lines(account: Account) -> Iterator[str]:
-    """Yield the account: refused keys first, then changed, taken and idle ones, silent defaults and notes.
+def account_lines(account: Account, *, every: bool = False) -> Iterator[str]:
+    """Yield the account: taken, idle and changed keys, silent defaults, notes, then refused keys and what to run first.
 
-    Texts of the files cannot steer the terminal: control characters are written out.
+    every: a line for each taken and idle key, which are otherwise counted. Texts of the files cannot steer the
+    terminal: control characters are written out.
     """
-    yield from map(_one_line, _lines(account))
+    yield from map(_one_line, _lines(account, every))
 
 
-def _lines(account: Account) -> Iterator[str]:
+def _lines(account: Account, every: bool) -> Iterator[str]:
     counts = ", ".join(f"{len(account.with_outcome(outcome))} {outcome.value}" for outcome in _ORDER)
     yield f"{account.system}: {len(account.answers)} keys: {counts}"
-    for outcome in _ORDER:
-        answers = account.with_outcome(outcome)
-        if answers:
-            yield from ("", f"{outcome.value}:")
-        yield from (f"  {answer_line(answer)}" for answer in answers)
-    if account.silent:
-        yield from ("", f"defaults of {account.system}, written out since the files are silent:")
-    for default in account.silent:
-        yield f"  {default.setting} = {shown(default.value)}: {default.reason}"
-    if account.notes:
-        yield from ("", "differences that no setting removes:")
-    yield from (f"  {note}" for note in account.notes)
-    if account.script:
-        yield from ("", "how it was read; nothing of it was executed:")
-    yield from (f"  {note}" for note in account.script)
-    if account.continues:
-        yield from ("", "to continue the run, with RUN.toml the file that is written:")
-    yield from (f"  {command}" for command in account.continues)
+    if not every:
+        yield from _counted(account)
+    for outcome in (*_COUNTED, Outcome.CHANGED) if every else (Outcome.CHANGED,):
+        yield from _section(f"{outcome.value}:", map(answer_line, account.with_outcome(outcome)))
+    silent = [f"{default.setting} = {shown(default.value)}: {default.reason}" for default in account.silent]
+    yield from _section(f"defaults of {account.system}, written out since the files are silent:", silent)
+    yield from _section("differences that no setting removes:", account.notes)
+    yield from _section("how it was read; nothing of it was executed:", account.script)
     if account.launch:
         yield from ("", f"to start it: megalite launch {' '.join(account.launch)} RUN.toml")
+    refused = account.with_outcome(Outcome.REFUSED)
+    yield from _section(f"{Outcome.REFUSED.value}:", map(answer_line, refused))
+    several = "to continue from the checkpoint, in this order, with RUN.toml the file that is written:"
+    one = "to continue from the checkpoint, to be run first:"
+    yield from _section(several if len(account.continues) > 1 else one, account.continues)
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        if not number:
+            yield from ("", title)
+        yield f"  {line}"
+
+
+def _counted(account: Account) -> Iterator[str]:
+    """Yield a line for the taken keys and one for the idle ones, with the first names of each."""
+    for outcome in _COUNTED:
+        names = [answer.key for answer in account.with_outcome(outcome)]
+        if names:
+            some = ", ".join(names[:_NAMES]) + (", ..." if len(names) > _NAMES else "")
+            yield f"{outcome.value}: {len(names)} ({some}); --all lists them"
 
 
 def answer_line(answer: KeyAnswer) -> str:
@@ -64,12 +79,24 @@ def run_file_text(account: Account, sources: str) -> str:
     """Return the run file. sources: the adopted files, named in its first line."""
     lines = [f"# megalite adopt {sources}: {account.system}"]
     for answer in account.with_outcome(Outcome.REFUSED):
-        lines.append(f"# refused: {answer_line(answer)}"[:_COMMENT])
+        lines += _comment(f"refused: {answer_line(answer)}")
     tables = nested(account.settings)
     for name in section_models():
         if name in tables:
             lines += ["", *format_table(name, tables[name])]
     return "".join(f"{_one_line(line)}\n" for line in lines)
+
+
+def _comment(line: str) -> list[str]:
+    """Return a line as lines of a comment; a word that is longer than one, such as a command's path, stays whole."""
+    return wrap(
+        _one_line(line),
+        _COMMENT,
+        initial_indent="# ",
+        subsequent_indent="#   ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def write_run_file(account: Account, path: Path, sources: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megalite.cli import main
 from megalite.convert.adopt.account import Account, Outcome
 from tests.unit.adopt.adopted import account_of, answer, write
 from tests.unit.adopt.neox_facts import LOCAL, configuration
@@ -132,3 +133,11 @@ def test_axolotl_resumes_its_latest_checkpoint_by_itself() -> None:
     assert account.continues == ["megalite convert import out out-megalite"]
     elsewhere = account_of(write("a.yml", {**table, "resume_from_checkpoint": "b"}))
     assert elsewhere.continues == ["megalite convert import b out-megalite"]
+
+
+def test_the_report_ends_with_the_import(capsys: pytest.CaptureFixture[str]) -> None:
+    write("run.sh", f"{MEGATRON} --save ours --load their\\ folder --swiglu --moe-ffn-hidden-size 8\n")
+    assert main(["adopt", "run.sh"]) == 2
+    shown = capsys.readouterr().out
+    assert shown.endswith("  megalite convert import 'their folder' ours\n")
+    assert shown.index("\nrefused:\n") < shown.index("run first")
