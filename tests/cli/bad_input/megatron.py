@@ -109,6 +109,6 @@ CASES = [
     Case(
         "a tokenizer's size for another kind of folder",
         lambda world: ["convert", "import", str(world), str(world / "imported"), "--vocab-size", "5"],
-        ("--vocab-size", "is not a Megatron-LM checkpoint", "leave it out"),
+        ("is a Hugging Face folder", "leave out --vocab-size"),
     ),
 ]
