@@ -162,7 +162,7 @@ def test_processes_that_a_killed_rank_had_started_end_too(start):
 
 
 def test_an_error_that_all_ranks_raise_alike_is_shown_once_without_coordinates(start):
-    code, errors, _ = start("all_raise_alike").finish()
+    code, errors, _ = start("all_meet_and_raise_alike").finish()
     assert (code, errors) == (2, "error: data.source: /nowhere: no such file\n")
 
 
