@@ -3,8 +3,9 @@
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from megalite.convert.deepspeed.folder import find_engine
 from megalite.convert.deepspeed.pipeline_folder import pipeline_place
@@ -24,66 +25,51 @@ class ForeignFormat:
 
     name: as users know it, with its article. find: the place in a folder that its loader opens, None for a folder of
     another kind; reads no more than names and small files; raises CheckpointError for a folder of this kind that cannot
-    be read at all. loader: imports the module that loads torch. takes: the names of the ImportOptions that mean
-    something here.
+    be read at all. module: of its loader, which loads torch. takes: the names of the ImportOptions that mean something
+    here.
     """
 
     name: str
     find: Callable[[Path], Path | None]
-    loader: Callable[[], "Loader"]
+    module: str
     takes: frozenset[str] = frozenset()
 
-
-def _universal() -> "Loader":
-    from megalite.convert.universal import load
-
-    return load
-
-
-def _engine() -> "Loader":
-    from megalite.convert.deepspeed import load
-
-    return load
-
-
-def _megatron() -> "Loader":
-    from megalite.convert.megatron import load
-
-    return load
-
-
-def _torch_dcp() -> "Loader":
-    from megalite.convert.torch_dcp import load
-
-    return load
-
-
-def _trainer() -> "Loader":
-    from megalite.convert.trainer import load
-
-    return load
-
-
-def _pipeline() -> "Loader":
-    from megalite.convert.deepspeed import pipeline_load
-
-    return pipeline_load
+    def loader(self) -> "Loader":
+        return cast("Loader", import_module(self.module))
 
 
 FORMATS = (
     ForeignFormat(
         "a checkpoint of DeepSpeed's pipeline engine (GPT-NeoX, Megatron-DeepSpeed)",
         pipeline_place,
-        _pipeline,
+        "megalite.convert.deepspeed.pipeline_load",
         takes=frozenset({"hf_config", "vocab_size"}),
     ),
     ForeignFormat(
-        "a DeepSpeed universal checkpoint", find_universal, _universal, takes=frozenset({"hf_config"})
+        "a DeepSpeed universal checkpoint",
+        find_universal,
+        "megalite.convert.universal.load",
+        takes=frozenset({"hf_config"}),
     ),
-    ForeignFormat("a checkpoint of DeepSpeed's engine", find_engine, _engine, takes=frozenset({"hf_config"})),
-    ForeignFormat("a Megatron-LM checkpoint", megatron_place, _megatron, takes=frozenset({"vocab_size"})),
-    ForeignFormat("a torch distributed checkpoint", find_dcp, _torch_dcp, takes=frozenset({"hf_config"})),
-    ForeignFormat("a Hugging Face Trainer checkpoint", find_trainer, _trainer),
+    ForeignFormat(
+        "a checkpoint of DeepSpeed's engine",
+        find_engine,
+        "megalite.convert.deepspeed.load",
+        takes=frozenset({"hf_config"}),
+    ),
+    ForeignFormat(
+        "a Megatron-LM checkpoint",
+        megatron_place,
+        "megalite.convert.megatron.load",
+        takes=frozenset({"vocab_size"}),
+    ),
+    ForeignFormat(
+        "a torch distributed checkpoint",
+        find_dcp,
+        "megalite.convert.torch_dcp.load",
+        takes=frozenset({"hf_config"}),
+    ),
+    ForeignFormat("a Hugging Face Trainer checkpoint", find_trainer, "megalite.convert.trainer.load"),
 )
 """In the order in which they are asked; the first that finds its place has the folder."""
 
