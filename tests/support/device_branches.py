@@ -38,6 +38,7 @@ ON_THE_STANDIN = {
     "train/report.py:RunReporter._measure_memory",
     "train/report.py:_device_name",
     "train/report.py:_peak_flops_per_second",
+    "train/rank.py:_tell_choices",
 }
 
 # Test -> the functions whose branch for an accelerator, or for CUDA alone, it runs.
