@@ -172,7 +172,8 @@ Under ZeRO 3 DeepSpeed sets `step` in each `state` of `engine.optimizer.optimize
 own Adam expects. For torch's AdamW convert each: `state["step"] = torch.tensor(float(state["step"]))`.
 
 A DeepSpeed learning-rate schedule continues after `engine.lr_scheduler.step({last})`. For a torch schedule, load with
-`load_lr_scheduler_states=False` and set its position yourself. The position in the data is not stored.
+`load_lr_scheduler_states=False` and set its position yourself. `global_samples` counts the
+sequences that were seen; which ones they were is not stored.
 """
 
 
