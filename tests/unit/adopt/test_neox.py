@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megalite.config.sections.schema import RunConfig
+from megalite.convert.adopt.account import Outcome
 from megalite.errors import ConfigError
 from tests.unit.adopt.adopted import (
     account_of,
@@ -227,6 +228,15 @@ def test_gas_that_neox_overwrites_with_another_number_is_refused(keys: dict[str,
     assert refusal.numbers and f"gradient_accumulation_steps, which is {used}" in refusal.reason
     assert refusal.remedy == f"remove it for {used}, or write gradient_accumulation_steps: 8 for its value"
     assert account.settings["training.micro_batches"] == used
+
+
+def test_the_type_of_the_mlp_of_an_older_neox_is_answered() -> None:
+    answers = [
+        answer(account_of(write("a.yml", {**configuration("19M"), "mlp_type": value})), "mlp_type")
+        for value in ("regular", "llama")
+    ]
+    assert [each.outcome for each in answers] == [Outcome.NO_EFFECT, Outcome.REFUSED]
+    assert answers[1].numbers and "activation: swiglu" in answers[1].remedy
 
 
 def test_unknown_keys_are_refused_by_name_with_the_nearest_one() -> None:

@@ -434,6 +434,6 @@ def test_other_models_of_megatron_deepspeed_are_refused_by_name(
 
 
 def test_keys_that_gpt_neox_does_not_have_are_said(tmp_path: Path) -> None:
-    step = write(tmp_path / "left", LLAMA, numbers(shape_of(LLAMA)), normm="layernorm")
+    step = write(tmp_path / "left", LLAMA, numbers(shape_of(LLAMA)), normm="layernorm", mlp_type="llama")
     notes = import_folder(tmp_path / "left", tmp_path / "run").notes
     assert f"{step / 'configs'} has keys that megalite does not know, and ignores: normm" in notes

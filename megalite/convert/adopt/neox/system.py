@@ -142,6 +142,11 @@ _MODEL: Mapping[str, KeyRule] = {
     ),
     "make_vocab_size_divisible_by": NoEffect("megalite does not pad the vocabulary"),
     "sparsity_config": Refuse("megalite has no sparse attention", _NO_MODEL, ({}, [])),
+    "mlp_type": Refuse(
+        "an older GPT-NeoX had the key; in a newer one the activation says whether the MLP is gated",
+        "remove it, and write activation: swiglu with the intermediate_size of the model",
+        ("regular",),
+    ),
     "num_unique_layers": Refuse("megalite does not share layers", _NO_MODEL, ()),
     "moe_num_experts": Refuse("megalite has no experts", _NO_MODEL, (0, 1)),
     "opt_pos_emb_offset": Refuse("megalite's positions begin at 0", _NO_MODEL, (0,)),
