@@ -1,0 +1,101 @@
+"""The model of `megalite plan`: its settings to start from, and the run file of the layout that was found."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from megalite.config.load import load_run
+from megalite.config.output.summary import TOKENS_PER_PARAMETER
+from megalite.config.sections.derived import vocabulary
+from megalite.config.sections.schema import RunConfig
+from megalite.config.sections.toml import format_table, read_toml
+from megalite.config.sources.presets import PRESETS
+from megalite.errors import ConfigError, Problem
+from megalite.planner.cluster import Cluster
+from megalite.planner.operations import ParameterCount
+from megalite.planner.search import PlannedLayout
+
+PLANNED_ROWS = 32_000
+"""Rows of the vocabulary of a model that names none."""
+_LENGTH = 4096
+_TOKENS_A_STEP = 2**22
+_REPLACED = {
+    "parallel": ("schedule", "virtual_stages", "layers_per_stage"),
+    "training": ("micro_batches", "recompute_layers", "recompute_ratio"),
+    "deepspeed": ("zero_optimization",),
+}
+
+
+class PlanBase:
+    """The settings to start from. file: RUN.toml, or None. tables: those that a written run file begins with."""
+
+    def __init__(self, file: Path | None, tables: dict[str, dict[str, Any]]):
+        self.file, self.tables = file, tables
+
+    @property
+    def flags(self) -> list[str]:
+        if self.file is not None:
+            settings: dict[str, Any] = {"parallel.tensor": 1, "parallel.pipeline": 1, "parallel.data": 1}
+            settings |= {"parallel.schedule": "1f1b", "parallel.virtual_stages": "auto"}
+            settings |= {"parallel.layers_per_stage": "unset", "parallel.sequence": "false"}
+        else:
+            settings = {
+                f"{section}.{key}": value
+                for section, table in self.tables.items()
+                for key, value in table.items()
+            }
+        return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+
+def base_flags(options: argparse.Namespace, cluster: Cluster) -> PlanBase:
+    """Return the settings of MODEL: a preset, a run file, a config.json or its folder."""
+    path = Path(options.model).expanduser()
+    if path.suffix == ".toml":
+        for name, key in (
+            ("sequence_length", "training.sequence_length"),
+            ("batch", "training.global_batch_size"),
+        ):
+            if getattr(options, name) is not None:
+                message = f"has no effect with a run file, which is planned with its own {key}"
+                raise ConfigError([Problem(f"--{name.replace('_', '-')}", message, f"set {key} in {path}")])
+        return PlanBase(path, read_toml(path))
+    if options.model in PRESETS:
+        model: dict[str, Any] = {"preset": options.model}
+        longest = PRESETS[options.model].get("max_position_embeddings", _LENGTH)
+    elif path.exists():
+        model, longest = {"hf_config": str(path)}, _LENGTH
+    else:
+        message = f'"{options.model}" is no preset, no RUN.toml, no config.json and no folder'
+        raise ConfigError([Problem("MODEL", message, "megalite config presets lists the presets")])
+    length = options.sequence_length or min(longest, _LENGTH)
+    batch = options.batch or max(1, _TOKENS_A_STEP // length)
+    training = {"steps": 1, "sequence_length": length, "micro_batch_size": 1, "global_batch_size": batch}
+    tables: dict[str, dict[str, Any]] = {"model": model, "training": training, "data": {"source": "text/"}}
+    config = load_run(None, PlanBase(None, tables).flags).config
+    if vocabulary(config) is None:
+        tables["tokenizer"] = {"vocab_size": PLANNED_ROWS}
+    parameters = ParameterCount.of(config.shape(vocabulary(config) or PLANNED_ROWS)).total
+    tokens = options.tokens or TOKENS_PER_PARAMETER * parameters
+    training["steps"] = max(1, round(tokens / (batch * length)))
+    return PlanBase(None, tables)
+
+
+def run_file(base: PlanBase, best: PlannedLayout, config: RunConfig) -> str:
+    """Return the run file of a layout, with the settings that it was planned from."""
+    tables = {name: dict(table) for name, table in base.tables.items()}
+    # The layout's own are all that was planned with.
+    for section, keys in _REPLACED.items():
+        for key in keys:
+            tables.get(section, {}).pop(key, None)
+    for key, value in best.choice.flags.items():
+        section, _, name = key.partition(".")
+        if section == "deepspeed":
+            tables.setdefault(section, {})["zero_optimization"] = {"stage": value}
+        else:
+            tables.setdefault(section, {})[name] = value
+    training = tables["training"]
+    training["global_batch_size"] = config.batch.global_batch_size
+    lines = ["# written by megalite plan; set data.source to your text"]
+    for name, table in tables.items():
+        lines += format_table(name, table)
+    return "\n".join(lines) + "\n"
