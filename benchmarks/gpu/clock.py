@@ -12,21 +12,20 @@ from torch import Tensor
 from benchmarks.gpu.operators import Form, Operator
 from megalite.ops.choice import COMPILED
 from megalite.selftest.check import inputs_of
-from megalite.selftest.clock import hold
+from megalite.selftest.clock import hold, host_seconds
 
-WARM_UP, LEAST, SECONDS, LAUNCHED = 3, 10, 0.15, 20
+LEAST, SECONDS, LAUNCHED = 10, 0.15, 20
 COPIED = 1 << 30  # bytes: many times the largest cache
 PRODUCT = 8192
 
 
 def milliseconds(work: Callable[[], Any]) -> float:
     """The median of a few launches, each between two events of a device that waits until all of it is queued."""
-    for _ in range(WARM_UP):
-        work()
+    host = host_seconds(work)
     torch.cuda.synchronize()
-    first = _timed(work)
+    first = _timed(work, host)
     count = max(LEAST, min(200, int(SECONDS * 1e3 / max(first, 1e-3))))
-    return statistics.median(_timed(work) for _ in range(count))
+    return statistics.median(_timed(work, host) for _ in range(count))
 
 
 def host_microseconds(work: Callable[[], Any]) -> float:
@@ -40,9 +39,9 @@ def host_microseconds(work: Callable[[], Any]) -> float:
     return statistics.median(spent) * 1e6
 
 
-def _timed(work: Callable[[], Any]) -> float:
+def _timed(work: Callable[[], Any], host: float) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    hold(torch.device("cuda"))
+    hold(torch.device("cuda"), host)
     start.record()
     work()
     end.record()

@@ -12,7 +12,7 @@ from torch import Tensor
 from megalite.selftest.registry import Form
 
 WARM_UP, ROUNDS, LEAST_ROUNDS = 3, 20, 5
-HELD_CYCLES = 2_000_000
+HELD_CYCLES, MOST_CYCLES, CYCLES_PER_SECOND = 2_000_000, 40_000_000, 2e9
 SECONDS = 4.0
 """After this time no round beyond LEAST_ROUNDS is measured."""
 
@@ -22,16 +22,14 @@ def medians(
 ) -> dict[str, float]:
     """Return the seconds of each form's forward and backward: medians of rounds in which each form runs once."""
     works = {name: _work(form, inputs, gradients) for name, form in forms.items()}
-    for work in works.values():
-        for _ in range(WARM_UP):
-            work()
+    hosts = {name: host_seconds(work) for name, work in works.items()}
     seconds: dict[str, list[float]] = {name: [] for name in works}
     started = time.monotonic()
     for done in range(ROUNDS):
         if done >= LEAST_ROUNDS and time.monotonic() - started > SECONDS:
             break
         for name, work in works.items():
-            seconds[name].append(_seconds(work, device))
+            seconds[name].append(_seconds(work, device, hosts[name]))
     gc.collect()
     return {name: statistics.median(each) for name, each in seconds.items()}
 
@@ -50,11 +48,19 @@ def _work(form: Form, inputs: Sequence[Tensor], gradients: int) -> Callable[[], 
     return both
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+def host_seconds(work: Callable[[], Any]) -> float:
+    """Call `work` WARM_UP times; return the seconds in which the host launched the last call."""
+    for _ in range(WARM_UP):
+        started = time.perf_counter()
+        work()
+    return time.perf_counter() - started
+
+
+def _seconds(work: Callable[[], Any], device: torch.device, host: float) -> float:
     """Return the seconds of `work`: between two queued events on an accelerator, by the clock on a CPU.
 
     The device is held until all launches of `work` are queued, as in a step that the device limits; else the time of
-    a small shape is that of the host's launches.
+    a small shape is that of the host's launches. host: the seconds that the launches take.
     """
     if device.type == "cpu":
         started = time.perf_counter()
@@ -62,7 +68,7 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
         return time.perf_counter() - started
     torch.accelerator.synchronize(device)
     start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-    hold(device)
+    hold(device, host)
     start.record()
     work()
     end.record()
@@ -70,7 +76,7 @@ def _seconds(work: Callable[[], Any], device: torch.device) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def hold(device: torch.device) -> None:
-    """Queue HELD_CYCLES of waiting on a CUDA device, about a millisecond; torch cannot hold other devices."""
+def hold(device: torch.device, host: float = 0.0) -> None:
+    """Queue waiting on a CUDA device, about a millisecond or twice `host` seconds; torch cannot hold other devices."""
     if device.type == "cuda":
-        torch.cuda._sleep(HELD_CYCLES)
+        torch.cuda._sleep(min(MOST_CYCLES, max(HELD_CYCLES, int(2 * host * CYCLES_PER_SECOND))))
