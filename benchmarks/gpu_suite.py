@@ -11,8 +11,9 @@ Builds the compiled operators where none fit, which takes minutes of its own, th
 process of its own with a time limit, those that tell most first:
 smoke: `megalite train` with validation and checkpoints, resume, inspect, export and generate, on one card, in plain
 torch. ceilings: what copies and matrix products reach. training: some steps of a Llama of 1.1 billion parameters, in
-plain torch, with the operators that prove themselves and with torch.compile, and the kernels of a step. decoding: its
-generation, beside transformers. ranks: layouts of several cards over NCCL, whose losses must be those of one rank; left
+plain torch, with the operators that prove themselves and with torch.compile, and the kernels of a step. prediction:
+peak memory and step time of a dozen configurations beside the planner's. decoding: that Llama's generation, beside
+transformers. ranks: layouts of several cards over NCCL, whose losses must be those of one rank; left
 out where there is one card. selftest: `megalite selftest`. checks: each operator against float64, over poisoned memory
 and repeated. parity: every family, optimizer and ZeRO stage of one rank beside the CPU in float64. queues: how CUDA's
 hardware queues are shared. times: each operator beside its peers, as a share of a ceiling. fused: training with the
@@ -228,7 +229,8 @@ def times(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Ro
     limits = _limits(report)
     if not limits:
         raise LookupError("no ceilings were measured, of which a time could be a share")
-    for operator in chosen(options):
+    # Compiling takes most of the time: operators without torch.compile as a peer come first.
+    for operator in sorted(chosen(options), key=lambda operator: operator.compiled):
         for dtype in operator.dtypes[-2:-1]:  # of two or more, the last but one: bfloat16
             try:
                 yield from times(operator, dtype, limits["copy"], limits["product"])
@@ -247,6 +249,12 @@ def training(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator
         except Exception as error:
             traceback.print_exc()
             yield {"kernels": kernels, "failed": f"{type(error).__name__}: {error}"[:200]}
+
+
+def prediction(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
+    from benchmarks.gpu.prediction import prediction
+
+    yield from prediction(options.device)
 
 
 def decoding(report: Mapping[str, Any], options: argparse.Namespace) -> Iterator[Row]:
@@ -324,13 +332,14 @@ PARTS: dict[str, Part] = {
     "smoke": Part(smoke, 75, on_cpu=True, needs=(*_COMMANDS, "transformers")),
     "ceilings": Part(ceilings, 30),
     "training": Part(training, 110, on_cpu=True, needs=_TRAINING),
+    "prediction": Part(prediction, 240, on_cpu=True, needs=_TRAINING),
     "decoding": Part(decoding, 60, needs=(*_TRAINING, "transformers")),
     "ranks": Part(ranks, 150, on_cpu=True, needs=_COMMANDS),
     "selftest": Part(selftest, 75, on_cpu=True, needs=_COMMANDS),
     "checks": Part(checks, 75, on_cpu=True),
     "parity": Part(parity, 120, needs=(*_TRAINING, "deepspeed", "pytest")),
     "queues": Part(queues, 40, needs=("cupy",)),
-    "times": Part(times, 150),
+    "times": Part(times, 240),
     "fused": Part(fused, 240, on_cpu=True, needs=_COMMANDS),
     "scaling": Part(scaling, 90, needs=_TRAINING),
 }
@@ -461,7 +470,7 @@ def _wrong_rows(rows: Sequence[Row]) -> str:
     if not wrong:
         return ""
     first = wrong[0]
-    name = next(first[key] for key in ("step", "operator", "kernels", "job") if key in first)
+    name = next(first[key] for key in ("case", "step", "operator", "kernels", "job") if key in first)
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     return f"{name}: {first.get('failed', 'it is not right')}{more}"
 

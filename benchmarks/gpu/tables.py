@@ -46,6 +46,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         ("Times, as shares of the ceiling", _times_table(report)),
         ("Training a Llama of 1.1 billion parameters, bf16, 2048 tokens a sequence", _training_table(report)),
         ("The kernels of a training step that take longest", _profile_table(report)),
+        ("Planner: peak memory and step time, measured and predicted", _prediction_table(report)),
         ("Generation of that model, bf16", _decoding_table(report)),
         ("The 3D job over CPU ranks", _scaling_table(report)),
     ):
@@ -166,6 +167,32 @@ def _decoding_table(report: Mapping[str, Any]) -> list[str]:
         rows.append([row["way"], row["requests"], row["sampling"], *figures])
     headings = ["way", "requests", "sampling", "ms a step", "tokens/s", "device ms", "launches"]
     return _table(headings, rows or [[NOT_MEASURED] * len(headings)])
+
+
+def _prediction_table(report: Mapping[str, Any]) -> list[str]:
+    found = report.get("prediction", [])
+    calibrated: dict[str, float] = next((row["calibrated"] for row in found if "calibrated" in row), {})
+    rows = []
+    for row in found:
+        if "peak_bytes" not in row:
+            said = row.get("failed", row.get("left_out", f"{len(calibrated)} step times predicted from it"))
+            rows.append([row["case"], said, *[""] * 9])
+            continue
+        sizes = [
+            f"{row[key] / 2**30:.2f}" if key in row else ""
+            for key in ("peak_bytes", "predicted_bytes", "reserved_bytes", "beside_bytes")
+        ]
+        step, seconds = row["step_seconds"], calibrated.get(row["case"])
+        times = [step, row.get("predicted_seconds", ""), _error(row.get("time_error"))]
+        times += ["" if seconds is None else seconds, _error(seconds and seconds / step - 1)]
+        rows.append([row["case"], *sizes[:2], _error(row["memory_error"]), *sizes[2:], *times])
+    headings = ["configuration", "peak GiB", "predicted", "error", "reserved GiB", "beside the allocator GiB"]
+    headings += ["step, s", "predicted", "error", "calibrated", "error"]
+    return _table(headings, rows or [[NOT_MEASURED] * len(headings)])
+
+
+def _error(share: float | None) -> str:
+    return "" if share is None else f"{share:+.1%}"
 
 
 BEGINNING, END = "<!-- gpu_suite: begin -->", "<!-- gpu_suite: end -->"

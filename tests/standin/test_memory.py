@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.prediction import prediction
 from benchmarks.gpu.training import train
 from megalite.monitor.memory import MemoryUse, device_memory
 from tests.support.parity import BF16_RTOL, assert_close
@@ -43,3 +44,14 @@ def test_the_gpu_suites_training_runs_on_a_device(devices: RankPool) -> None:
         and whole["launches"] > longest["launches"]
     )
     assert on_device["mfu"] is None and on_device["peak_memory_gib"] is not None
+
+
+def predicted() -> list[dict[str, Any]]:
+    return list(prediction("standin", ("Llama, plain torch", "Llama, LoRA"), tiny=True))
+
+
+def test_the_planner_is_compared_with_a_devices_allocator(devices: RankPool) -> None:
+    [rows] = devices.run(predicted, world_size=1)
+    for row in rows:
+        assert row["reserved_bytes"] >= row["peak_bytes"] > row["before_bytes"] and "no_time" in row
+        assert abs(row["predicted_bytes"] / row["peak_bytes"] - 1) < 0.2

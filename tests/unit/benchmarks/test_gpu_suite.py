@@ -15,11 +15,13 @@ import torch
 from torch import Tensor
 
 from benchmarks import gpu_suite
-from benchmarks.gpu import checks, decoding, jobs, operators, parity, tables, training
+from benchmarks.gpu import checks, decoding, jobs, operators, parity, prediction, tables, training
 from benchmarks.gpu.operators import OPERATORS, Operator
 from megalite.cli import main as megalite
 from megalite.launcher.process import available_cores
 from megalite.ops.choice import COMPILED
+from megalite.planner.memory import largest_rank
+from megalite.planner.planned_run import PlannedRun
 from megalite.selftest.registry import Entry, compiled
 from tests.support.faulty_operators import WrongGradient, unsteady, unwritten
 from tests.support.kernels import needs_library
@@ -442,6 +444,34 @@ def test_the_decoding_part_generates() -> None:
 def test_the_training_part_trains() -> None:
     row = training.train("reference", device="cpu", product=None, tiny=True)
     assert row["tokens"] == 2 * 2 * 32 and row["tokens_per_second"] > 0 and "mfu" not in row
+
+
+def test_the_planner_is_compared_with_training() -> None:
+    plain, adapter = prediction.prediction("cpu", ("Llama, plain torch", "Llama, LoRA"))
+    for row in (plain, adapter):
+        assert row["predicted_bytes"] > 0 and row["step_seconds"] > 0 and "predicted_seconds" not in row
+    # An adapter's weights alone have gradients and moments.
+    assert 0 < 4 * adapter["kinds"]["moments"] < plain["kinds"]["moments"]
+    peak, step = f"{plain['peak_bytes'] / 2**30:.2f}", plain["step_seconds"]
+    calibrated = {"case": prediction.CALIBRATION, "calibrated": {plain["case"]: 2 * step}}
+    report = {"date": "2026-01-02", "chip": "CPU", "seconds": 1, "prediction": [plain, calibrated]}
+    [line] = [line for line in gpu_suite.markdown(report).splitlines() if line.startswith("| Llama, plain")]
+    assert line.startswith(f"| Llama, plain torch | {peak} |") and line.endswith(f"| {2 * step} | +100.0% |")
+
+
+@pytest.mark.parametrize("name", prediction.CASES)
+def test_every_case_of_the_planner_fits_the_card(name: str) -> None:
+    config = prediction.case_config(prediction.CASES[name], tiny=False)
+    memory = largest_rank(PlannedRun.of(config, int(config.model.vocab_size)))
+    assert 2**32 < memory.peak < 60 * 2**30
+
+
+def test_a_case_that_fails_does_not_stop_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(prediction.CASES, "no such optimizer", {"optimizer.name": "none"})
+    failed, _ = prediction.prediction("cpu", ("no such optimizer", "Llama, LoRA"))
+    assert failed["failed"].startswith("ConfigError")
+    text = gpu_suite.markdown({"date": "2026-01-02", "chip": "CPU", "seconds": 1, "prediction": [failed]})
+    assert "| no such optimizer | ConfigError" in text
 
 
 def test_every_layout_has_its_ranks() -> None:
