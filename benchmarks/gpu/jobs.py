@@ -287,7 +287,6 @@ def selftest(device: str) -> Iterator[Row]:
 # ------------------------------------------------------------------------------------- what the selftest chose, at work
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "documents, window, dropout, recompute": {
         "model__family": "mistral",
         "model__sliding_window": 24,
@@ -297,6 +296,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "training__recompute": "selective",
     },
     "fp16": {"training__precision": "fp16"},
+    "plain": {},
 }
 
 
