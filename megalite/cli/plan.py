@@ -1,4 +1,7 @@
-"""megalite plan: predict memory, speed and days of a training on a cluster, and rank its layouts."""
+"""megalite plan: predict memory, speed and days of a training on a cluster, and rank its layouts.
+
+--calibrate measures this machine first, and plans for it.
+"""
 
 import argparse
 import json
@@ -6,15 +9,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megalite.cli.arguments import Parser, number_above_zero, whole_number
+from megalite.cli.plan_calibration import MEASURED, calibrated_machine
 from megalite.cli.plan_lines import fit_lines, plan_lines, plan_report, table_lines
 from megalite.cli.plan_model import PLANNED_ROWS, base_flags, run_file
 from megalite.config.load import load_run
 from megalite.config.sections.derived import vocabulary
 from megalite.errors import ConfigError, Problem
-from megalite.planner.cluster import Cluster, card_named
+from megalite.planner.cluster import Cluster, Machine, card_named
 from megalite.planner.search import search
 
-_COMMON = "model --nodes --card --cards-per-node --tokens --sequence-length --batch --fit --table --write --json --help"
+_COMMON = (
+    "model --nodes --card --cards-per-node --tokens --sequence-length --batch --fit --table --write --json "
+    "--calibrate --help"
+)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -23,19 +30,24 @@ def run(arguments: Sequence[str]) -> int:
     if options.table:
         _print(table_lines())
         return 0
-    for name in ("model", "card"):
+    measured = options.calibrate or options.calibration is not None
+    for name in ("model",) if measured else ("model", "card"):
         if getattr(options, name) is None:
             key = "MODEL" if name == "model" else "--card"
-            message = "is needed, except with --table"
+            message = "is needed, except with --table" + " or --calibrate" * (name == "card")
             raise ConfigError(
                 [Problem(key, message, 'as in megalite plan llama-3.1-8b --card "H100 80GB HBM3"')]
             )
-    cluster = _cluster(options)
     if options.write is not None:
         _require_new(options.write)
-    base = base_flags(options, cluster)
+    base = base_flags(options)
     config = load_run(base.file, base.flags).config
     rows = vocabulary(config) or PLANNED_ROWS
+    cluster: Machine
+    if measured:
+        config, cluster = calibrated_machine(options, config, rows)
+    else:
+        cluster = _cluster(options)
     if config.training.precision == "auto":
         config = config.in_precision("bf16" if cluster.peak("bf16") else "fp16")
     if options.fit:
@@ -75,7 +87,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     return Cluster(
         card_named(options.card),
         options.nodes,
-        options.cards_per_node,
+        options.cards_per_node or 8,
         options.network,
         options.efficiency,
         options.link_efficiency,
@@ -88,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     add("model", nargs="?", metavar="MODEL", help="preset, RUN.toml, config.json or its folder")
     add("--card", metavar="NAME", help='its name in torch, as "H100 80GB HBM3"')
     add("--nodes", type=whole_number(1), default=1, metavar="N", help="number of nodes (default 1)")
-    add("--cards-per-node", type=whole_number(1), default=8, metavar="N", help="default: 8")
+    add("--cards-per-node", type=whole_number(1), metavar="N", help="default: 8, or those of this machine")
     add("--tokens", type=number_above_zero(), metavar="T", help="token budget, as 1e12: days and energy")
     add("--sequence-length", type=whole_number(1), metavar="S", help="default: 4096 or the model's")
     add("--batch", type=whole_number(1), metavar="B", help="sequences a step (default: 4 M tokens)")
@@ -96,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--table", action="store_true", help="memory by size of model")
     add("--write", type=Path, metavar="FILE", help="write the best layout's RUN.toml")
     add("--json", action="store_true", help="print the plan as JSON")
+    add("--calibrate", action="store_true", help="measure this machine for a minute, and plan for it")
+    about = f"the measurement: read, or written by --calibrate (default there: {MEASURED})"
+    add("--calibration", type=Path, metavar="FILE", help=about)
     add(
         "--price",
         type=number_above_zero(),

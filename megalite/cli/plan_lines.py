@@ -7,7 +7,7 @@ from typing import Any
 
 from megalite.config.output.summary import memory_text, shape_line, tokens_text
 from megalite.config.sections.schema import RunConfig
-from megalite.planner.cluster import GIB, Cluster
+from megalite.planner.cluster import GIB, Cluster, Machine
 from megalite.planner.fit import BAND_LENGTH, card_fits, memory_bands, on_one_card
 from megalite.planner.memory import kinds_text, stage_memory
 from megalite.planner.operations import ParameterCount, token_operations
@@ -18,7 +18,7 @@ _SHOWN = 5
 
 
 def plan_lines(
-    found: LayoutSearch, config: RunConfig, rows: int, cluster: Cluster, options: argparse.Namespace
+    found: LayoutSearch, config: RunConfig, rows: int, cluster: Machine, options: argparse.Namespace
 ) -> Iterator[str]:
     shape, length, batch = config.shape(rows), config.training.sequence_length, config.batch.global_batch_size
     operations = token_operations(shape, length).model
@@ -28,10 +28,7 @@ def plan_lines(
         f"{cluster.cards:,} x {cluster.card} in {nodes}; {batch:,} sequences of {length:,} = "
         f"{batch * length:,} tokens a step"
     )
-    yield (
-        f"assumed: matrix products at {cluster.efficiency:.0%} of the card's peak, links at "
-        f"{cluster.link_efficiency:.0%} of their rate, {cluster.network:g} GB/s a card between nodes"
-    )
+    yield cluster.assumptions
     yield ""
     if found.fitting:
         yield from _best_lines(found.fitting[0], config, rows, cluster, options)
@@ -45,7 +42,7 @@ def plan_lines(
 
 
 def _best_lines(
-    best: PlannedLayout, config: RunConfig, rows: int, cluster: Cluster, options: argparse.Namespace
+    best: PlannedLayout, config: RunConfig, rows: int, cluster: Machine, options: argparse.Namespace
 ) -> Iterator[str]:
     length, time, memory = config.training.sequence_length, best.time, best.memory
     speed = config.batch.global_batch_size * length / time.total
@@ -53,22 +50,24 @@ def _best_lines(
     assert peak is not None
     share = speed * token_operations(config.shape(rows), length).model / (peak * cluster.cards)
     yield f"best: {_layout_text(best)}"
-    yield f"  memory  {memory_text(memory.peak)} of {cluster.facts.memory_gib} GiB on the fullest card"
+    yield f"  memory  {memory_text(memory.peak)} of {cluster.memory_bytes // GIB} GiB on the fullest card"
     yield f"          {kinds_text(memory, config.optimizer.name)}"
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in vars(time).items() if seconds >= 0.005)
     yield f"  step    {time.total:.2f} s: {parts}"
     yield f"  speed   {speed:,.0f} tokens/s, {speed / cluster.cards:,.0f} a card, MFU {share:.0%}"
     if options.tokens:
         seconds = options.tokens / speed
-        energy = seconds / 3600 * cluster.cards * cluster.facts.watts / 1e6
-        cost = ""
+        energy, cost = "", ""
+        if cluster.watts is not None:
+            hours = seconds / 3600 * cluster.cards * cluster.watts / 1e6
+            energy = f", {hours:,.1f} MWh at the cards' full power"
         if options.price is not None:
             cost = f"; {seconds / 3600 * cluster.cards * options.price:,.0f} at {options.price:g} a card-hour"
         budget = f"{tokens_text(options.tokens)} tokens"
-        yield f"  {budget}: {seconds / 86400:,.1f} days, {energy:,.1f} MWh at the cards' full power{cost}"
+        yield f"  {budget}: {seconds / 86400:,.1f} days{energy}{cost}"
 
 
-def _refusal_lines(found: LayoutSearch, cluster: Cluster) -> Iterator[str]:
+def _refusal_lines(found: LayoutSearch, cluster: Machine) -> Iterator[str]:
     yield (
         f"{len(found.fitting):,} layouts fit, {len(found.too_large):,} need more memory, {len(found.refused):,} are "
         "refused"
@@ -94,7 +93,7 @@ def _layout_text(layout: PlannedLayout) -> str:
     return ", ".join(words)
 
 
-def plan_report(found: LayoutSearch, config: RunConfig, cluster: Cluster) -> dict[str, Any]:
+def plan_report(found: LayoutSearch, config: RunConfig, cluster: Machine) -> dict[str, Any]:
     tokens = config.batch.global_batch_size * config.training.sequence_length
     layouts = [
         {
@@ -107,7 +106,7 @@ def plan_report(found: LayoutSearch, config: RunConfig, cluster: Cluster) -> dic
     ]
     refused = Counter(str(layout.problem) for layout in found.refused)
     return {
-        "cluster": vars(cluster),
+        "cluster": vars(cluster) if isinstance(cluster, Cluster) else {"measured": cluster.assumptions},
         "layouts": layouts,
         "fitting": len(found.fitting),
         "too_large": len(found.too_large),
@@ -115,10 +114,10 @@ def plan_report(found: LayoutSearch, config: RunConfig, cluster: Cluster) -> dic
     }
 
 
-def fit_lines(config: RunConfig, rows: int, cluster: Cluster) -> Iterator[str]:
+def fit_lines(config: RunConfig, rows: int, cluster: Machine) -> Iterator[str]:
     run, limit = PlannedRun.of(config, rows), cluster.memory_bytes * cluster.usable
     yield f"{shape_line(config)}, {config.training.precision}, {config.optimizer.name}"
-    yield f"one {cluster.card}: {cluster.facts.memory_gib} GiB, of which {limit / GIB:.1f} may be planned with"
+    yield f"one {cluster.card}: {cluster.memory_bytes // GIB} GiB, of which {limit / GIB:.1f} may be planned with"
     yield f"{'recompute':<12}{f'largest micro batch of {run.sequence_length:,} tokens':>38}{'longest sequence':>20}"
     fits = list(card_fits(run, limit))
     for fit in fits:

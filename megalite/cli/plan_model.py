@@ -11,7 +11,6 @@ from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.toml import format_table, read_toml
 from megalite.config.sources.presets import PRESETS
 from megalite.errors import ConfigError, Problem
-from megalite.planner.cluster import Cluster
 from megalite.planner.operations import ParameterCount
 from megalite.planner.search import PlannedLayout
 
@@ -47,7 +46,7 @@ class PlanBase:
         return [word for key, value in settings.items() for word in (f"--{key}", str(value))]
 
 
-def base_flags(options: argparse.Namespace, cluster: Cluster) -> PlanBase:
+def base_flags(options: argparse.Namespace) -> PlanBase:
     """Return the settings of MODEL: a preset, a run file, a config.json or its folder."""
     path = Path(options.model).expanduser()
     if path.suffix == ".toml":

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import Protocol
 
 from megalite.errors import ConfigError, Problem
 from megalite.monitor.cards import CARDS, peak_flops
@@ -53,6 +54,45 @@ FACTS: Mapping[str, CardFacts] = {
 }
 
 
+class Machine(Protocol):
+    """The ranks to plan for: a `Cluster`, or a machine that was measured.
+
+    card: the name of a rank's device. memory_bytes: of a rank's device. usable: the share of it to plan with. watts:
+    the most that a card takes; None: unknown. on_cpu: whether ranks compute on the host. assumptions: for people, where
+    the seconds come from.
+    """
+
+    @property
+    def card(self) -> str: ...
+
+    @property
+    def nodes(self) -> int: ...
+
+    @property
+    def cards_per_node(self) -> int: ...
+
+    @property
+    def cards(self) -> int: ...
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def usable(self) -> float: ...
+
+    @property
+    def watts(self) -> float | None: ...
+
+    @property
+    def on_cpu(self) -> bool: ...
+
+    @property
+    def assumptions(self) -> str: ...
+
+    def peak(self, precision: str) -> float | None:
+        """Return the FLOP/s of one card; None if there are none in this precision."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Equal cards in equal nodes.
@@ -81,6 +121,21 @@ class Cluster:
     @property
     def memory_bytes(self) -> int:
         return self.facts.memory_gib * GIB
+
+    @property
+    def watts(self) -> float | None:
+        return self.facts.watts
+
+    @property
+    def on_cpu(self) -> bool:
+        return False
+
+    @property
+    def assumptions(self) -> str:
+        return (
+            f"assumed: matrix products at {self.efficiency:.0%} of the card's peak, links at "
+            f"{self.link_efficiency:.0%} of their rate, {self.network:g} GB/s a card between nodes"
+        )
 
     def peak(self, precision: str) -> float | None:
         """Return the FLOP/s of one card; None if the card has no such tensor cores."""

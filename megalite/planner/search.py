@@ -11,7 +11,7 @@ from megalite.config.sections.checked import CheckedRun, KnownValues
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.training_section import ComputeSettings, RecomputeMode
 from megalite.errors import Problem
-from megalite.planner.cluster import Cluster
+from megalite.planner.cluster import Machine
 from megalite.planner.memory import CARD_BASE_BYTES, RankMemory, stage_memory
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.step_time import StepTime, step_time
@@ -100,7 +100,7 @@ class LayoutSearch:
         return min(self.fitting, key=lambda layout: layout.choice.distance(choice), default=None)
 
 
-def every_choice(world: int, cluster: Cluster) -> Iterator[LayoutChoice]:
+def every_choice(world: int, cluster: Machine) -> Iterator[LayoutChoice]:
     """Yield the layouts of `world` ranks. Tensor parallelism goes as far as two nodes."""
     tensors = [size for size in divisors(world) if size <= 2 * cluster.cards_per_node]
     for tensor in tensors:
@@ -118,9 +118,12 @@ def every_choice(world: int, cluster: Cluster) -> Iterator[LayoutChoice]:
                     yield LayoutChoice(tensor, sequence, pipeline, data, name, chunks, zero, size, recompute)
 
 
-def search(config: RunConfig, vocab_size: int, cluster: Cluster) -> LayoutSearch:
+def search(config: RunConfig, vocab_size: int, cluster: Machine) -> LayoutSearch:
     """Plan every layout of a resolved run over the cards of a cluster, with the run's own global batch."""
-    base, checked = PlannedRun.of(config, vocab_size), checked_run(config, cluster.cards)
+    base, checked = (
+        PlannedRun.of(config, vocab_size, on_cpu=cluster.on_cpu),
+        checked_run(config, cluster.cards),
+    )
     planned: list[PlannedLayout] = []
     refused: list[RefusedLayout] = []
     for choice in every_choice(cluster.cards, cluster):
@@ -141,7 +144,7 @@ def _time_and_memory(layout: PlannedLayout) -> tuple[float, float]:
 
 
 def plan_layout(
-    base: PlannedRun, choice: LayoutChoice, global_batch_size: int, cluster: Cluster
+    base: PlannedRun, choice: LayoutChoice, global_batch_size: int, cluster: Machine
 ) -> PlannedLayout:
     """Return the prediction of a legal layout."""
     split = pipeline_split(
@@ -179,7 +182,7 @@ def checked_run(config: RunConfig, world_size: int) -> CheckedRun:
     )
 
 
-def needs_too_much(layout: PlannedLayout, cluster: Cluster) -> str:
+def needs_too_much(layout: PlannedLayout, cluster: Machine) -> str:
     """Return why a layout does not fit a card."""
     has = cluster.memory_bytes * cluster.usable
     return (

@@ -1,4 +1,4 @@
-"""The time of a step from operations, bubble and traffic: an estimate with the assumptions of `Cluster`."""
+"""The time of a step from operations, bubble and traffic: assumed for a `Cluster`, measured for a machine."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -6,7 +6,8 @@ from itertools import accumulate
 
 from megalite.monitor.cards import CARDS
 from megalite.planner.bubble import bubble
-from megalite.planner.cluster import Cluster
+from megalite.planner.calibrated_step import CalibratedMachine, calibrated_seconds
+from megalite.planner.cluster import Cluster, Machine
 from megalite.planner.memory import RankMemory
 from megalite.planner.planned_run import PlannedRun
 from megalite.topology.flops import attention_flops, flops_per_token, forward_flops
@@ -20,7 +21,7 @@ _BACKWARD = 2 / 3
 class StepTime:
     """Seconds of a step. compute: of the slowest stage. tensor, pipeline, data: traffic that no computation hides.
 
-    update: reading and writing the optimizer's state.
+    update: reading and writing the optimizer's state. fixed: what every step takes, whatever its size; measured alone.
     """
 
     compute: float
@@ -29,17 +30,29 @@ class StepTime:
     pipeline: float
     data: float
     update: float
+    fixed: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.compute + self.bubble + self.tensor + self.pipeline + self.data + self.update
+        return sum(vars(self).values())
 
 
-def step_time(run: PlannedRun, cluster: Cluster, memory: RankMemory) -> StepTime:
-    """Return the time of a step. memory: of the rank with the most parameters.
+def step_time(run: PlannedRun, machine: Machine, memory: RankMemory) -> StepTime:
+    """Return the time of a step on cards of data sheets or on a calibrated machine. memory: of the fullest rank.
+
+    Raises ValueError if the card has no tensor cores for the precision, ConfigError if nothing was measured in it.
+    """
+    if isinstance(machine, CalibratedMachine):
+        return StepTime(**calibrated_seconds(run, machine))
+    assert isinstance(machine, Cluster), "one of the two machines there are"
+    return _assumed_time(run, machine, memory)
+
+
+def _assumed_time(run: PlannedRun, cluster: Cluster, memory: RankMemory) -> StepTime:
+    """Return the time of a step by the assumptions of a cluster.
 
     Tensor-parallel sums are not hidden. The sums of gradients run beside the last backward, the first and the last
-    transfer of a pipeline wait for nobody. Raises ValueError if the card has no tensor cores for the precision.
+    transfer of a pipeline wait for nobody.
     """
     peak = cluster.peak(run.precision)
     if peak is None:

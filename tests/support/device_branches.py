@@ -99,6 +99,14 @@ TESTED = {
         "selftest/worker.py:main",
     ),
     (
+        "tests/standin/test_calibration.py",
+        "test_each_part_is_measured_on_an_accelerator",
+    ): (
+        "train/step/calibrate.py:group_times",
+        "train/step/calibrate.py:this_machine",
+        "train/step/part_times.py:RankClock._once",
+    ),
+    (
         "tests/unit/selftest/test_clock.py",
         "test_a_card_is_held_until_all_is_queued",
     ): ("selftest/clock.py:hold",),
