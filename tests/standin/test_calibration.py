@@ -19,6 +19,7 @@ PROBES = Probes(
 )
 SETTINGS = {
     "model.hidden_size": 16,
+    "model.intermediate_size": 32,
     "model.num_hidden_layers": 2,
     "model.num_attention_heads": 2,
     "model.vocab_size": 32,
