@@ -8,7 +8,7 @@ from pathlib import Path
 from megalite.cli.arguments import Parser
 from megalite.config.load import load_run
 from megalite.convert.adopt.report import account_lines, write_run_file
-from megalite.convert.adopt.systems import SYSTEMS, adopt
+from megalite.convert.adopt.systems import PROGRAMS, adopt
 from megalite.errors import ConfigError, Problem
 
 _WRONG_INPUT = 2
@@ -63,11 +63,10 @@ def _checked(output: Path, *, partial: bool) -> int:
 
 
 def _parser() -> Parser:
-    names = ", ".join(system.name for system in SYSTEMS)
     parser = Parser(
         prog="megalite adopt",
         description=__doc__,
-        epilog=f"Known programs: {names}. A script is read, never executed.",
+        epilog=f"Known programs: {', '.join(PROGRAMS)}. A script is read, never executed.",
     )
     about = "launch script or configuration, with its DeepSpeed JSON and hostfile; or a checkpoint folder"
     parser.add_argument("paths", type=Path, nargs="+", metavar="PATH", help=about)

@@ -379,7 +379,8 @@ def test_a_wheel_without_operators_fits_any_platform_and_says_so(checkout: Path,
         assert f"megalite/_share/launch/{script.name}" in names
     assert {"megalite/py.typed", "megalite/_share/examples/quickstart/run.toml"} <= names
     assert "megalite/_share/examples/setup.sh" not in names
-    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "megalite").rglob("*.py")}
+    files = [path for suffix in ("py", "toml") for path in (ROOT / "megalite").rglob(f"*.{suffix}")]
+    modules = {path.relative_to(ROOT).as_posix() for path in files}
     assert {each for each in modules - names if "/csrc/" not in each} == set()
     [metadata] = [wheel.read(each).decode() for each in names if each.endswith(".dist-info/METADATA")]
     for line in (

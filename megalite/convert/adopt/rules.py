@@ -165,6 +165,11 @@ class Together:
         self.read(reading, key, value)
 
 
+def computed(readers: Mapping[Callable[[Reading, str, Any], None], str]) -> dict[str, KeyRule]:
+    """Return the rules of keys that code answers. readers: function -> its keys, with spaces between."""
+    return {key: Together(read) for read, keys in readers.items() for key in keys.split()}
+
+
 def apply_rules(reading: Reading, rules: Mapping[str, KeyRule]) -> None:
     """KeyAnswer every key by its rule. A key without one, or with an unusable value, is refused."""
     for key, value in reading.keys.items():

@@ -1,10 +1,9 @@
-"""A file that is adopted, and the record of a program whose files these are."""
+"""A file that is adopted."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megalite.convert.adopt.account import Account
 from megalite.errors import ConfigError, Problem
 
 LARGEST_FILE = 1 << 20
@@ -22,18 +21,6 @@ class Source:
     @property
     def suffix(self) -> str:
         return self.path.suffix.lower()
-
-
-@dataclass(frozen=True)
-class System:
-    """A program. matches: whether a file is one of its; reads no other file. read: the account of all of its files.
-
-    `read` raises ConfigError for a file that cannot be read at all.
-    """
-
-    name: str
-    matches: Callable[[Source], bool]
-    read: Callable[[Sequence[Source]], Account]
 
 
 def read_source(path: Path) -> Source:

@@ -5,13 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from megalite.convert.adopt.account import Account
-from megalite.convert.adopt.keyed.keyed_systems import AXOLOTL, LLAMA_FACTORY, NEOX, TRAINER
+from megalite.convert.adopt.deepspeed_json import NAMES
+from megalite.convert.adopt.keyed import axolotl, llama_factory, trainer
+from megalite.convert.adopt.keyed.keyed_file import MAPPINGS, score
+from megalite.convert.adopt.keyed.keyed_system import KeyedSystem
 from megalite.convert.adopt.megatron import system as megatron
-from megalite.convert.adopt.sources import read_source
+from megalite.convert.adopt.neox import system as neox
+from megalite.convert.adopt.sources import Source, read_source
 from megalite.errors import ConfigError, Problem, listed
 
-SYSTEMS = (megatron.SYSTEM, NEOX, TRAINER, LLAMA_FACTORY, AXOLOTL)
-"""In the order in which they are asked; the first that knows one of the files reads them all."""
+KEYED = (neox.SYSTEM, trainer.SYSTEM, llama_factory.SYSTEM, axolotl.SYSTEM)
+"""The programs whose files are YAML or JSON, in the order in which one of several files decides."""
+PROGRAMS = (megatron.NAME, *(system.name for system in KEYED))
 
 
 def adopt(paths: Sequence[Path], values: Mapping[str, str] | None = None) -> Account:
@@ -28,9 +33,25 @@ def adopt(paths: Sequence[Path], values: Mapping[str, str] | None = None) -> Acc
 
         return adopt_folder(folders[0])
     sources = [replace(read_source(path), values=values or {}) for path in paths]
-    for system in SYSTEMS:
-        if any(system.matches(source) for source in sources):
+    if any(map(megatron.matches, sources)):
+        return megatron.read(sources)
+    recognised = [_recognised(source) for source in sources]
+    for system in KEYED:
+        if system in recognised:
             return system.read(sources)
-    known = listed([system.name for system in SYSTEMS], most=10)
+    known = listed(PROGRAMS, most=10)
     problem = Problem(listed([str(path) for path in paths]), "is of no known program", f"known are {known}")
     raise ConfigError([problem], "megalite adopt")
+
+
+def _recognised(source: Source) -> KeyedSystem | None:
+    """Return the system that knows most of a file's keys, the earlier one of two; None if none knows any.
+
+    Raises ConfigError for a YAML or JSON file that is no mapping.
+    """
+    if source.suffix not in MAPPINGS:
+        return None
+    scores = [system.known_keys(source) for system in KEYED]
+    if source.suffix == ".json" and scores[0] == score(source, NAMES):
+        scores[0] = 0  # DeepSpeed's own JSON, beside another file
+    return KEYED[scores.index(max(scores))] if any(scores) else None

@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.convert.adopt.keyed import axolotl, llama_factory, trainer
-from megalite.convert.adopt.neox import system as neox
 from megalite.convert.adopt.report import account_lines, run_file_text
 from megalite.convert.adopt.rules import KeyRule
 from megalite.convert.adopt.sources import Source
+from megalite.convert.adopt.systems import KEYED
 
-SYSTEMS: Mapping[str, Any] = {each.NAME: each for each in (neox, axolotl, llama_factory, trainer)}
+SYSTEMS: Mapping[str, Any] = {each.name: each for each in KEYED}
 VALUES: tuple[Any, ...] = (
     *(
         None,
@@ -62,7 +61,7 @@ def test_any_values_of_a_systems_keys_are_answered(
     monkeypatch.chdir(tmp_path)
     system, draw = SYSTEMS[name], random.Random(31)
     for _ in range(120):
-        table = any_table(system.RULES, draw)
+        table = any_table(system.rules, draw)
         account = system.read([Source(Path("a.yml"), yaml.safe_dump(table))])
         assert list(account_lines(account))
         tomllib.loads(run_file_text(account, "a.yml"))

@@ -80,7 +80,7 @@ def read_pipeline(place: Path) -> FoundAccount:
         remedy = "put the .yml files of the run there, or name them instead of the folder"
         raise ConfigError([Problem(str(configs), "has no files of GPT-NeoX", remedy)], "megalite adopt")
     sources = [read_source(name) for name in files]
-    return FoundAccount(neox.read([_as_yaml(source) for source in sources]), settings)
+    return FoundAccount(neox.SYSTEM.read([_as_yaml(source) for source in sources]), settings)
 
 
 def read_trainer(place: Path) -> FoundAccount:
@@ -98,7 +98,7 @@ def read_trainer(place: Path) -> FoundAccount:
     steps = state.get("max_steps")
     if isinstance(steps, int) and steps > 0:
         table["max_steps"] = steps
-    account = trainer.read([Source(path.with_suffix(".json"), json.dumps(_known(table)))])
+    account = trainer.SYSTEM.read([Source(path.with_suffix(".json"), json.dumps(_known(table)))])
     unset = [key for key in table if key not in _known(table)]
     if unset:
         _note_unset(account, unset)

@@ -17,18 +17,6 @@ MAPPINGS = (".yml", ".yaml", ".json")
 """Suffixes of the files that these systems have."""
 
 
-def idle(reason: str, keys: str) -> dict[str, KeyRule]:
-    """Return the rules of keys without effect. keys: their names, separated by spaces."""
-    return dict.fromkeys(keys.split(), NoEffect(reason))
-
-
-def refused(
-    reason: str, remedy: str, keys: str, harmless: Collection[Any] = (False, 0, "none", [], {})
-) -> dict[str, KeyRule]:
-    """Return the rules of keys that change the numbers unless they have a harmless value (null always is one)."""
-    return dict.fromkeys(keys.split(), Refuse(reason, remedy, harmless))
-
-
 def read_files(
     system: str, sources: Sequence[Source], blocks: Collection[str], *, hyphens: bool = False
 ) -> tuple[Reading, Reading]:

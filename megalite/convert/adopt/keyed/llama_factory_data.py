@@ -5,22 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from megalite.convert.adopt.keyed import tuning
-from megalite.convert.adopt.keyed.keyed_file import idle
 from megalite.convert.adopt.keyed.yaml_file import read_mapping
-from megalite.convert.adopt.rules import (
-    OFF,
-    KeyRule,
-    NoEffect,
-    Reading,
-    Refuse,
-    Switch,
-    Take,
-    Together,
-    WordsOf,
-    switch,
-    text,
-    whole,
-)
+from megalite.convert.adopt.rules import Reading, computed, switch, text
 from megalite.convert.adopt.sources import read_source
 from megalite.errors import ConfigError
 
@@ -139,41 +125,13 @@ def _read_template(reading: Reading, key: str, value: Any) -> None:
         tuning.read_template(reading, key, value)
 
 
-RULES: Mapping[str, KeyRule] = {
-    "dataset": Together(_read_dataset),
-    "eval_dataset": Together(_read_dataset),
-    "dataset_dir": NoEffect(f"the folder of {_INFO}"),
-    "template": Together(_read_template),
-    "cutoff_len": Take("training.sequence_length", whole),
-    "val_size": Together(tuning.read_validation_share),
-    "packing": Together(_read_packing),
-    "neat_packing": Together(_read_packing),
-    "train_on_prompt": Together(_read_trained),
-    "mask_history": Together(_read_trained),
-    "disable_shuffling": Switch({"data.shuffle": False}),
-    "preprocessing_num_workers": Take("data.workers", whole),
-    "max_samples": Refuse(
-        "megalite reads whole files", "cut the file (head -n N), and name the shorter one", ()
-    ),
-    "streaming": Refuse(
-        "megalite streams text alone", "leave it out: files are tokenized once", OFF, numbers=False
-    ),
-    "mix_strategy": WordsOf({"concat": {}}, "write [[data.blend]] with weights"),
-    "interleave_probs": Refuse(
-        "draws the data sets by probabilities", "write them as [[data.blend]] with weights", ()
-    ),
-    "default_system": Refuse(
-        "megalite adds no system prompt", "write it into the data (column system)", ("",)
-    ),
-    "tool_format": Refuse(
-        "the chat template formats tools", "leave it out, and look at megalite data inspect", ("",)
-    ),
-    "enable_thinking": Refuse("the chat template decides on thinking", "leave it out", (True,)),
-    "preserve_thinking": Refuse("the chat template decides on thinking", "leave it out"),
-    "ignore_pad_token_for_loss": Refuse("padding is never part of the loss", "set it to true", (True,)),
-    **idle(
-        "megalite prepares its own token files in run.folder/data",
-        "overwrite_cache preprocessing_batch_size tokenized_path data_shared_file_system buffer_size",
-    ),
-    **idle("validation text is one set", "eval_on_each_dataset"),
-}
+RULES = computed(
+    {
+        _read_dataset: "dataset eval_dataset",
+        _read_template: "template",
+        tuning.read_validation_share: "val_size",
+        _read_packing: "packing neat_packing",
+        _read_trained: "train_on_prompt mask_history",
+    }
+)
+"""The keys of the data that code answers -> their rules."""

@@ -3,20 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megalite.convert.adopt.rules import OFF, Reading, WordsOf, number, whole
+from megalite.convert.adopt.rules import OFF, Reading, number, whole
 
-_SCHEDULES = {
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "warmup_stable_decay": "wsd",
-}
-SCHEDULE = WordsOf(
-    {name: {"optimizer.schedule": ours} for name, ours in _SCHEDULES.items()},
-    "use linear, cosine, constant or warmup_stable_decay",
-)
 _SCHEDULE_KEYS = ("lr_scheduler_type", "lr_scheduler")
 _ADAMW = (
     "adamw_torch",
@@ -179,9 +167,9 @@ def has_validation(reading: Reading) -> bool:
     )
 
 
-def fill_defaults(reading: Reading, system: str, others: Mapping[str, Any]) -> None:
+def fill_defaults(reading: Reading, others: Mapping[str, Any]) -> None:
     """Set Trainer's defaults where no key says otherwise. others: defaults of the system itself, which come first."""
-    account, reason = reading.account, f"{system}'s default"
+    account, reason = reading.account, f"{reading.account.system}'s default"
     settings = account.settings
     optimizer = settings.get("optimizer.name", "adamw")
     defaults: dict[str, Any] = {

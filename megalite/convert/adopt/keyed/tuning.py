@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.convert.adopt.rules import KeyRule, Reading, Take, Together, number, text, whole
+from megalite.convert.adopt.rules import KeyRule, Reading, Together, number, text, whole
 
 _OUR_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _QKV = ("q_proj", "k_proj", "v_proj")
@@ -25,7 +25,6 @@ _LINEARS = {
 _EVERY = ("all", "all-linear", "all_linear")
 _SUFFIXES = (".json", ".jsonl", ".parquet", ".gz", ".txt")
 _LOCAL = ("./", "../", "/", "~")
-BASE_REMEDY = "leave it out: megalite keeps the base in bf16, the adapter is the same"
 DOWNLOAD = "download it as .jsonl or .parquet and name the file as data.source"
 OUR_TEMPLATES = ("chatml", "alpaca")
 
@@ -135,13 +134,10 @@ def read_tokens(reading: Reading, key: str, value: Any, *, adapter: bool) -> Non
         reading.change(key, {"tokenizer.add_tokens": added}, "their rows start as the mean of the others")
 
 
-ALPHA = Take("adapter.alpha", number, "the update is multiplied by alpha / rank")
-
-
 def of_lora(
-    rules: Mapping[str, KeyRule], key: str, kinds: Collection[str], default: str = ""
+    rules: Mapping[str, KeyRule], names: str, key: str, kinds: Collection[str], default: str = ""
 ) -> dict[str, KeyRule]:
-    """Return the rules of keys that have no effect where the value of `key` is none of `kinds`."""
+    """Return the rules of the keys `names`, without effect where the value of `key` is none of `kinds`."""
 
     def within(rule: KeyRule) -> KeyRule:
         def read(reading: Reading, name: str, value: Any) -> None:
@@ -152,7 +148,7 @@ def of_lora(
 
         return Together(read)
 
-    return {name: within(rule) for name, rule in rules.items()}
+    return {name: within(rules[name]) for name in names.split()}
 
 
 def fill_adapter_defaults(reading: Reading, defaults: dict[str, Any], reason: str) -> None:

@@ -6,21 +6,8 @@ from typing import Any
 
 from megalite.convert.adopt.megatron import data, length
 from megalite.convert.adopt.megatron.model import MODEL_ARGUMENTS, answer_model
-from megalite.convert.adopt.megatron.without_effect import IDLE, IDLE_PREFIXES, REFUSED, REFUSED_LAYOUT
-from megalite.convert.adopt.rules import (
-    Change,
-    KeyRule,
-    NoEffect,
-    Reading,
-    Refuse,
-    Switch,
-    Take,
-    Together,
-    WordsOf,
-    number,
-    text,
-    whole,
-)
+from megalite.convert.adopt.rule_table import read_table
+from megalite.convert.adopt.rules import Change, KeyRule, Reading, Take, computed, number, whole
 
 RENAMED = {
     "layernorm-epsilon": "norm-epsilon",
@@ -34,9 +21,6 @@ RENAMED = {
 """Names of Megatron-DeepSpeed and of older versions -> today's, where the meaning is the same."""
 SEVERAL = ("data-path", "train-data-path", "valid-data-path", "test-data-path")
 """Arguments that take a list of words."""
-_OFF = (False, "false", "0", "none", "no_shard")
-_ONE = ("-size", "num-experts")
-"""Ends of the names of numbers for which 1 is the absence."""
 _BETAS = {"adam": (0.9, 0.999), "lion": (0.95, 0.98)}
 _DROPOUT = "Megatron-LM's default; 0 here"
 
@@ -202,149 +186,69 @@ def _zero(reading: Reading, key: str, value: Any) -> None:
         raise ValueError(f"{stage} is no ZeRO stage")
 
 
-RULES: dict[str, KeyRule] = {
-    **dict.fromkeys(MODEL_ARGUMENTS, Together(_model)),
-    "apply-layernorm-1p": NoEffect(
-        "the same function: its weight is stored minus 1, and norms have no weight decay"
-    ),
-    "tensor-model-parallel-size": Take("parallel.tensor", whole),
-    "pipeline-model-parallel-size": Together(_pipeline),
-    "no-pipeline-parallel": Together(_pipeline),
-    "sequence-parallel": Together(_sequence),
-    "num-layers-per-virtual-pipeline-stage": Together(_virtual),
-    "num-virtual-stages-per-pipeline-rank": Together(_virtual),
-    "decoder-first-pipeline-num-layers": Together(_uneven_stages),
-    "decoder-last-pipeline-num-layers": Together(_uneven_stages),
-    "use-distributed-optimizer": Together(_distributed_optimizer),
-    "zero-stage": Together(_zero),
-    "attention-dropout": Take("model.attention_dropout", number),
-    "seq-length": Take("training.sequence_length", whole),
-    "micro-batch-size": Take("training.micro_batch_size", whole),
-    "global-batch-size": Take("training.global_batch_size", whole),
-    **dict.fromkeys(("train-iters", "train-samples", "train-tokens"), Together(length.read_length)),
-    **dict.fromkeys(
-        ("lr-decay-iters", "lr-decay-samples", "lr-decay-tokens"), Together(length.read_decay_end)
-    ),
-    **dict.fromkeys(
-        ("lr-warmup-iters", "lr-warmup-samples", "lr-warmup-tokens", "lr-warmup-fraction"),
-        Together(length.read_warm_up),
-    ),
-    "softmax-type": Refuse("attention has the plain softmax", "leave it out", ("vanilla",)),
-    "lr-warmup-init": Refuse("warm-up begins at 0", "leave it out", ("0", "0.0", 0)),
-    "lr-decay-style": Together(length.read_style),
-    **dict.fromkeys(
-        ("lr-wsd-decay-style", "lr-wsd-decay-iters", "lr-wsd-decay-samples"), Together(length.read_wsd_part)
-    ),
-    "lr": Take("optimizer.learning_rate", number),
-    "min-lr": Together(length.read_minimum),
-    "optimizer": WordsOf(
-        {
-            name: {"optimizer.name": ours}
-            for name, ours in (("adam", "adamw"), ("sgd", "sgd"), ("lion", "lion"))
-        },
-        "set optimizer.name",
-    ),
-    "weight-decay": Take("optimizer.weight_decay", number),
-    **dict.fromkeys(
-        ("start-weight-decay", "end-weight-decay", "weight-decay-incr-style"), Together(_decay_over_time)
-    ),
-    "adam-beta1": Together(_betas),
-    "adam-beta2": Together(_betas),
-    "lion-beta1": Together(_betas),
-    "lion-beta2": Together(_betas),
-    "adam-eps": Together(_epsilon),
-    "sgd-momentum": Together(_momentum),
-    "clip-grad": Together(_clipping),
-    "fp16": Switch({"training.precision": "fp16"}),
-    "bf16": Switch({"training.precision": "bf16"}),
-    **dict.fromkeys(
-        ("loss-scale", "initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis"),
-        Together(_loss_scale),
-    ),
-    "accumulate-allreduce-grads-in-fp32": Switch({"training.accumulation": "fp32"}),
-    "grad-reduce-in-bf16": Change(
-        "training.accumulation", lambda _: "fp32", "here in fp32, which is more exact"
-    ),
-    "calculate-per-token-loss": NoEffect(
-        "megalite always takes the mean over all tokens of the global batch"
-    ),
-    **dict.fromkeys(
-        ("recompute-activations-fully", "recompute-activations", "recompute-granularity"),
-        Together(_recompute),
-    ),
-    "activations-checkpoint-method": WordsOf(
-        {"uniform": {"training.recompute": "full"}, "block": {"training.recompute": "full"}},
-        "set training.recompute",
-    ),
-    "activations-checkpoint-num-layers": NoEffect(
-        "each layer is recomputed by itself; the numbers stay the same"
-    ),
-    "recompute-method": Together(_recompute),
-    "recompute-num-layers": Together(_recompute),
-    "data-path": Together(data.read_data),
-    "train-data-path": Together(data.read_data),
-    "valid-data-path": Together(data.read_data),
-    "split": Together(data.read_split),
-    "dataloader-type": Refuse(
-        "megalite has the order of single, and one of its own", 'set data.order = "megalite"', ("single",)
-    ),
-    **dict.fromkeys(
-        ("reset-attention-mask", "reset-position-ids", "dataloader-inter-document-masking"),
-        Together(data.read_document_mask),
-    ),
-    **dict.fromkeys(
-        ("tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"), Together(data.read_tokenizer)
-    ),
-    "chat-template": Take("tokenizer.chat_template", text),
-    **dict.fromkeys(
-        ("vocab-size", "padded-vocab-size", "make-vocab-size-divisible-by"), Together(data.read_vocabulary)
-    ),
-    "no-pad-vocab-size": NoEffect("megalite pads no vocabulary"),
-    "disable-pad-vocab-size": NoEffect("megalite pads no vocabulary"),
-    "save": Together(data.read_save_and_load),
-    "load": Together(data.read_save_and_load),
-    "pretrained-checkpoint": Together(data.read_save_and_load),
-    "finetune": NoEffect("it belongs to --load"),
-    "save-interval": Take("checkpoint.every", whole),
-    "eval-interval": Together(data.read_validation),
-    "eval-iters": Together(data.read_validation),
-    "log-interval": Take("monitor.every", whole),
-    "tensorboard-dir": Change("monitor.tensorboard", lambda _: True, "written to run.folder/tensorboard"),
-    "exit-duration-in-mins": Take("training.stop_after", lambda value: f"{whole(value)}m"),
-    "seed": Change(
-        "run.seed", whole, "the same order of samples; initial weights and dropout are other random numbers"
-    ),
-    "deepspeed": NoEffect("DeepSpeed is used where ZeRO is on"),
-    "deepspeed-config": NoEffect("its keys are answered one by one"),
-    "deepscale": NoEffect("DeepSpeed is used where ZeRO is on"),
-    "deepscale-config": NoEffect("its keys are answered one by one"),
-    "deepspeed-mpi": NoEffect("megalite launch starts the ranks"),
-}
-
-
 def _hidden_dropout(reading: Reading, key: str, value: Any) -> None:
     rate = number(value)
     reading.take(key, {"model.residual_dropout": rate, "model.embedding_dropout": rate})
 
 
-RULES["hidden-dropout"] = Together(_hidden_dropout)
-for _reason, _names in IDLE.items():
-    for _name in _names.split():
-        RULES.setdefault(_name, NoEffect(_reason))
-for _table, _numbers in ((REFUSED, True), (REFUSED_LAYOUT, False)):
-    for (_reason, _remedy), _names in _table.items():
-        for _name in _names.split():
-            _harmless = (*_OFF, "1") if _name.endswith(_ONE) else _OFF
-            RULES.setdefault(_name, Refuse(_reason, _remedy, _harmless, numbers=_numbers))
+_TABLE = read_table(__file__)
+PREFIXES = {key[:-1]: _TABLE.pop(key) for key in [*_TABLE] if key.endswith("*")}
+"""Prefix -> rule of the arguments that begin with it, unless they have a rule of their own."""
+RULES: Mapping[str, KeyRule] = {
+    **_TABLE,
+    **computed(
+        {
+            _model: " ".join(MODEL_ARGUMENTS),
+            _hidden_dropout: "hidden-dropout",
+            _pipeline: "pipeline-model-parallel-size no-pipeline-parallel",
+            _sequence: "sequence-parallel",
+            _virtual: "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank",
+            _uneven_stages: "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers",
+            _distributed_optimizer: "use-distributed-optimizer",
+            _zero: "zero-stage",
+            length.read_length: "train-iters train-samples train-tokens",
+            length.read_decay_end: "lr-decay-iters lr-decay-samples lr-decay-tokens",
+            length.read_warm_up: "lr-warmup-iters lr-warmup-samples lr-warmup-tokens lr-warmup-fraction",
+            length.read_style: "lr-decay-style",
+            length.read_wsd_part: "lr-wsd-decay-style lr-wsd-decay-iters lr-wsd-decay-samples",
+            length.read_minimum: "min-lr",
+            _decay_over_time: "start-weight-decay end-weight-decay weight-decay-incr-style",
+            _betas: "adam-beta1 adam-beta2 lion-beta1 lion-beta2",
+            _epsilon: "adam-eps",
+            _momentum: "sgd-momentum",
+            _clipping: "clip-grad",
+            _loss_scale: "loss-scale initial-loss-scale min-loss-scale loss-scale-window hysteresis",
+            _recompute: """
+                recompute-activations-fully recompute-activations recompute-granularity recompute-method
+                recompute-num-layers""",
+            data.read_data: "data-path train-data-path valid-data-path",
+            data.read_split: "split",
+            data.read_document_mask: "reset-attention-mask reset-position-ids dataloader-inter-document-masking",
+            data.read_tokenizer: "tokenizer-type tokenizer-model vocab-file merge-file",
+            data.read_vocabulary: "vocab-size padded-vocab-size make-vocab-size-divisible-by",
+            data.read_save_and_load: "save load pretrained-checkpoint",
+            data.read_validation: "eval-interval eval-iters",
+        }
+    ),
+    "grad-reduce-in-bf16": Change(
+        "training.accumulation", lambda _: "fp32", "here in fp32, which is more exact"
+    ),
+    "tensorboard-dir": Change("monitor.tensorboard", lambda _: True, "written to run.folder/tensorboard"),
+    "exit-duration-in-mins": Take("training.stop_after", lambda value: f"{whole(value)}m"),
+    "seed": Change(
+        "run.seed", whole, "the same order of samples; initial weights and dropout are other random numbers"
+    ),
+}
+"""Argument of Megatron-LM or Megatron-DeepSpeed, without its hyphens -> its rule."""
 
 
 def with_prefixes(keys: Mapping[str, Any]) -> dict[str, KeyRule]:
-    """Return the rules of RULES and those of keys that begin as IDLE_PREFIXES says."""
+    """Return the rules of RULES and those of keys that begin with one of PREFIXES."""
     rules = dict(RULES)
     for key in keys:
-        prefix = next((start for start in IDLE_PREFIXES if key.startswith(start)), None)
+        prefix = next((start for start in PREFIXES if key.startswith(start)), None)
         if key not in rules and prefix is not None:
-            rules[key] = NoEffect(IDLE_PREFIXES[prefix])
+            rules[key] = PREFIXES[prefix]
     return rules
 
 

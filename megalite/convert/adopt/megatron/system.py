@@ -30,7 +30,7 @@ from megalite.convert.adopt.shell.expand import (
 )
 from megalite.convert.adopt.shell.script import ScriptText, ShellCommand, read_script
 from megalite.convert.adopt.shell.tokens import ShellSyntax, tokens
-from megalite.convert.adopt.sources import Source, System, read_source
+from megalite.convert.adopt.sources import Source, read_source
 from megalite.errors import ConfigError, Problem
 
 _FLAG = re.compile(r"--[A-Za-z][\w-]*")
@@ -72,14 +72,19 @@ _OTHER_MODELS = (
 )
 
 
-def _matches(source: Source) -> bool:
+NAME = "Megatron-LM and Megatron-DeepSpeed"
+
+
+def matches(source: Source) -> bool:
+    """Return whether a file is a script with arguments of Megatron-LM."""
     if source.suffix in (".json", ".yml", ".yaml", ".toml"):
         return False
     names = {flag[2:].replace("_", "-") for flag in _FLAG.findall(source.text)}
     return len(names.intersection(_SIGNS)) > 1
 
 
-def _read(sources: Sequence[Source]) -> Account:
+def read(sources: Sequence[Source]) -> Account:
+    """Return the account of scripts, with their JSON and hostfile. Raises ConfigError for one that cannot be read."""
     scripts = [source for source in sources if source.suffix != ".json" and not is_hostfile(source)]
     name = " ".join(str(source.path) for source in scripts)
     text = "\n".join(source.text for source in scripts)
@@ -103,9 +108,6 @@ def _read(sources: Sequence[Source]) -> Account:
     answer_defaults(reading)
     set_data_parallel_size(account)
     return account
-
-
-SYSTEM = System("Megatron-LM and Megatron-DeepSpeed", _matches, _read)
 
 
 def _script(text: str, scripts: Sequence[Source], name: str) -> ScriptText:

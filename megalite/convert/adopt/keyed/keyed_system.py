@@ -1,12 +1,13 @@
-"""Files beside a configuration in YAML or JSON: DeepSpeed's JSON, which it names or the user does, and a hostfile."""
+"""A system whose files are mappings (YAML, JSON): the account of them, DeepSpeed's JSON beside them, and a hostfile."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.convert.adopt.account import Account
 from megalite.convert.adopt.deepspeed_json import NAMES, answer_json
-from megalite.convert.adopt.keyed.keyed_file import MAPPINGS, score
+from megalite.convert.adopt.keyed.keyed_file import MAPPINGS, answer_all, complete, read_files, score
 from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.launchers import answer_launcher, is_hostfile
 from megalite.convert.adopt.rules import KeyRule, Reading
@@ -17,7 +18,39 @@ _KEY = "deepspeed"
 
 
 @dataclass(frozen=True)
-class NamedFiles:
+class KeyedSystem:
+    """A program with keys of its own.
+
+    rules: key, with dots within the tables of `blocks` -> its rule. structures: the keys that may be lists or tables.
+    fill: sets the program's defaults. hyphens: whether "a-b" is "a_b".
+    """
+
+    name: str
+    rules: Mapping[str, KeyRule]
+    structures: Collection[str]
+    fill: Callable[[Reading], None]
+    blocks: Collection[str] = ()
+    hyphens: bool = False
+
+    def known_keys(self, source: Source) -> int:
+        """Return how many keys of a file it knows. Raises ConfigError for a file that is no mapping."""
+        return score(source, self.rules, hyphens=self.hyphens)
+
+    def read(self, sources: Sequence[Source]) -> Account:
+        """Return the account of its files. Raises ConfigError for one that cannot be read."""
+        files = _named_files(sources, self.rules)
+        reading, unset = read_files(self.name, files.own, self.blocks)
+        deepspeed = _find_deepspeed(reading, files)
+        reading = answer_all(reading, unset, self.rules, self.structures)
+        if deepspeed is not None:
+            answer_json(reading.account, *deepspeed)
+        answer_launcher(reading.account, [], files.hostfiles)
+        complete(reading, self.fill)
+        return reading.account
+
+
+@dataclass(frozen=True)
+class _NamedFiles:
     """The files that were named, by their kind. own: those of the system itself."""
 
     own: Sequence[Source]
@@ -25,7 +58,7 @@ class NamedFiles:
     hostfiles: Sequence[Source]
 
 
-def named_files(sources: Sequence[Source], rules: Mapping[str, KeyRule]) -> NamedFiles:
+def _named_files(sources: Sequence[Source], rules: Mapping[str, KeyRule]) -> _NamedFiles:
     """Return the files by their kind. rules: of the system. Raises ConfigError for a file of no kind."""
     own: list[Source] = []
     deepspeed: list[Source] = []
@@ -39,10 +72,10 @@ def named_files(sources: Sequence[Source], rules: Mapping[str, KeyRule]) -> Name
         else:
             problem = Problem(str(source.path), "is no YAML, JSON or hostfile", "leave it out")
             raise ConfigError([problem], "megalite adopt")
-    return NamedFiles(own, deepspeed, hostfiles)
+    return _NamedFiles(own, deepspeed, hostfiles)
 
 
-def find_deepspeed(reading: Reading, files: NamedFiles) -> tuple[Mapping[str, Any], str] | None:
+def _find_deepspeed(reading: Reading, files: _NamedFiles) -> tuple[Mapping[str, Any], str] | None:
     """Return DeepSpeed's keys and the name of their file, and answer the key that names it; None without one."""
     value = reading.get(_KEY)
     if isinstance(value, Mapping) and value:
@@ -60,12 +93,3 @@ def find_deepspeed(reading: Reading, files: NamedFiles) -> tuple[Mapping[str, An
         return None
     reading.take(_KEY, {}, "its keys are answered one by one")
     return read_mapping(place), place.path.name
-
-
-def answer_companions(
-    reading: Reading, files: NamedFiles, found: tuple[Mapping[str, Any], str] | None
-) -> None:
-    """Answer the keys of DeepSpeed's JSON and the hostfile, after those of the system."""
-    if found is not None:
-        answer_json(reading.account, *found)
-    answer_launcher(reading.account, [], files.hostfiles)
