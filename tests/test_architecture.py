@@ -128,7 +128,7 @@ OWNERS = {
     "torch.distributed": ("parallel/",),
     "torch.distributed.checkpoint": ("checkpoint/",),
     "deepspeed": tuple(f"train/optimizer/deepspeed{part}.py" for part in ("", "_gather", "_ops")),
-    "pickle": ("convert/plain_pickle.py",),  # its unpickler knows listed opcodes and stand-ins only
+    "pickle": ("convert/foreign/plain_pickle.py",),  # its unpickler knows listed opcodes and stand-ins only
     "marshal": (),
     "shelve": (),
     "dill": (),

@@ -13,13 +13,13 @@ from megalite.checkpoint.manifest import WEIGHT
 from megalite.cli.arguments import add_value
 from megalite.cli.convert_quantise import check_quantise
 from megalite.convert.exported_folder import require_free
-from megalite.convert.formats import ForeignFormat, find_format
-from megalite.convert.new_run import require_new
+from megalite.convert.foreign.formats import ForeignFormat, find_format
+from megalite.convert.foreign.new_run import require_new
 from megalite.errors import CheckpointError
 from megalite.monitor.work import working
 
 if TYPE_CHECKING:
-    from megalite.convert.foreign import ForeignCheckpoint
+    from megalite.convert.foreign.checkpoint import ForeignCheckpoint
 
 
 def add_foreign_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def import_found(
     whole: with the optimizer's state, if it has one, else its weights alone.
     """
     require_new(run_folder)  # before the source is opened, which may take long
-    from megalite.convert.foreign import ImportOptions, import_foreign
+    from megalite.convert.foreign.checkpoint import ImportOptions, import_foreign
 
     with working(f"importing {place}"):
         opened = kind.loader().open_checkpoint(place, ImportOptions(options.hf_config, options.vocab_size))

@@ -10,10 +10,10 @@ from megalite.checkpoint.manifest import MANIFEST
 from megalite.cli.convert_foreign import add_foreign_flags, find_foreign, import_found
 from megalite.config.sources.hub import HubName
 from megalite.config.sources.huggingface import notes_of, shape_of_folder
-from megalite.convert.formats import FORMATS, ForeignFormat
+from megalite.convert.foreign.formats import FORMATS, ForeignFormat
+from megalite.convert.foreign.new_run import require_new
+from megalite.convert.foreign.run_file import write_import_run_file
 from megalite.convert.huggingface.files import local_folder
-from megalite.convert.new_run import require_new
-from megalite.convert.run_file import write_import_run_file
 from megalite.convert.trainer.folder import step_without_optimizer
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES

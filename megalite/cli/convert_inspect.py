@@ -9,7 +9,7 @@ from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_checkpoint, require_whole
 from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest
 from megalite.config.sources.peft import ADAPTER_CONFIG, ADAPTER_FILE
-from megalite.convert.formats import find_format
+from megalite.convert.foreign.formats import find_format
 from megalite.convert.huggingface.files import header_of, headers, is_folder_of_weights
 from megalite.convert.huggingface.origin import read_object
 from megalite.convert.huggingface.packed_header import INT8, SCALE, weights_of

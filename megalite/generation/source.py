@@ -18,7 +18,7 @@ from megalite.config.sources.hub import HubName
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.config.sources.peft import ADAPTER_CONFIG, adapter_of_folder
 from megalite.config.sources.quantisation import holds_int8
-from megalite.convert.formats import require_not_foreign
+from megalite.convert.foreign.formats import require_not_foreign
 from megalite.convert.huggingface.files import is_folder_of_weights, local_folder
 from megalite.convert.huggingface.origin import CONFIG, end_ids, find_origin, read_object
 from megalite.convert.peft.base import base_of_adapter, folder_of_base

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest
 from megalite.config.sections.derived import offload_devices
 from megalite.config.sections.schema import RunConfig
-from megalite.convert.formats import require_not_foreign
+from megalite.convert.foreign.formats import require_not_foreign
 from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.control.member import JobEnded
 from megalite.launcher.control.rank_process import RankEnd, run_rank

@@ -221,7 +221,7 @@ def test_an_import_on_a_full_disk_advises_what_it_has_and_leaves_nothing(
         def full(*given: object) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr("megalite.convert.streamed.write_tensor_file", full)
+        monkeypatch.setattr("megalite.convert.foreign.streamed.write_tensor_file", full)
     with pytest.raises(
         CheckpointError, match=r"No space left on device.*; free space there or name a RUN"
     ) as told:

@@ -14,7 +14,7 @@ from megalite.cli import convert
 from megalite.config.sections.training_section import PrecisionSettings
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.deepspeed.training_state import loss_scale
-from megalite.convert.foreign_pickle import load_pickle
+from megalite.convert.foreign.unpickle import load_pickle
 from megalite.convert.huggingface.export import read_family_tensor
 from megalite.data.batches.loader import StepLoader
 from megalite.families.registry import family_tensors, hf_config

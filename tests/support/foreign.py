@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from megalite.convert.foreign import ImportOptions, import_foreign
-from megalite.convert.formats import find_format
+from megalite.convert.foreign.checkpoint import ImportOptions, import_foreign
+from megalite.convert.foreign.formats import find_format
 from megalite.topology.shape import ModelShape
 
 

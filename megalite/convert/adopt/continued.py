@@ -4,7 +4,7 @@ from pathlib import Path
 from shlex import quote
 
 from megalite.convert.adopt.rules import Reading, text
-from megalite.convert.formats import find_format
+from megalite.convert.foreign.formats import find_format
 from megalite.errors import CheckpointError
 
 FOLDER = "run.folder"

@@ -4,8 +4,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.convert.adamw import MOMENTS, number, require_adamw, settings_of
 from megalite.convert.deepspeed.folder import WEIGHTS_ONLY
+from megalite.convert.foreign.adamw import MOMENTS, number, require_adamw, settings_of
 from megalite.errors import CheckpointError
 
 Groups = Sequence[Mapping[str, Any]]

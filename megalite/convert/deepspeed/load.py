@@ -9,10 +9,10 @@ from megalite.convert.deepspeed.adam_settings import precision
 from megalite.convert.deepspeed.engine_states import EngineStates
 from megalite.convert.deepspeed.folder import engine_files
 from megalite.convert.deepspeed.training_state import counters, loss_scale, notes, settings_of_engine
-from megalite.convert.family_states import FamilyStatesReader
-from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
-from megalite.convert.foreign_pickle import require_undamaged
-from megalite.convert.streamed import ImportedRun
+from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.family_states import FamilyStatesReader
+from megalite.convert.foreign.streamed import ImportedRun
+from megalite.convert.foreign.unpickle import require_undamaged
 from megalite.convert.universal.folder import MOMENTS, find_config
 from megalite.errors import CheckpointError, counted
 

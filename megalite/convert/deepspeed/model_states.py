@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megalite.convert.deepspeed.partitions import ParamShapes, param_shapes
 from megalite.convert.deepspeed.rank_states import whole_number
-from megalite.convert.foreign_pickle import load_pickle
+from megalite.convert.foreign.unpickle import load_pickle
 from megalite.errors import CheckpointError
 
 

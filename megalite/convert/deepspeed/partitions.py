@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.convert.adamw import common_step
 from megalite.convert.deepspeed.rank_states import FP32, read_rank, whole_number
+from megalite.convert.foreign.adamw import common_step
 from megalite.errors import CheckpointError
 
 ParamShapes = Sequence[Mapping[str, tuple[int, ...]]]

@@ -11,7 +11,7 @@ from megalite.checkpoint.region_reader import TYPES
 from megalite.convert.deepspeed.neox_settings import read_settings
 from megalite.convert.deepspeed.pipeline_folder import PipelineFolder
 from megalite.convert.deepspeed.pipeline_names import is_ignored
-from megalite.convert.foreign_pickle import Foreign, load_pickle
+from megalite.convert.foreign.unpickle import Foreign, load_pickle
 from megalite.convert.megatron.arguments import Arguments
 from megalite.errors import CheckpointError
 

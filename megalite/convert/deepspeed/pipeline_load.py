@@ -9,7 +9,6 @@ import torch
 
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.sources.huggingface import shape_of_folder
-from megalite.convert.adamw import MOMENTS
 from megalite.convert.deepspeed import neox_settings
 from megalite.convert.deepspeed.megatron_deepspeed import DIALECT, megatron_deepspeed_shape
 from megalite.convert.deepspeed.neox_settings import DOWN_NAMES, Sizes, neox_dialect, neox_shape
@@ -18,10 +17,11 @@ from megalite.convert.deepspeed.pipeline_folder import PipelineFolder, open_pipe
 from megalite.convert.deepspeed.pipeline_names import Dialect
 from megalite.convert.deepspeed.pipeline_reader import Layers, PipelineReader, open_reader, survey
 from megalite.convert.deepspeed.pipeline_states import PipelineStates
-from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
-from megalite.convert.foreign_pickle import require_undamaged
+from megalite.convert.foreign.adamw import MOMENTS
+from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.streamed import ImportedRun
+from megalite.convert.foreign.unpickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST as MEGATRON_NAMES
-from megalite.convert.streamed import ImportedRun
 from megalite.errors import CheckpointError, counted, listed
 from megalite.topology.shape import ModelShape
 

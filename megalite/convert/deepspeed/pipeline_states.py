@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
-from megalite.convert.adamw import MOMENTS
 from megalite.convert.deepspeed.adam_settings import require_adam, settings
 from megalite.convert.deepspeed.engine_states import TrainedStates
 from megalite.convert.deepspeed.model_states import ModelStates
@@ -17,6 +16,7 @@ from megalite.convert.deepspeed.pipeline_folder import PipelineFolder
 from megalite.convert.deepspeed.rank_states import FP32
 from megalite.convert.deepspeed.training_state import loss_scale
 from megalite.convert.deepspeed.unpartitioned import UnpartitionedOptimizer
+from megalite.convert.foreign.adamw import MOMENTS
 from megalite.errors import CheckpointError
 
 _TIED = "tied_modules."

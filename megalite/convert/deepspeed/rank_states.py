@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.convert.foreign_pickle import Foreign, load_pickle
+from megalite.convert.foreign.unpickle import Foreign, load_pickle
 from megalite.errors import CheckpointError
 
 FP32 = "fp32"

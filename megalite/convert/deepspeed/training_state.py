@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megalite.convert.adamw import group_notes, number
 from megalite.convert.deepspeed.adam_settings import settings
 from megalite.convert.deepspeed.engine_states import EngineStates
 from megalite.convert.deepspeed.rank_states import whole_number
-from megalite.convert.foreign_pickle import Foreign
+from megalite.convert.foreign.adamw import group_notes, number
+from megalite.convert.foreign.unpickle import Foreign
 from megalite.convert.universal.folder import WEIGHTS
 from megalite.errors import listed
 

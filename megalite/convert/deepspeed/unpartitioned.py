@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.convert.adamw import common_step
 from megalite.convert.deepspeed.model_states import ModelStates
 from megalite.convert.deepspeed.rank_states import whole_number
+from megalite.convert.foreign.adamw import common_step
 from megalite.convert.universal.folder import WEIGHTS
 from megalite.errors import CheckpointError
 

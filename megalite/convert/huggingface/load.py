@@ -10,13 +10,13 @@ from torch import Tensor
 from megalite.checkpoint.region_reader import TYPES, RegionReader
 from megalite.checkpoint.weights import BLOCK_ELEMENTS, INT8_SCALE, WeightReader, require_no_others
 from megalite.convert.finite import require_finite
+from megalite.convert.foreign.new_run import new_run
+from megalite.convert.foreign.streamed import ImportedRun, write_streamed
 from megalite.convert.huggingface.files import headers
 from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.huggingface.origin import CONFIG, keep_origin
 from megalite.convert.huggingface.packed import is_packed, scale_of, unpacked
 from megalite.convert.huggingface.packed_header import SCALE, weights_of
-from megalite.convert.new_run import new_run
-from megalite.convert.streamed import ImportedRun, write_streamed
 from megalite.data.tokenizers.tokenizer import copy_tokenizer, special_token
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors

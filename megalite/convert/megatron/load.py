@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
-from megalite.convert.foreign_pickle import require_undamaged
+from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.streamed import ImportedRun
+from megalite.convert.foreign.unpickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST, not_built
 from megalite.convert.megatron.folder import DISTRIBUTED_OPTIMIZER, find_megatron_folder, find_sharded_folder
 from megalite.convert.megatron.rank_files import open_megatron, open_rank
 from megalite.convert.megatron.sharded import describe_sharded, open_sharded
 from megalite.convert.megatron.trained_ranks import open_trained
 from megalite.convert.megatron.training_state import precision, trained_run, training_notes
-from megalite.convert.streamed import ImportedRun
 from megalite.errors import counted
 
 

@@ -12,7 +12,7 @@ from megalite.checkpoint.region_reader import TYPES
 from megalite.checkpoint.regions import index_in
 from megalite.checkpoint.weights import WeightReader
 from megalite.convert.finite import require_finite
-from megalite.convert.foreign_pickle import Foreign, load_pickle
+from megalite.convert.foreign.unpickle import Foreign, load_pickle
 from megalite.convert.megatron.arguments import Arguments, megatron_shape, true_vocab_size
 from megalite.convert.megatron.folder import MegatronFolder, find_megatron_folder
 from megalite.convert.megatron.names import (

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.convert.foreign_pickle import load_pickle
+from megalite.convert.foreign.unpickle import load_pickle
 from megalite.convert.megatron.arguments import Arguments
 from megalite.convert.megatron.buffers import BufferedParameter, bucket_sizes, fill_buckets
 from megalite.convert.megatron.training_state import (

@@ -12,8 +12,9 @@ from megalite.checkpoint.region_reader import TYPES
 from megalite.checkpoint.regions import full_slice, index_in
 from megalite.checkpoint.weights import WeightReader, require_no_others
 from megalite.convert.finite import require_finite
-from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
-from megalite.convert.foreign_pickle import load_pickle, require_undamaged
+from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.streamed import ImportedRun
+from megalite.convert.foreign.unpickle import load_pickle, require_undamaged
 from megalite.convert.megatron.arguments import (
     OF_INTEREST,
     Arguments,
@@ -33,7 +34,6 @@ from megalite.convert.megatron.training_state import (
     trained_run,
     training_notes,
 )
-from megalite.convert.streamed import ImportedRun
 from megalite.convert.torch_dcp.reader import DcpFolder
 from megalite.errors import CheckpointError
 from megalite.topology.parameters import EMBEDDING, HEAD, Parameter, model_parameters

@@ -8,7 +8,7 @@ from torch import Tensor
 from megalite.checkpoint.regions import full_slice, index_in
 from megalite.checkpoint.weights import WeightReader
 from megalite.convert.finite import require_finite
-from megalite.convert.foreign_pickle import require_undamaged
+from megalite.convert.foreign.unpickle import require_undamaged
 from megalite.convert.megatron.folder import DISTRIBUTED_OPTIMIZER
 from megalite.convert.megatron.rank_files import MegatronReader, RankFile
 from megalite.convert.megatron.rank_states import RankParameters, SavedRankStates, open_states

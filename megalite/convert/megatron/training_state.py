@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.convert.adamw import number
+from megalite.convert.foreign.adamw import number
+from megalite.convert.foreign.streamed import ImportedRun
 from megalite.convert.megatron.arguments import Arguments
-from megalite.convert.streamed import ImportedRun
 from megalite.errors import CheckpointError
 from megalite.topology.shape import ModelShape
 from megalite.topology.state import WEIGHT

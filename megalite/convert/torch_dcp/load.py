@@ -13,15 +13,23 @@ from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.weights import require_no_others
 from megalite.config.sources.huggingface import shape_of_folder
-from megalite.convert.adamw import MOMENTS, STEP, common_step, group_notes, number, require_adamw, settings_of
-from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.adamw import (
+    MOMENTS,
+    STEP,
+    common_step,
+    group_notes,
+    number,
+    require_adamw,
+    settings_of,
+)
+from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.streamed import ImportedRun
+from megalite.convert.foreign.whole_tensors import WholeTensorReader
 from megalite.convert.huggingface.load import BUFFERS
-from megalite.convert.streamed import ImportedRun
 from megalite.convert.torch_dcp.folder import find_config, optimizer_folder
 from megalite.convert.torch_dcp.metadata import StoredTensor
 from megalite.convert.torch_dcp.names import StoredNames, find_names, is_titan
 from megalite.convert.torch_dcp.reader import DcpFolder
-from megalite.convert.whole_tensors import WholeTensorReader
 from megalite.errors import CheckpointError, counted
 from megalite.families.registry import family_tensors
 from megalite.families.tensors import FamilyTensor

@@ -12,8 +12,8 @@ from typing import Any, TypeGuard
 import torch
 
 from megalite.checkpoint.regions import contains, intersection
-from megalite.convert.foreign_pickle import Foreign
-from megalite.convert.plain_pickle import load_plain_pickle, stand_ins
+from megalite.convert.foreign.plain_pickle import load_plain_pickle, stand_ins
+from megalite.convert.foreign.unpickle import Foreign
 from megalite.convert.torch_dcp.folder import METADATA
 from megalite.errors import CheckpointError, listed
 from megalite.topology.sharding import TensorSlice

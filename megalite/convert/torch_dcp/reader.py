@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.regions import contains, index_in, intersection
-from megalite.convert.foreign_pickle import load_pickled_bytes
+from megalite.convert.foreign.unpickle import load_pickled_bytes
 from megalite.convert.torch_dcp.metadata import (
     DcpMetadata,
     FileRange,

@@ -11,13 +11,22 @@ from megalite.checkpoint.tensor_header import HeaderEntry
 from megalite.checkpoint.weights import WeightReader
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.config.sources.peft import ADAPTER_FILE
-from megalite.convert.adamw import MOMENTS, STEP, common_step, group_notes, number, require_adamw, settings_of
-from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
-from megalite.convert.foreign_pickle import Foreign, load_pickle, require_undamaged
+from megalite.convert.foreign.adamw import (
+    MOMENTS,
+    STEP,
+    common_step,
+    group_notes,
+    number,
+    require_adamw,
+    settings_of,
+)
+from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.streamed import ImportedRun
+from megalite.convert.foreign.unpickle import Foreign, load_pickle, require_undamaged
+from megalite.convert.foreign.whole_tensors import WholeTensorReader
 from megalite.convert.huggingface.files import header_of, headers
 from megalite.convert.huggingface.load import HuggingFaceReader
 from megalite.convert.huggingface.origin import read_object
-from megalite.convert.streamed import ImportedRun
 from megalite.convert.trainer.folder import (
     ARGUMENTS,
     SCALER,
@@ -27,7 +36,6 @@ from megalite.convert.trainer.folder import (
     process_count,
 )
 from megalite.convert.trainer.parameters import match_parameters
-from megalite.convert.whole_tensors import WholeTensorReader
 from megalite.errors import CheckpointError, counted
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.families.tensors import FamilyTensor

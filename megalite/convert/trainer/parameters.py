@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.convert.adamw import MOMENTS, STEP
+from megalite.convert.foreign.adamw import MOMENTS, STEP
 from megalite.errors import CheckpointError, listed
 from megalite.families.tensors import FamilyTensor
 

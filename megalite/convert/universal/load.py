@@ -10,13 +10,13 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.sources.huggingface import shape_of_folder
-from megalite.convert.adamw import common_step
 from megalite.convert.deepspeed.adam_settings import precision, require_adam, settings
 from megalite.convert.deepspeed.folder import LATEST
-from megalite.convert.family_states import FamilyStatesReader
-from megalite.convert.foreign import ForeignCheckpoint, ImportOptions
-from megalite.convert.foreign_pickle import load_pickle, require_undamaged
-from megalite.convert.streamed import ImportedRun
+from megalite.convert.foreign.adamw import common_step
+from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.family_states import FamilyStatesReader
+from megalite.convert.foreign.streamed import ImportedRun
+from megalite.convert.foreign.unpickle import load_pickle, require_undamaged
 from megalite.convert.universal.folder import (
     LATEST_UNIVERSAL,
     MODEL_STATES,

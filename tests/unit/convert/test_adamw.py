@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.convert.adamw import number
+from megalite.convert.foreign.adamw import number
 
 
 @pytest.mark.parametrize(

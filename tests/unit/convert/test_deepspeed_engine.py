@@ -13,8 +13,8 @@ import torch
 
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.cli import convert
-from megalite.convert.foreign import ImportOptions
-from megalite.convert.formats import find_format
+from megalite.convert.foreign.checkpoint import ImportOptions
+from megalite.convert.foreign.formats import find_format
 from megalite.convert.huggingface.export import read_family_tensor
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config

@@ -21,7 +21,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.convert.foreign_pickle import Foreign, load_pickle, require_undamaged
+from megalite.convert.foreign.unpickle import Foreign, load_pickle, require_undamaged
 from megalite.errors import CheckpointError
 
 

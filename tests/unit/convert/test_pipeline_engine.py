@@ -15,7 +15,7 @@ from torch import Tensor
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
 from megalite.cli import convert
-from megalite.convert.formats import find_format
+from megalite.convert.foreign.formats import find_format
 from megalite.errors import CheckpointError
 from megalite.families.registry import hf_config
 from megalite.topology.parameters import canonical_tensors

@@ -16,9 +16,9 @@ from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.weights import WeightReader
 from megalite.cli import convert
 from megalite.config.load import load_run
-from megalite.convert.adamw import MOMENTS
-from megalite.convert.run_file import write_import_run_file
-from megalite.convert.streamed import ImportedRun, write_streamed
+from megalite.convert.foreign.adamw import MOMENTS
+from megalite.convert.foreign.run_file import write_import_run_file
+from megalite.convert.foreign.streamed import ImportedRun, write_streamed
 from megalite.families.registry import hf_config
 from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.sharding import TensorSlice

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.cli import convert
-from megalite.convert.formats import find_format
+from megalite.convert.foreign.formats import find_format
 from megalite.convert.trainer.parameters import parameters_in_order, possible_groups
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config

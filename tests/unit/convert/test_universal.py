@@ -18,7 +18,7 @@ from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.weights import WeightReader
 from megalite.cli import convert
-from megalite.convert.streamed import ImportedRun, write_streamed
+from megalite.convert.foreign.streamed import ImportedRun, write_streamed
 from megalite.convert.universal.export import export_universal
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
@@ -350,7 +350,7 @@ def test_an_import_on_a_full_disk_leaves_nothing(
     hf_config.mkdir()
     shutil.copy(next(left.rglob("config.json")), hf_config)
     tiny_tokenizer(hf_config)
-    monkeypatch.setattr("megalite.convert.streamed.write_tensor_file", full)
+    monkeypatch.setattr("megalite.convert.foreign.streamed.write_tensor_file", full)
     with pytest.raises(CheckpointError, match="No space left on device"):
         convert.run(["import", str(left), str(tmp_path / "runs" / "run"), "--hf-config", str(hf_config)])
     assert [each.name for each in tmp_path.iterdir()] == ["model"]

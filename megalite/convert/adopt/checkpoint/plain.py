@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megalite.convert.foreign_pickle import Foreign, load_pickle
+from megalite.convert.foreign.unpickle import Foreign, load_pickle
 from megalite.errors import CheckpointError
 
 NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")

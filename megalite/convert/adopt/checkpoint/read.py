@@ -18,7 +18,7 @@ from megalite.convert.deepspeed.folder import engine_files
 from megalite.convert.deepspeed.neox_settings import CONFIGS
 from megalite.convert.deepspeed.pipeline_folder import open_pipeline_folder
 from megalite.convert.deepspeed.pipeline_reader import survey
-from megalite.convert.foreign_pickle import Foreign, load_pickle
+from megalite.convert.foreign.unpickle import Foreign, load_pickle
 from megalite.convert.huggingface.origin import read_object
 from megalite.convert.megatron.arguments import Arguments, true_vocab_size
 from megalite.convert.megatron.folder import COMMON, find_megatron_folder, find_sharded_folder

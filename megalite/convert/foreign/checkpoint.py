@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Protocol
 
 from megalite.checkpoint.weights import WeightReader
+from megalite.convert.foreign.new_run import new_run
+from megalite.convert.foreign.streamed import ImportedRun, write_streamed
 from megalite.convert.huggingface.load import take_tokenizer
 from megalite.convert.huggingface.origin import CONFIG, keep_origin
-from megalite.convert.new_run import new_run
-from megalite.convert.streamed import ImportedRun, write_streamed
 
 
 @dataclass(frozen=True)

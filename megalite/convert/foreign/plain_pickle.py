@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from megalite.convert.foreign_pickle import Foreign
+from megalite.convert.foreign.unpickle import Foreign
 from megalite.errors import CheckpointError
 
 MOST_BYTES = 1 << 30

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megalite.checkpoint.manifest import WEIGHT
 from megalite.checkpoint.weights import require_no_others
+from megalite.convert.foreign.whole_tensors import WholeTensorReader
 from megalite.convert.huggingface.load import BUFFERS
 from megalite.convert.universal.folder import MOMENTS, WEIGHTS
-from megalite.convert.whole_tensors import WholeTensorReader
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.families.tensors import FamilyTensor

@@ -16,7 +16,7 @@ from megalite.convert.universal.folder import find_universal
 from megalite.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from megalite.convert.foreign import Loader
+    from megalite.convert.foreign.checkpoint import Loader
 
 
 @dataclass(frozen=True)
