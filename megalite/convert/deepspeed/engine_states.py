@@ -66,6 +66,8 @@ class EngineStates:
         """Raises CheckpointError for files that are missing, damaged or of different runs, and another optimizer."""
         self.place = files.place
         self.models = [ModelStates.open(path) for path in files.model]
+        for model in self.models:
+            model.require_module()
         self.model = self.models[0]
         self.trained: TrainedStates = (
             OptimizerPartitions(files.optimizer, self.model.shapes)

@@ -9,13 +9,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.convert.universal.folder import named_by
+from megalite.convert.foreign.places import latest_step, named_by
 from megalite.errors import CheckpointError, listed
 
 LATEST = "latest"
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_STEP = re.compile(r"checkpoint-(\d{1,15})", re.ASCII)
 _PIPELINE = "layer_*-model*_states.pt"
 _EXPERTS = ("*expert_*_model_states.pt", "expp_rank_*_optim_states.pt")
 WEIGHTS_ONLY = (
@@ -47,9 +46,9 @@ def find_engine(folder: Path) -> Path | None:
     tag = named_by(folder / LATEST)
     if tag is not None and _has_model_states(folder / tag):
         return _supported(folder / tag)
-    inside = {int(match[1]): path for path in folder.glob("*/") if (match := _STEP.fullmatch(path.name))}
-    if inside and not (folder / "config.json").is_file():
-        return find_engine(inside[max(inside)])
+    latest = latest_step(folder)
+    if latest is not None and not (folder / "config.json").is_file():
+        return find_engine(latest)
     tags = sorted(path.name for path in folder.glob("*/") if _has_model_states(path))
     if not tags:
         return None

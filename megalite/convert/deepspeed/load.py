@@ -11,9 +11,11 @@ from megalite.convert.deepspeed.folder import engine_files
 from megalite.convert.deepspeed.training_state import counters, loss_scale, notes, settings_of_engine
 from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign.family_states import FamilyStatesReader
+from megalite.convert.foreign.inspect import tensor_lines
+from megalite.convert.foreign.places import find_config
 from megalite.convert.foreign.streamed import ImportedRun
 from megalite.convert.foreign.unpickle import require_undamaged
-from megalite.convert.universal.folder import MOMENTS, find_config
+from megalite.convert.universal.folder import MOMENTS
 from megalite.errors import CheckpointError, counted
 
 
@@ -61,8 +63,5 @@ def describe(place: Path) -> Iterator[str]:
         yield f"  optimizer.{name} = {value}"
     for name, value in loss_scale(states.trained.table).items():
         yield f"  {name} = {value}"
-    width = max(map(len, states.names), default=0)
-    for name in states.names:
-        by = " x ".join(map(str, states.size(name, WEIGHT)))
-        has = "frozen" if name in states.frozen else "fp32, exp_avg, exp_avg_sq"
-        yield f"  {name:<{width}}  {by:>16}  {has}"
+    has = {name: "frozen" if name in states.frozen else "fp32, exp_avg, exp_avg_sq" for name in states.names}
+    yield from tensor_lines({name: (states.size(name, WEIGHT), said) for name, said in has.items()})

@@ -26,13 +26,18 @@ class ModelStates:
 
     @classmethod
     def open(cls, path: Path) -> "ModelStates":
-        """Raises CheckpointError for a file that is damaged, or without `module`."""
+        """Raises CheckpointError for a file that is damaged, or of another kind."""
         content = load_pickle(path)
-        if not isinstance(content, Mapping) or not isinstance(content.get("module"), Mapping):
-            raise CheckpointError(
-                f"{path} lacks module, the weights that DeepSpeed's engine saves; save the checkpoint again"
-            )
+        if not isinstance(content, Mapping):
+            raise CheckpointError(f"{path} holds no dict, so it is no model_states of DeepSpeed's engine")
         return cls(path, content)
+
+    def require_module(self) -> None:
+        """Raise CheckpointError for a file without weights, such as the pipeline engine writes."""
+        if not isinstance(self.table.get("module"), Mapping):
+            raise CheckpointError(
+                f"{self.path} lacks module, the weights that DeepSpeed's engine saves; save the checkpoint again"
+            )
 
     @cached_property
     def module(self) -> dict[str, Tensor]:
@@ -73,11 +78,19 @@ class ModelStates:
         """The run's DeepSpeed JSON."""
         return self._mapping("ds_config")
 
-    def count(self, key: str) -> int:
-        """Return a counter such as global_steps; raises CheckpointError if it is missing."""
-        number = whole_number(self.table.get(key))
+    def count(self, *names: str, default: int | None = None) -> int:
+        """Return the first of the counters that is there, such as global_steps; `default` without any.
+
+        Raises CheckpointError for a counter that is no number, and without a default for a missing one.
+        """
+        name = next((name for name in names if self.table.get(name) is not None), names[0])
+        value = self.table.get(name)
+        number = default if value is None else whole_number(value)
         if number is None or not 0 <= number < 2**53:
-            raise CheckpointError(f"{self.path} has no number in {key}; save the checkpoint again")
+            said = (
+                f" has no number in {name}" if value is None else f": {name} is {value!r}, which is no count"
+            )
+            raise CheckpointError(f"{self.path}{said}; save the checkpoint again")
         return number
 
     def _mapping(self, key: str) -> Mapping[str, Any]:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.convert.deepspeed.rank_states import FP32, read_rank, whole_number
+from megalite.convert.deepspeed.rank_states import read_rank, whole_number
 from megalite.convert.foreign.adamw import common_step
+from megalite.convert.universal.folder import WEIGHTS
 from megalite.errors import CheckpointError
 
 ParamShapes = Sequence[Mapping[str, tuple[int, ...]]]
@@ -103,7 +104,7 @@ class OptimizerPartitions:
         return common_step(steps, self.ranks[0].path.parent)
 
     def read(self, name: str, state: str) -> Tensor:
-        """Return a parameter's values [numel] under a state key: FP32, "exp_avg", ...
+        """Return a parameter's values [numel] under a state key: WEIGHTS, "exp_avg", ...
 
         Raises CheckpointError if a file does not have that state.
         """
@@ -119,7 +120,7 @@ class OptimizerPartitions:
 
     def other_states(self) -> set[str]:
         """Return the state keys beside the weights."""
-        return {state for rank in self.ranks for group in rank.states for state in group} - {FP32}
+        return {state for rank in self.ranks for group in rank.states for state in group} - {WEIGHTS}
 
     def group_of(self, name: str) -> Mapping[str, Any]:
         """Return the hyperparameters of a parameter's group."""
@@ -195,7 +196,7 @@ class OptimizerPartitions:
         """The parameters of a group follow each other through the partitions of all ranks; padding is at the end."""
         for group, members in enumerate(shapes):
             # The first element of each rank in the flat group, and the end.
-            bounds = [0, *accumulate(rank.states[group][FP32].numel() for rank in self.ranks)]
+            bounds = [0, *accumulate(rank.states[group][WEIGHTS].numel() for rank in self.ranks)]
             paddings = self._paddings(group, len(members))
             position = 0
             for (name, shape), padding in zip(members.items(), paddings, strict=True):
@@ -233,7 +234,7 @@ class OptimizerPartitions:
                     yield name, Fragment(rank, group, start, max(0, min(share, numel - rank * share)))
                 start += share
             for rank_states in self.ranks:
-                if (size := rank_states.states[group][FP32].numel()) != start:
+                if (size := rank_states.states[group][WEIGHTS].numel()) != start:
                     raise self._another_size(group, size, start)
 
     def _another_size(self, group: int, stored: int, expected: int) -> CheckpointError:
@@ -261,7 +262,9 @@ class OptimizerPartitions:
                 by_place.setdefault((each.rank, each.group), []).append((each.start, each.numel, name))
         for (rank, group), pieces in by_place.items():
             pieces.sort()
-            size = self.ranks[rank].states[group][FP32].numel() if group < len(self.ranks[rank].states) else 0
+            size = (
+                self.ranks[rank].states[group][WEIGHTS].numel() if group < len(self.ranks[rank].states) else 0
+            )
             follow = [*pieces[1:], (size, 0, "")]
             for (start, numel, name), (after, *_) in zip(pieces, follow, strict=True):
                 if not 0 <= start <= start + numel <= after:

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalite.convert.deepspeed.folder import LATEST
 from megalite.errors import CheckpointError
 
-LATEST = "latest"
 _LAYER = re.compile(r"layer_(\d{2,5})(?:-model_(\d{2,5}))?-model_states\.pt", re.ASCII)
 _STATE = re.compile(r"mp_rank_(\d{2,6})_model_states\.pt", re.ASCII)
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{2,6})_optim_states\.pt", re.ASCII)

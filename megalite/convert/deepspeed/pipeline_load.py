@@ -11,14 +11,16 @@ from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.deepspeed import neox_settings
 from megalite.convert.deepspeed.megatron_deepspeed import DIALECT, megatron_deepspeed_shape
+from megalite.convert.deepspeed.model_states import ModelStates
 from megalite.convert.deepspeed.neox_settings import DOWN_NAMES, Sizes, neox_dialect, neox_shape
-from megalite.convert.deepspeed.pipeline_files import EngineState, arguments_of, open_state
+from megalite.convert.deepspeed.pipeline_files import arguments_of
 from megalite.convert.deepspeed.pipeline_folder import PipelineFolder, open_pipeline_folder
 from megalite.convert.deepspeed.pipeline_names import Dialect
 from megalite.convert.deepspeed.pipeline_reader import Layers, PipelineReader, open_reader, survey
 from megalite.convert.deepspeed.pipeline_states import PipelineStates
-from megalite.convert.foreign.adamw import MOMENTS
+from megalite.convert.foreign.adamw import MOMENTS, trained_with
 from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.inspect import tensor_lines
 from megalite.convert.foreign.streamed import ImportedRun
 from megalite.convert.foreign.unpickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST as MEGATRON_NAMES
@@ -38,25 +40,23 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
     for path in folder.files:
         require_undamaged(path)
     reader.notes.extend(_notes(layers, shape, dialect))
-    state = open_state(folder.states[0]) if folder.states else EngineState(place, {})
-    step = state.count("iteration", "global_steps")
+    state = ModelStates.open(folder.states[0]) if folder.states else ModelStates(place, {})
+    step = state.count("iteration", "global_steps", default=0)
     states = _open_states(folder, reader)
     if states is None:
         run = ImportedRun(shape, {"model": {"weights": str(place)}}, reader.dtype)
         return ForeignCheckpoint(run, reader, step, options.hf_config, reader.notes)
     _check_sizes(reader, states)
     reader.states = states.read
-    counters = {"step": step, "samples": state.count("global_samples"), "tokens": 0}
+    counters = {"step": step, "samples": state.count("global_samples", default=0), "tokens": 0}
     run = ImportedRun(
         shape,
         {"optimizer": {"name": "adamw", **states.settings}},
         state_keys=(WEIGHT, *MOMENTS),
-        trainer_state={**counters, "skipped_steps": state.count("skipped_steps")},
+        trainer_state={**counters, "skipped_steps": state.count("skipped_steps", default=0)},
         optimizer=states.scalars,
     )
-    if known := states.settings:
-        shown = ", ".join(f"optimizer.{name} = {value}" for name, value in known.items())
-        reader.notes.append(f"trained with {shown}")
+    reader.notes.extend(trained_with(states.settings))
     precision = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}.get(reader.dtype)
     return ForeignCheckpoint(run, reader, step, options.hf_config, reader.notes, precision)
 
@@ -157,8 +157,12 @@ def describe(place: Path) -> Iterator[str]:
     if folder.optimizers:
         layout += f" x data {len(folder.optimizers[0])}"
     yield f"{place}: a checkpoint of DeepSpeed's pipeline engine of {layout}, with the names of {program}"
-    state = open_state(folder.states[0]) if folder.states else EngineState(place, {})
-    yield f"  step {state.count('iteration', 'global_steps'):,}, {state.count('global_samples'):,} sequences"
+    state = ModelStates.open(folder.states[0]) if folder.states else ModelStates(place, {})
+    step, samples = (
+        state.count("iteration", "global_steps", default=0),
+        state.count("global_samples", default=0),
+    )
+    yield f"  step {step:,}, {samples:,} sequences"
     size_bytes = sum(path.stat().st_size for path in folder.files)
     yield f"  {size_bytes:,} bytes in {counted(len(folder.files), 'file')}"
     table, interesting = arguments.table, MEGATRON_NAMES if is_megatron else neox_settings.OF_INTEREST
@@ -167,7 +171,4 @@ def describe(place: Path) -> Iterator[str]:
         yield f"  not supported: {', '.join(foreign)}"
     for layer, entries in sorted(layers.entries.items()):
         yield f"layer {layer}: {len(entries)} tensors, as model rank 0 has them"
-        width = max(map(len, entries), default=0)
-        for name, (shape, dtype) in entries.items():
-            size = " x ".join(map(str, shape))
-            yield f"  {name:<{width}}  {size:>16}  {str(dtype).removeprefix('torch.')}"
+        yield from tensor_lines(entries)

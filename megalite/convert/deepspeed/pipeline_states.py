@@ -10,13 +10,13 @@ from megalite.checkpoint.manifest import WEIGHT
 from megalite.convert.deepspeed.adam_settings import require_adam, settings
 from megalite.convert.deepspeed.engine_states import TrainedStates
 from megalite.convert.deepspeed.model_states import ModelStates
-from megalite.convert.deepspeed.partitions import OptimizerPartitions, param_shapes
-from megalite.convert.deepspeed.pipeline_files import EngineState, open_layer, open_state
+from megalite.convert.deepspeed.partitions import OptimizerPartitions
+from megalite.convert.deepspeed.pipeline_files import open_layer
 from megalite.convert.deepspeed.pipeline_folder import PipelineFolder
-from megalite.convert.deepspeed.rank_states import FP32
 from megalite.convert.deepspeed.training_state import loss_scale
 from megalite.convert.deepspeed.unpartitioned import UnpartitionedOptimizer
 from megalite.convert.foreign.adamw import MOMENTS
+from megalite.convert.universal.folder import WEIGHTS
 from megalite.errors import CheckpointError
 
 _TIED = "tied_modules."
@@ -28,7 +28,7 @@ class PipelineStates:
     def __init__(self, folder: PipelineFolder):
         """Open the files of all ranks. Raises CheckpointError for files that do not belong together."""
         self.folder = folder
-        self._config = open_state(folder.states[0]).content.get("ds_config") if folder.states else None
+        self._config = ModelStates.open(folder.states[0]).settings if folder.states else None
         open_stages = _partitioned if folder.optimizers else _unpartitioned
         self._stages: list[TrainedStates] = [*open_stages(folder)]
         for path, stage in zip(folder.states, self._stages, strict=True):
@@ -53,7 +53,7 @@ class PipelineStates:
         """Return a rank's tensor, flat or not. state_key: WEIGHT for the fp32 masters, or a moment."""
         stage, stored = self._find(layer, rank, name)
         # The masters are saved as parameters, which ask for gradients.
-        return stage.read(stored, FP32 if state_key == WEIGHT else state_key).detach()
+        return stage.read(stored, WEIGHTS if state_key == WEIGHT else state_key).detach()
 
     def _find(self, layer: int, rank: int, name: str) -> tuple[TrainedStates, str]:
         """Return the first stage that has a tensor, and its name there: a tied layer has no index, but a key."""
@@ -84,7 +84,7 @@ class PipelineStates:
 
 def _partitioned(folder: PipelineFolder) -> Iterator[OptimizerPartitions]:
     for (_, files), path in zip(sorted(folder.optimizers.items()), folder.states, strict=True):
-        yield OptimizerPartitions(files, param_shapes(open_state(path).content, path))
+        yield OptimizerPartitions(files, ModelStates.open(path).shapes)
 
 
 def _unpartitioned(folder: PipelineFolder) -> Iterator[UnpartitionedOptimizer]:
@@ -92,7 +92,7 @@ def _unpartitioned(folder: PipelineFolder) -> Iterator[UnpartitionedOptimizer]:
     firsts = [0] * folder.model_ranks  # the next layer of each model rank that is of no stage yet
     layers = sorted(folder.layers)
     for index, path in enumerate(folder.states):
-        state, rank = open_state(path), index % folder.model_ranks
+        state, rank = ModelStates.open(path), index % folder.model_ranks
         elements, last = _elements(state), index >= len(folder.states) - folder.model_ranks
         module: dict[str, Tensor] = {}
         while firsts[rank] < len(layers) and _total(module.values()) < elements:
@@ -107,7 +107,7 @@ def _unpartitioned(folder: PipelineFolder) -> Iterator[UnpartitionedOptimizer]:
                 f"{path} has the optimizer state of {elements:,} elements under ZeRO 0, which are not those of whole"
                 " layers; save the checkpoint with ZeRO 1, which names its parameters"
             )
-        yield UnpartitionedOptimizer(ModelStates(path, {**state.content, "module": module}))
+        yield UnpartitionedOptimizer(ModelStates(path, {**state.table, "module": module}))
 
 
 def _layer(folder: PipelineFolder, layer: int, rank: int) -> Iterator[tuple[str, Tensor]]:
@@ -118,9 +118,9 @@ def _total(tensors: Iterable[Tensor]) -> int:
     return sum(values.numel() for values in tensors)
 
 
-def _elements(state: EngineState) -> int:
+def _elements(state: ModelStates) -> int:
     """Return how many elements have a first moment. Raises CheckpointError if the file has no Adam's state."""
-    table = state.content.get("optimizer")
+    table = state.table.get("optimizer")
     table = table if isinstance(table, Mapping) else {}
     base = table.get("optimizer_state_dict", table)
     states = base.get("state") if isinstance(base, Mapping) else None

@@ -11,10 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from megalite.convert.foreign.unpickle import Foreign, load_pickle
+from megalite.convert.universal.folder import WEIGHTS
 from megalite.errors import CheckpointError
-
-FP32 = "fp32"
-"""The state key of the master weights."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,7 @@ class RankStates:
     """A file's content.
 
     stage: of ZeRO; 1 for BF16_Optimizer too. partition_count: the ranks that share the parameters, None if not said.
-    states: the flat tensors of each parameter group, or ZeRO 3 sub-group, by state key, FP32 among them. steps: the
+    states: the flat tensors of each parameter group, or ZeRO 3 sub-group, by state key, WEIGHTS among them. steps: the
     updates that the optimizer made of each group. mappings: start and number of elements of each parameter's fragment,
     by group; None with ZeRO 3 and in files of old versions. param_groups: hyperparameters; their "params" are indices
     of `states`. table: the file's `optimizer_state_dict`. settings: its `ds_config`.
@@ -59,7 +57,7 @@ def read_rank(path: Path) -> RankStates:
     groups = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
     if any(group.get("moe") for group in groups) or table.get("ds_zero_partition_groups"):
         raise CheckpointError(f"{path} has the states of experts, which are not supported")
-    tensors = [{FP32: flat.flatten(), **_flat_tensors(states.get(i))} for i, flat in enumerate(flats)]
+    tensors = [{WEIGHTS: flat.flatten(), **_flat_tensors(states.get(i))} for i, flat in enumerate(flats)]
     steps = [*_steps(states, groups, table)]
     settings = content.get("ds_config")
     settings = settings if isinstance(settings, Mapping) else {}

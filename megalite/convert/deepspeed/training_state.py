@@ -6,7 +6,7 @@ from typing import Any
 from megalite.convert.deepspeed.adam_settings import settings
 from megalite.convert.deepspeed.engine_states import EngineStates
 from megalite.convert.deepspeed.rank_states import whole_number
-from megalite.convert.foreign.adamw import group_notes, number
+from megalite.convert.foreign.adamw import group_notes, number, trained_with
 from megalite.convert.foreign.unpickle import Foreign
 from megalite.convert.universal.folder import WEIGHTS
 from megalite.errors import listed
@@ -46,8 +46,7 @@ def settings_of_engine(states: EngineStates) -> dict[str, Any]:
 
 def notes(states: EngineStates) -> Iterator[str]:
     """Yield what a user who goes on with the run here has to know."""
-    if values := settings_of_engine(states):
-        yield f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in values.items())}"
+    yield from trained_with(settings_of_engine(states))
     names = states.trained.names
     vectors = [name for name in names if len(states.size(name, WEIGHTS)) == 1]
     yield from group_notes({name: states.trained.group_of(name) for name in names}, vectors)

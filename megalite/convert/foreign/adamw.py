@@ -41,6 +41,12 @@ def settings_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def trained_with(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the note that says the settings of [optimizer]; nothing without any."""
+    if settings:
+        yield f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in settings.items())}"
+
+
 def group_notes(groups: Mapping[str, Mapping[str, Any]], vectors: Collection[str]) -> Iterator[str]:
     """Yield the learning rates and weight decays that are not those of the settings, nor the default here.
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.inspect import tensor_lines
 from megalite.convert.foreign.streamed import ImportedRun
 from megalite.convert.foreign.unpickle import require_undamaged
 from megalite.convert.megatron.arguments import OF_INTEREST, not_built
@@ -59,7 +60,4 @@ def describe(place: Path) -> Iterator[str]:
         for chunk, entries in enumerate(stage.entries):
             which = f", chunk {chunk}" if chunks > 1 else ""
             yield f"stage {number}{which}: {len(entries)} tensors, as tensor rank 0 has them"
-            width = max(map(len, entries), default=0)
-            for name, (shape, dtype) in entries.items():
-                size = " x ".join(map(str, shape))
-                yield f"  {name:<{width}}  {size:>16}  {str(dtype).removeprefix('torch.')}"
+            yield from tensor_lines(entries)

@@ -13,6 +13,7 @@ from megalite.checkpoint.regions import full_slice, index_in
 from megalite.checkpoint.weights import WeightReader, require_no_others
 from megalite.convert.finite import require_finite
 from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.inspect import tensor_lines
 from megalite.convert.foreign.streamed import ImportedRun
 from megalite.convert.foreign.unpickle import load_pickle, require_undamaged
 from megalite.convert.megatron.arguments import (
@@ -129,10 +130,7 @@ def describe_sharded(path: Path) -> Iterator[str]:
         yield f"  not supported: {', '.join(foreign)}"
     shown = {name: tensor for name, tensor in folder.tensors.items() if is_model_key(name)}
     yield f"{len(shown)} tensors of the model, {len(folder.tensors) - len(shown)} of the optimizer"
-    width = max(map(len, shown), default=0)
-    for name, tensor in shown.items():
-        by = " x ".join(map(str, tensor.shape))
-        yield f"  {name:<{width}}  {by:>16}  {str(tensor.dtype).removeprefix('torch.')}"
+    yield from tensor_lines({name: (tensor.shape, tensor.dtype) for name, tensor in shown.items()})
 
 
 def _common(path: Path) -> tuple[Mapping[str, Any], Arguments, int | None]:

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.convert.foreign.adamw import number
+from megalite.convert.foreign.adamw import MOMENTS, number, trained_with
 from megalite.convert.foreign.streamed import ImportedRun
 from megalite.convert.megatron.arguments import Arguments
 from megalite.errors import CheckpointError
 from megalite.topology.shape import ModelShape
 from megalite.topology.state import WEIGHT
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE_KEYS = (WEIGHT, *MOMENTS)
 REMEDY = (
     "load the checkpoint with Megatron-LM and save it again as torch_dist with --dist-ckpt-optim-fully-reshardable, or"
@@ -46,8 +45,8 @@ def optimizer_scalars(groups: Any, steps: Iterable[Any], scaler: Any, source: Pa
     if not isinstance(groups, list | tuple) or not all(isinstance(group, Mapping) for group in groups):
         raise CheckpointError(f"{source}: its optimizer has no param_groups; fetch it again")
     used = [group for group in groups if group.get("params") != []]
-    counted = {plain_number(step) for step in steps} | {
-        plain_number(group["step"]) for group in used if group.get("step") is not None
+    counted = {number(step) for step in steps} | {
+        number(group["step"]) for group in used if group.get("step") is not None
     }
     if len(counted) != 1 or None in counted:
         raise CheckpointError(
@@ -58,15 +57,6 @@ def optimizer_scalars(groups: Any, steps: Iterable[Any], scaler: Any, source: Pa
     if step is None or not 0 <= step < 2**53:
         raise CheckpointError(f"{source}: {step} is no number of updates; fetch it again")
     return OptimizerScalars(step, used[0] if used else {}, _loss_scale(scaler, source))
-
-
-def plain_number(value: Any) -> float | None:
-    """A number, which may stand in a tensor; None for anything else."""
-    if isinstance(value, int | float | bool) or (
-        isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta
-    ):
-        return float(value)
-    return None
 
 
 def _loss_scale(scaler: Any, source: Path) -> dict[str, float]:
@@ -111,15 +101,15 @@ def precision(arguments: Arguments) -> str:
 def settings_of(arguments: Arguments, scalars: OptimizerScalars) -> dict[str, Any]:
     """Return the settings of [optimizer] that the arguments and the first group say."""
     table, group = arguments.table, scalars.group
-    rate, least = _positive(table.get("lr")), plain_number(table.get("min_lr"))
+    rate, least = _positive(table.get("lr")), number(table.get("min_lr"))
     betas = group.get("betas", (table.get("adam_beta1"), table.get("adam_beta2")))
     settings = {
         "name": "adamw",
         "learning_rate": rate,
         "betas": _numbers(betas),
         "eps": _positive(group.get("eps", table.get("adam_eps"))),
-        "weight_decay": plain_number(table.get("weight_decay", group.get("weight_decay"))),
-        "gradient_clipping": plain_number(table.get("clip_grad")),
+        "weight_decay": number(table.get("weight_decay", group.get("weight_decay"))),
+        "gradient_clipping": number(table.get("clip_grad")),
         "schedule": _SCHEDULES.get(str(table.get("lr_decay_style"))),
         "warmup_steps": _count(table.get("lr_warmup_iters")) or None,
         "decay_steps": _count(table.get("lr_decay_iters")) or None,
@@ -131,7 +121,7 @@ def settings_of(arguments: Arguments, scalars: OptimizerScalars) -> dict[str, An
 def training_notes(shape: ModelShape, arguments: Arguments, scalars: OptimizerScalars) -> Iterator[str]:
     """Yield the settings that a run needs to go on alike, and what would be computed otherwise."""
     settings = settings_of(arguments, scalars)
-    yield f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in settings.items())}"
+    yield from trained_with(settings)
     if arguments.table.get("decoupled_weight_decay") is False and settings.get("weight_decay"):
         yield "its weight decay was a term of the gradient (Adam with L2); adamw here decays the weights themselves"
     rows = _count(arguments.table.get("padded_vocab_size"))
@@ -160,10 +150,10 @@ def _count(value: Any) -> int:
 
 
 def _positive(value: Any) -> float | None:
-    number = plain_number(value)
-    return number if number is not None and 0 < number < float("inf") else None
+    figure = number(value)
+    return figure if figure is not None and figure > 0 else None
 
 
 def _numbers(values: Any) -> Sequence[float] | None:
-    numbers = [plain_number(value) for value in values] if isinstance(values, list | tuple) else []
-    return [number for number in numbers if number is not None] if numbers and None not in numbers else None
+    figures = [number(value) for value in values] if isinstance(values, list | tuple) else []
+    return [figure for figure in figures if figure is not None] if figures and None not in figures else None

@@ -45,9 +45,3 @@ def optimizer_folder(model: Path) -> Path | None:
     match = _ACCELERATE.fullmatch(model.resolve().name)
     beside = model.resolve().parent / f"optimizer{match[1] or ''}" if match else None
     return beside if beside is not None and is_dcp_folder(beside) else None
-
-
-def find_config(place: Path) -> Path | None:
-    """Return the folder with a config.json: the checkpoint's or its parent; None if neither has one."""
-    places = (place, place.resolve().parent)
-    return next((path for path in places if (path / "config.json").is_file()), None)

@@ -21,12 +21,15 @@ from megalite.convert.foreign.adamw import (
     number,
     require_adamw,
     settings_of,
+    trained_with,
 )
 from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
+from megalite.convert.foreign.inspect import tensor_lines
+from megalite.convert.foreign.places import find_config
 from megalite.convert.foreign.streamed import ImportedRun
 from megalite.convert.foreign.whole_tensors import WholeTensorReader
 from megalite.convert.huggingface.load import BUFFERS
-from megalite.convert.torch_dcp.folder import find_config, optimizer_folder
+from megalite.convert.torch_dcp.folder import optimizer_folder
 from megalite.convert.torch_dcp.metadata import StoredTensor
 from megalite.convert.torch_dcp.names import StoredNames, find_names, is_titan
 from megalite.convert.torch_dcp.reader import DcpFolder
@@ -128,10 +131,11 @@ def describe(place: Path) -> Iterator[str]:
         step = _count(_States([folder]), _STEPS)
         known = "" if step is None else f"step {step:,}; "
         yield f"  {known}{folder.size_bytes:,} bytes, tensors in {counted(len(files), 'file')}"
-        width = max(map(len, folder.tensors), default=0)
-        for name, tensor in folder.tensors.items():
-            by, dtype = " x ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
-            yield f"  {name:<{width}}  {by:>16}  {dtype}  {counted(len(tensor.chunks), 'chunk')}"
+        chunks = {
+            name: (tensor.shape, f"{tensor.dtype}  {counted(len(tensor.chunks), 'chunk')}")
+            for name, tensor in folder.tensors.items()
+        }
+        yield from tensor_lines(chunks)
         if objects := sorted(folder.metadata.objects):
             yield f"  {counted(len(objects), 'object')}: {', '.join(objects[:8])}{', ...' * (len(objects) > 8)}"
 
@@ -262,8 +266,7 @@ def _notes(
 ) -> Iterator[str]:
     if names.titan is not None:
         yield "torchtitan's names; rows of query and key are reordered for a rotary embedding of halves"
-    if settings := settings_of([*groups.values()]):
-        yield f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in settings.items())}"
+    yield from trained_with(settings_of([*groups.values()]))
     vectors = [names.of(tensor) for tensor in tensors if len(tensor.shape) == 1]
     yield from group_notes(groups, [name for name in groups if name.endswith(tuple(vectors))])
     weights = {states.tensors[names.weight(tensor)][1].dtype for tensor in tensors}

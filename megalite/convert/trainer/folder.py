@@ -11,13 +11,14 @@ import json
 import re
 from pathlib import Path
 
+from megalite.convert.foreign.places import latest_step
+
 STATE = "trainer_state.json"
 CONFIG = "config.json"
 ARGUMENTS = "training_args.bin"
 SCALER = "scaler.pt"
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin")
 _ADAPTER = "adapter_config.json"
-_STEP = re.compile(r"checkpoint-(\d{1,15})", re.ASCII)
 _RANDOM_STATES = re.compile(r"rng_state(_\d+)?\.pth", re.ASCII)
 
 
@@ -31,7 +32,7 @@ def find_trainer(folder: Path) -> Path | None:
         return folder if whole or is_adapter(folder) else None
     if (folder / CONFIG).is_file():
         return None
-    latest = _latest(folder)
+    latest = latest_step(folder)
     return None if latest is None else find_trainer(latest)
 
 
@@ -49,7 +50,7 @@ def step_without_optimizer(folder: Path) -> int | None:
 
 def find_arguments(folder: Path) -> Path | None:
     """Return the latest checkpoint-N in the folder, or the folder itself, if it has a training_args.bin."""
-    places = (_latest(folder), folder)
+    places = (latest_step(folder), folder)
     return next((place for place in places if place is not None and (place / ARGUMENTS).is_file()), None)
 
 
@@ -66,11 +67,3 @@ def optimizer_file(folder: Path) -> Path | None:
 def process_count(folder: Path) -> int:
     """Return how many processes have left their random state; 0 if none has."""
     return sum(_RANDOM_STATES.fullmatch(path.name) is not None for path in folder.iterdir())
-
-
-def _latest(folder: Path) -> Path | None:
-    try:
-        inside = {int(match[1]): path for path in folder.iterdir() if (match := _STEP.fullmatch(path.name))}
-    except OSError:
-        return None
-    return inside[max(inside)] if inside else None

@@ -19,6 +19,7 @@ from megalite.convert.foreign.adamw import (
     number,
     require_adamw,
     settings_of,
+    trained_with,
 )
 from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign.streamed import ImportedRun
@@ -201,7 +202,7 @@ def _loss_scale(place: Path) -> dict[str, float]:
 
 
 def _notes(reader: TrainerReader, place: Path, groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    yield f"trained with {', '.join(f'optimizer.{name} = {value}' for name, value in settings_of(groups).items())}"
+    yield from trained_with(settings_of(groups))
     rate = number(groups[0].get("lr"))
     if rate is not None and rate != number(groups[0].get("initial_lr", rate)):
         yield f"the scheduler's learning rate was {rate:g}; learning_rate above is the one that it starts from"

@@ -6,6 +6,7 @@ TAG the file latest_universal with its name.
 
 from pathlib import Path
 
+from megalite.convert.foreign.places import named_by
 from megalite.errors import CheckpointError
 from megalite.topology.optimizers import OPTIMIZERS
 
@@ -36,18 +37,3 @@ def find_universal(folder: Path) -> Path | None:
             f"{folder / LATEST_UNIVERSAL} names {tag}, which has no {ZERO} folder; write or fetch it again"
         )
     return None
-
-
-def find_config(universal: Path) -> Path | None:
-    """Return the folder with a config.json: the TAG folder or its parent; None if neither has one."""
-    places = (universal, universal.resolve().parent)
-    return next((place for place in places if (place / "config.json").is_file()), None)
-
-
-def named_by(pointer: Path) -> str | None:
-    """Return the name in a pointer file; None if it is missing, unreadable or not the name of a sibling."""
-    try:
-        name = pointer.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
-        return None
-    return name if name not in ("", "..") and Path(name).name == name else None

@@ -12,9 +12,11 @@ from megalite.checkpoint.manifest import WEIGHT
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.deepspeed.adam_settings import precision, require_adam, settings
 from megalite.convert.deepspeed.folder import LATEST
-from megalite.convert.foreign.adamw import common_step
+from megalite.convert.foreign.adamw import common_step, trained_with
 from megalite.convert.foreign.checkpoint import ForeignCheckpoint, ImportOptions
 from megalite.convert.foreign.family_states import FamilyStatesReader
+from megalite.convert.foreign.inspect import tensor_lines
+from megalite.convert.foreign.places import find_config, named_by
 from megalite.convert.foreign.streamed import ImportedRun
 from megalite.convert.foreign.unpickle import load_pickle, require_undamaged
 from megalite.convert.universal.folder import (
@@ -26,8 +28,6 @@ from megalite.convert.universal.folder import (
     STEP,
     WEIGHTS,
     ZERO,
-    find_config,
-    named_by,
 )
 from megalite.errors import CheckpointError
 
@@ -147,10 +147,12 @@ def describe(place: Path) -> Iterator[str]:
     for name, value in content.settings.items():
         yield f"  optimizer.{name} = {value}"
     yield f"{WEIGHTS}: {sum(shape.numel() for shape, _ in entries.values()):,} elements"
-    width = max(map(len, entries), default=0)
-    for name, (shape, dtype) in entries.items():
-        by, shown = " x ".join(map(str, shape)), str(dtype).removeprefix("torch.")
-        yield f"  {name:<{width}}  {by:>16}  {shown}  {', '.join(content.files(name))}"
+    yield from tensor_lines(
+        {
+            name: (shape, f"{dtype}  {', '.join(content.files(name))}")
+            for name, (shape, dtype) in entries.items()
+        }
+    )
 
 
 def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
@@ -173,10 +175,8 @@ def open_checkpoint(place: Path, options: ImportOptions) -> ForeignCheckpoint:
         trainer_state={**content.counters, "tokens": 0},
         optimizer={"step": content.step},
     )
-    shown = ", ".join(f"optimizer.{name} = {value}" for name, value in content.settings.items())
-    notes = [f"trained with {shown}"] if shown else []
     known = precision(content.engine.get("ds_config"))
-    notes += _newer(content)
+    notes = [*trained_with(content.settings), *_newer(content)]
     return ForeignCheckpoint(run, reader, content.counters["step"], hf_config, notes, known)
 
 

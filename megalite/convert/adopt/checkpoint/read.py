@@ -18,12 +18,12 @@ from megalite.convert.deepspeed.folder import engine_files
 from megalite.convert.deepspeed.neox_settings import CONFIGS
 from megalite.convert.deepspeed.pipeline_folder import open_pipeline_folder
 from megalite.convert.deepspeed.pipeline_reader import survey
+from megalite.convert.foreign.places import find_config
 from megalite.convert.foreign.unpickle import Foreign, load_pickle
 from megalite.convert.huggingface.origin import read_object
 from megalite.convert.megatron.arguments import Arguments, true_vocab_size
 from megalite.convert.megatron.folder import COMMON, find_megatron_folder, find_sharded_folder
 from megalite.convert.trainer.folder import ARGUMENTS, CONFIG, STATE, is_adapter, process_count
-from megalite.convert.universal.folder import find_config
 from megalite.errors import CheckpointError, ConfigError, Problem
 
 _AGAIN = "fetch the checkpoint again"
