@@ -26,7 +26,7 @@ from megalite.generation.token_engine import TokenEngine
 from megalite.model.kv_cache import CacheSize
 from megalite.model.replica import Replica
 from megalite.model.stages import initialise
-from megalite.ops.few_rows import few_rows_linear
+from megalite.ops.linear import few_rows_linear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.shape import ModelShape
 

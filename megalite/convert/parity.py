@@ -30,7 +30,7 @@ from megalite.model.embedding import embedding_scale
 from megalite.model.layer import DecoderLayer
 from megalite.model.norms import build_norm
 from megalite.model.rope import LayerRotations
-from megalite.ops.softcap import soft_capped
+from megalite.ops.activations import soft_capped
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import (
     EMBEDDING,

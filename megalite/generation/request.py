@@ -59,7 +59,7 @@ class Request:
     the text. stop: strings that end the text, which does not contain them. logprobs: None: no log probabilities; n: of
     each new token and of its n most likely alternatives. json_schema: the new text is JSON of this schema
     (`megalite.generation.json_schema.schema_text`), whose end ends it; cut at max_tokens, it is the beginning of one.
-    embeds: no new token: the embedding of the prompt (`megalite.generation.embedding`) is wanted; max_tokens is 0.
+    embeds: no new token: the embedding of the prompt (`megalite.generation.sampling`) is wanted; max_tokens is 0.
     adapter: the name of the adapter that computes the text; None: the model's own weights alone do.
     shown_ids: special tokens that the text shows; it shows no others. scores_prompt: with `logprobs`, log probabilities
     of the prompt's tokens too; max_tokens may then be 0.

@@ -1,4 +1,4 @@
-"""Choose the next tokens from logits: functions of the logits, the requests and counter-based random numbers.
+"""Choose the next tokens from logits, by counter-based random numbers; embed texts from hidden states.
 
 All rows are computed at once, each as if it were alone: a token depends neither on the batch nor on the layout.
 """
@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize, pad
 
 from megalite.generation.request import Sampling
 from megalite.generation.slots import Running
@@ -211,3 +212,21 @@ def _most_likely(chances: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
 def uniform(seed: int, position: int) -> float:
     """Return a random number in [0, 1) that depends only on seed and position."""
     return philox_words((position, 0, 0, 0), key_of(seed, "generate"))[0] * 2.0**-32
+
+
+def width_with_embeddings(width: int, rows: Sequence[Running], hidden_size: int) -> int:
+    """Return the number of columns of `with_embeddings`. width: without embeddings."""
+    return max(width, hidden_size) if any(row.request.embeds for row in rows) else width
+
+
+def with_embeddings(values: Tensor, hidden_states: Tensor, rows: Sequence[Running]) -> Tensor:
+    """Return values [R, C] of `sampled_rows`, in which a row that embeds has its embedding [H] instead, then zeros.
+
+    hidden_states: [R, H] of the last tokens after the final norm. An embedding has length 1; there is no other pooling.
+    """
+    padded = pad(values, (0, max(0, hidden_states.shape[1] - values.shape[1])))
+    [places] = on_device([torch.tensor([row.request.embeds for row in rows])], values.device)
+    # Not in bfloat16, whose sum of squares is off by a hundredth.
+    vectors = normalize(hidden_states.float(), dim=-1).to(padded.dtype)
+    # No masked copy: it would wait for the device.
+    return torch.where(places[:, None], pad(vectors, (0, padded.shape[1] - vectors.shape[1])), padded)

@@ -11,10 +11,15 @@ from typing import Literal
 import torch
 from torch.nn.functional import pad
 
-from megalite.generation.embedding import width_with_embeddings, with_embeddings
 from megalite.generation.json_schema import JsonText
 from megalite.generation.request import Request
-from megalite.generation.sampling import sampled_rows, sampled_width, scored_rows
+from megalite.generation.sampling import (
+    sampled_rows,
+    sampled_width,
+    scored_rows,
+    width_with_embeddings,
+    with_embeddings,
+)
 from megalite.generation.slots import Plan, Running, SlotTable, TokenScore
 from megalite.model.adapters import Adapters
 from megalite.model.decode import empty_cache, last_hidden_states

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from megalite.model.norms import Norm
 from megalite.model.options import ModelOptions
-from megalite.ops.softcap import soft_capped
+from megalite.ops.activations import soft_capped
 from megalite.parallel.collectives import column_input, gather_last_dim
 from megalite.parallel.cross_entropy import (
     ChunkedHead,

@@ -147,3 +147,19 @@ _bias_gelu = extension.register(
     _keep_inputs,
 )
 extension.register("bias_gelu_backward", _bias_gelu_grads_like)
+
+
+def soft_capped(values: Tensor, cap: float) -> Tensor:
+    """Return cap * tanh(values / cap), element by element; saves one tensor of the same size.
+
+    Source: Bello et al. 2016; of attention scores and logits: Gemma team, "Gemma 2", 2024, section 2.
+    """
+    return torch.tanh(values / cap) * cap
+
+
+def cap_with_slope(values: Tensor, cap: float) -> Tensor:
+    """Cap the values in place and return the slope of the soft cap at each original value."""
+    values.div_(cap).tanh_()
+    slope = 1 - values.square()
+    values.mul_(cap)
+    return slope

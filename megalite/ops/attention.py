@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops import extension
+from megalite.ops.activations import soft_capped
 from megalite.ops.attention_backends import attend_on_device, sequences, served_on_device
 from megalite.ops.attention_form import CAUSAL, AttentionForm
 from megalite.ops.chunked_attention import VisibleKeys, chunked_attention
 from megalite.ops.documents import CuSeqlens, Span, numbered
 from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.ops.packed_attention import packed_attention, why_not_packed
-from megalite.ops.softcap import soft_capped
 
 # Neighbouring documents with at most this many tokens in total share one attention call: a call of their own would cost
 # more than the masked-out scores.

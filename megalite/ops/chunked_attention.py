@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.ops.softcap import cap_with_slope
+from megalite.ops.activations import cap_with_slope
 
 # Limits of a piece: scores in elements, then queries. On a CPU the scores must stay in cache; 64 and 128 queries were
 # the fastest from 32 to 256, with 8 heads and 1024 keys. An accelerator needs large products: 256 MiB of float32.

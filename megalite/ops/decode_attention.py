@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops import extension
+from megalite.ops.activations import soft_capped
 from megalite.ops.attention_form import CAUSAL, AttentionForm
-from megalite.ops.softcap import soft_capped
 
 
 def decode_attention(

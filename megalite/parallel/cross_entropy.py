@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
+from megalite.ops.activations import cap_with_slope
 from megalite.ops.cross_entropy import (
     TORCH_CROSS_ENTROPY,
     ShardCrossEntropy,
     Targets,
     visits_rows_once,
 )
-from megalite.ops.softcap import cap_with_slope
 from megalite.parallel.collectives import gather_ranks
 from megalite.parallel.mesh import RankGroup
 

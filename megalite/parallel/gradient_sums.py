@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops.adamw import add_weight_gradient_
-from megalite.ops.few_rows import few_rows_linear
+from megalite.ops.linear import few_rows_linear
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.ops.dropout import Mask
-from megalite.ops.int8 import int8_linear
+from megalite.ops.linear import int8_linear
 from megalite.parallel.collectives import gather_sequence, row_output
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.lora_bank import LoraBank, Selection

@@ -16,7 +16,7 @@ from megalite.evaluate.windows import Window
 from megalite.generation.loaded import LoadedModel, load_source
 from megalite.generation.source import find_source
 from megalite.model.transformer import Stage
-from megalite.ops.int8 import dequantised, quantise_rows
+from megalite.ops.linear import dequantised, quantise_rows
 from megalite.parallel.int8 import Int8Linear
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh

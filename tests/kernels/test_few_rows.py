@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.ops.few_rows import compiled_pays, few_rows_linear
-from megalite.ops.int8 import dequantised, quantise_rows
+from megalite.ops.linear import compiled_pays, dequantised, few_rows_linear, quantise_rows
 from tests.support.kernels import DTYPES, needs_library
 from tests.support.parity import FLOAT32_RTOL, assert_close, assert_no_worse
 

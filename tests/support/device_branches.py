@@ -135,7 +135,7 @@ TESTED = {
     (
         "tests/unit/ops/test_int8.py",
         "test_on_other_devices_the_weight_is_dequantised",
-    ): ("ops/few_rows.py:compiled_pays",),
+    ): ("ops/linear.py:compiled_pays",),
     (
         "tests/unit/ops/test_liger.py",
         "test_where_it_is_not_installed_it_says_so",

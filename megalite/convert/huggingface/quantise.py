@@ -28,7 +28,7 @@ from megalite.convert.huggingface.packed import is_packed, pack
 from megalite.convert.huggingface.packed_header import PACKED, PER_WORD, SCALE, SHAPE
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
-from megalite.ops.int8 import quantise_rows
+from megalite.ops.linear import quantise_rows
 from megalite.topology.parameters import HEAD
 from megalite.topology.shape import ModelShape
 

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.ops import int8
-from megalite.ops.int8 import dequantised, int8_linear, quantise_rows
+from megalite.ops.linear import LARGEST, dequantised, int8_linear, quantise_rows
 from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, assert_close
 
 
@@ -21,7 +20,7 @@ def test_a_value_moves_by_half_a_step_at_most(dtype: torch.dtype) -> None:
     assert (values.dtype, scale.dtype, scale.shape) == (torch.int8, dtype, (300, 1))
     found = dequantised(values, scale.double(), torch.float64)
     steps = (found - weight.to(dtype).double()).abs() / scale.double()
-    assert steps.max() <= 0.5 * (1 + 1e-6) and values.abs().amax(dim=1).max() == int8.LARGEST
+    assert steps.max() <= 0.5 * (1 + 1e-6) and values.abs().amax(dim=1).max() == LARGEST
     assert not found[7].any() and not (values == -128).any()
 
 
