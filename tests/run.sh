@@ -39,7 +39,7 @@ groups=(
     "tests/kernels"
     "tests/distributed tests/standin"
     "tests/parity"
-    "tests/cli tests/test_architecture.py"
+    "tests/cli tests/test_architecture.py tests/test_pages.py"
 )
 outputs=$(mktemp -d)
 ended=0
