@@ -71,3 +71,16 @@ def adopt_and_show(*paths: Path) -> tuple[int, int]:
     if adopted:
         main(["adopt", *names, "--output", "run.toml", "--overwrite", "--partial"])
     return adopted, main(["config", "show", "run.toml"])
+
+
+def assert_every_key_is_answered(*paths: Path, changing: set[str], shown: bool = True) -> Account:
+    """Adopt files: each key has an answer, those refused that change the numbers are `changing`.
+
+    shown: whether `megalite config show` reads the run file. Returns the account.
+    """
+    account = account_of(*paths)
+    assert unanswered(account, *paths) == set()
+    assert {answer.key for answer in account.answers if answer.numbers} == changing
+    if shown:
+        assert adopt_and_show(*paths) == (2 if changing else 0, 0)
+    return account

@@ -10,12 +10,11 @@ import pytest
 from megalite.config.sections.schema import RunConfig
 from tests.unit.adopt.adopted import (
     account_of,
-    adopt_and_show,
     adopted_run,
     answer,
+    assert_every_key_is_answered,
     model_folder,
     refused,
-    unanswered,
     write,
 )
 
@@ -131,14 +130,10 @@ def run_of(table: dict[str, Any]) -> RunConfig:
     [each if each in KEPT else pytest.param(each, marks=pytest.mark.extended) for each in CONFIGURATIONS],
 )
 def test_public_configurations_have_an_answer_for_every_key(name: str) -> None:
-    path = write("a.yaml", configuration(name))
-    account = account_of(path)
+    changing = CONFIGURATIONS[name][1]
+    path, shown = write("a.yaml", configuration(name)), "dataset" not in changing
+    account = assert_every_key_is_answered(path, changing=changing, shown=shown)
     assert account.system == "LLaMA-Factory"
-    assert unanswered(account, path) == set()
-    changing = {each.key for each in account.answers if each.numbers}
-    assert changing == CONFIGURATIONS[name][1]
-    if "dataset" not in changing:
-        assert adopt_and_show(path) == (2 if changing else 0, 0)
 
 
 def test_a_lora_keeps_its_numbers() -> None:

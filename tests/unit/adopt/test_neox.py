@@ -11,11 +11,10 @@ from megalite.convert.adopt.account import Outcome
 from megalite.errors import ConfigError
 from tests.unit.adopt.adopted import (
     account_of,
-    adopt_and_show,
     adopted_run,
     answer,
+    assert_every_key_is_answered,
     refused,
-    unanswered,
     write,
 )
 from tests.unit.adopt.neox_facts import CLUSTER, LOCAL, NAMES, REFUSED, configuration
@@ -45,11 +44,7 @@ def run_of(*tables: dict[str, Any]) -> RunConfig:
 )
 def test_public_configurations_have_an_answer_for_every_key(name: str) -> None:
     paths = write("model.yml", configuration(name)), write("local_setup.yml", LOCAL)
-    account = account_of(*paths)
-    assert unanswered(account, *paths) == set()
-    changing = {each.key for each in account.answers if each.numbers}
-    assert changing == REFUSED.get(name, set())
-    assert adopt_and_show(*paths) == (2 if changing else 0, 0)
+    assert_every_key_is_answered(*paths, changing=REFUSED.get(name, set()))
 
 
 def test_pythia_1b_has_its_published_numbers() -> None:
