@@ -5,18 +5,19 @@ from pathlib import Path
 import pytest
 
 from megalite.config.sections.describe import setting
+from megalite.convert.adopt.keyed import axolotl, llama_factory, trainer
 from megalite.convert.adopt.megatron import rules as megatron
+from megalite.convert.adopt.neox import system as neox
 from megalite.convert.adopt.rule_table import read_table
 from megalite.convert.adopt.rules import Change, Refuse, Switch, Take, WordsOf
-from megalite.convert.adopt.systems import KEYED
 
-RULES = {"Megatron-LM": megatron.RULES, **{system.name: system.rules for system in KEYED}}
+MODULES = [module.__file__ for module in (megatron, neox, trainer, llama_factory, axolotl)]
 
 
-@pytest.mark.parametrize("program", RULES)
-def test_every_setting_of_a_table_is_one_of_megalites(program: str) -> None:
+@pytest.mark.parametrize("code", MODULES, ids=lambda code: "-".join(Path(code).parts[-2:]))
+def test_every_setting_of_a_table_is_one_of_megalites(code: str) -> None:
     settings: set[str] = set()
-    for rule in RULES[program].values():
+    for rule in read_table(code).values():
         if isinstance(rule, Take | Change):
             settings.add(rule.setting)
         elif isinstance(rule, Switch):
