@@ -87,7 +87,8 @@ class TrainingLoop:
     def _train_step(self) -> StepReport:
         self._budget.begin_step()
         try:
-            report = self._trainer.train_step(self._flags, self._saver.before_update)
+            with self._reporter.profiled(self._trainer.state.step + 1):
+                report = self._trainer.train_step(self._flags, self._saver.before_update)
         except TrainingError:
             # Every rank raises it, so all are here to publish the checkpoint in flight, which is collective.
             self._published(self._saver.finish())

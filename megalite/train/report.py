@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.jsonl import MetricsFile, read_metrics
 from megalite.monitor.memory import device_memory, process_memory
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
+from megalite.monitor.profiler import HOW_TO_READ, StepProfile
 from megalite.monitor.tensorboard import TensorBoardFile
 from megalite.monitor.throughput import Throughput, gemm_flops_per_second
 from megalite.monitor.work import Work, working
@@ -47,6 +49,7 @@ class RunReporter:
         self._costs: dict[str, Any] = {}  # of a save, for the next step's record
         self._started = time.perf_counter()
         self._path = metrics_file
+        self._monitor = trainer.config.monitor
         peak = _peak_flops_per_second(trainer.mesh, trainer.config, info)
         self._flops_per_token = cache(partial(flops_per_token, trainer.shape))
         self._throughput = Throughput(peak_flops_per_second=peak)
@@ -85,6 +88,29 @@ class RunReporter:
         """Show that the steps begin. step: the steps that are done."""
         if self.console is not None:
             self.console.start(step)
+
+    @contextmanager
+    def profiled(self, step: int) -> Iterator[None]:
+        """Profile what runs inside of the `with` block on the ranks that are asked for, if the step is.
+
+        Collective at the end of a profiled step, so that rank 0 can say what failed.
+        """
+        if step not in self._monitor.profile_steps:
+            yield
+            return
+        folder = self._path.parent / "profiles" / f"step-{step:06}"
+        ranks = [rank for rank in self._monitor.profile_ranks if rank < self._mesh.layout.world_size]
+        profile = None
+        if self._mesh.rank in ranks:
+            profile = StepProfile(self._mesh.device, folder, self._mesh.rank)
+        with nullcontext() if profile is None else profile:
+            yield
+        failures = self._mesh.gather_objects("" if profile is None else profile.failure) or []
+        for rank, failure in enumerate(failures):
+            if failure:
+                self.warn(f"profile of step {step}, rank {rank}: {failure}")
+        if ranks:
+            self.say(f"profiled step {step}: {folder}; {HOW_TO_READ}")
 
     def saved(self, metrics: SaveMetrics) -> None:
         """Record a checkpoint that was published."""

@@ -31,6 +31,7 @@ SETTINGS = (
         "[0.8, 0.2]",
     ),
     *("--optimizer.decay_steps", "4", "--optimizer.warmup_steps", "1"),
+    *("--monitor.profile_steps", "[2]", "--monitor.profile_ranks", "[1]"),
 )
 PROMPT = (
     *("--prompt", "the tensor waits for", "--tokens", "8"),
@@ -75,6 +76,9 @@ def test_a_run_on_an_accelerator_is_the_run_on_the_cpu(job: Job, tmp_path: Path)
     train("tests.support.standin", on_device, 2)
     said = train("tests.support.standin", on_device, 4)
     assert "resumed after step 2" in said
+    assert {file.name for file in (on_device / "profiles" / "step-000002").iterdir()} == {
+        f"rank-00001.{end}" for end in ("memory.txt", "operators.txt", "trace.json.gz")
+    }
     assert curve(on_device) == curve(on_cpu)
     assert tensor_hashes(on_device) == tensor_hashes(on_cpu)
     exported = [folder / "export" / "model.safetensors" for folder in (on_cpu, on_device)]

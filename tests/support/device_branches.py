@@ -14,6 +14,8 @@ ON_THE_STANDIN = {
     "data/batches/transfer.py:ArrivingBatch.ready",
     "data/batches/transfer.py:BatchTransfer.__init__",
     "monitor/memory.py:device_memory",
+    "monitor/profiler.py:StepProfile._start",
+    "monitor/profiler.py:StepProfile._write",
     "generation/sampling.py:_most_likely",
     "generation/sampling.py:_rows_at_once",
     "ops/choice.py:Operators.documents",
@@ -71,6 +73,14 @@ TESTED = {
         "tests/unit/train/step/test_precision.py",
         "test_tf32_is_set_for_cuda_alone_and_taken_back_by_the_next_run",
     ): ("train/step/precision.py:set_tf32",),
+    (
+        "tests/unit/monitor/test_profiler.py",
+        "test_a_card_has_a_snapshot_of_its_allocator",
+    ): ("monitor/profiler.py:StepProfile._start",),
+    (
+        "tests/unit/monitor/test_profiler.py",
+        "test_a_card_whose_tracer_is_silent_is_named",
+    ): ("monitor/profiler.py:StepProfile._write",),
     (
         "tests/unit/monitor/test_memory.py",
         "test_other_errors_stay_as_they_are",

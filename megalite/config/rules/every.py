@@ -12,6 +12,7 @@ from megalite.config.rules import (
     layout,
     megatron_order,
     model,
+    monitor,
     optimizer,
     pipeline,
     places,
@@ -49,9 +50,9 @@ _SUBJECTS = (
     streaming,
     megatron_order,
 )
-RULES = _functions_that_yield(Problem, *_SUBJECTS, preference, validation)
+RULES = _functions_that_yield(Problem, *_SUBJECTS, preference, validation, monitor)
 _PLACE_RULES = _functions_that_yield(Problem, places)
-_NOTES = _functions_that_yield(str, computation, optimizer, adapter)
+_NOTES = _functions_that_yield(str, computation, optimizer, adapter, monitor)
 
 _LAYOUT_RULES = _functions_that_yield(Problem, layout, pipeline, batch, computation, optimizer)
 

@@ -9,6 +9,7 @@ from megalite.config.sections.preference_section import PreferenceConfig
 from megalite.config.sections.schema import (
     CheckpointConfig,
     ModelConfig,
+    MonitorConfig,
     OptimizerConfig,
     ParallelConfig,
     RunSection,
@@ -50,6 +51,7 @@ class CheckedRun:
     preference: PreferenceConfig
     validation: ValidationConfig
     checkpoint: CheckpointConfig
+    monitor: MonitorConfig
     deepspeed: Mapping[str, Any]
     """native_optimizer and the keys passed on to DeepSpeed; empty without [deepspeed]."""
     world_size: int | None

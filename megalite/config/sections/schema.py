@@ -280,6 +280,12 @@ class MonitorConfig(Section):
     peak_tflops: float | None = Field(
         None, gt=0, description="peak TFLOP/s of one device, for MFU; default: its data sheet's"
     )
+    profile_steps: Annotated[tuple[Count, ...], Lenient] = Field(
+        (), description="steps to profile with torch.profiler, as in [20, 21]: run.folder/profiles"
+    )
+    profile_ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Lenient] = Field(
+        (0,), description="ranks that are profiled in these steps"
+    )
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,9 @@ def prepare_process(
             # torch's flight recorder keeps the last 2000 collectives, whose small blocks split the freed memory of
             # activations: a rank grows until the record is full. Only NCCL's watchdog reads the record.
             environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+        environ.setdefault(
+            "KINETO_LOG_LEVEL", "6"
+        )  # torch.profiler says twice that it works; its errors are ours
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environ.setdefault("TORCH_EXTENSIONS_DIR", str(_user_cache(environ) / "megalite" / "torch_extensions"))
     return threads

@@ -362,6 +362,15 @@ _BLEND = {
     "data.blend": [{"source": "a", "weight": 1.0}, {"source": "b", "weight": 3.0}],
 }
 
+MONITOR_CASES = [
+    Case(
+        "profiled_steps_are_of_the_run",
+        {"monitor.profile_steps": [10, 11]},
+        "monitor.profile_steps: step 11 never comes: the last one is training.steps = 10; use steps from 1 to 10",
+        {"monitor.profile_steps": [1, 10]},
+    ),
+]
+
 CURRICULUM_CASES = [
     Case(
         "curriculum_has_a_weight_for_each_set",

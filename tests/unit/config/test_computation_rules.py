@@ -52,3 +52,11 @@ def test_a_loss_in_one_chunk_is_said_to_save_nothing(tmp_path: Path) -> None:
     [note] = load(tmp_path, changes).notes
     assert note == "model.chunked_loss = 128 saves no memory: a micro batch has only 128 tokens"
     assert not load(tmp_path, changes | {"model.chunked_loss": 127}).notes
+
+
+def test_a_rank_that_is_not_there_is_not_profiled(tmp_path: Path) -> None:
+    """A note: a run that goes on with fewer ranks would otherwise end here."""
+    changes = {"parallel.data": 2, "monitor.profile_ranks": [0, 2, 3]}
+    assert not load(tmp_path, changes).notes
+    [note] = load(tmp_path, {**changes, "monitor.profile_steps": [1]}).notes
+    assert note == "monitor.profile_ranks: there is no rank 2 and no rank 3; the last one is 1"

@@ -14,6 +14,7 @@ from tests.unit.config.rule_cases import (
     CURRICULUM_CASES,
     FAMILY_CASES,
     INSTRUCT_CASES,
+    MONITOR_CASES,
     VALIDATION_CASES,
     Case,
 )
@@ -29,6 +30,7 @@ CASES = [
     *CURRICULUM_CASES,
     *PREFERENCE_CASES,
     *STREAMING_CASES,
+    *MONITOR_CASES,
     *MEGATRON_CASES,
     Case(
         "batch_numbers_agree",

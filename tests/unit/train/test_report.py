@@ -159,3 +159,48 @@ def test_each_group_of_parameters_has_its_rate_in_the_files(
     assert {name: record[name] for name in record if name.startswith("learning_rate")} == rates
     assert {name.removeprefix("train/"): curves[name] for name in curves if "learning_rate" in name} == rates
     assert is_own_metric("learning_rate/mine") and is_own_metric("learning_rate")
+
+
+def profiling(tmp_path: Path, *settings: str) -> tuple[RunReporter, list[str]]:
+    """Return rank 0's reporter of four ranks, and what it hands in for the others to see."""
+    made, gathered = reporter(tmp_path, "cpu", "--monitor.profile_steps", "[2]", *settings), list[str]()
+
+    def gather(value: str) -> list[str]:
+        gathered.append(value)
+        return [value, "", "", "the disk is full"]
+
+    made._mesh.gather_objects = gather  # type: ignore[method-assign]
+    made._mesh.layout = SimpleNamespace(world_size=4)  # type: ignore[misc, assignment]
+    return made, gathered
+
+
+def test_a_profile_says_where_it_lies_and_what_failed_on_another_rank(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, gathered = profiling(tmp_path, "--monitor.profile_ranks", "[0, 3, 9]")
+    for number in (1, 2, 3):
+        with made.profiled(number):
+            torch.ones(2)
+    folder = tmp_path / "profiles" / "step-000002"
+    assert gathered == [""], "of the profiled step alone"
+    warning, line = capsys.readouterr().out.splitlines()
+    assert warning == "warning: profile of step 2, rank 3: the disk is full"
+    assert line.startswith(f"profiled step 2: {folder}; *.operators.txt is a table of the operators, ")
+    assert {file.name[:10] for file in folder.iterdir()} == {"rank-00000"}
+
+
+def test_ranks_that_are_not_profiled_take_part_in_what_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, gathered = profiling(tmp_path, "--monitor.profile_ranks", "[3]")
+    with made.profiled(2):
+        torch.ones(2)
+    assert gathered == [""] and not (tmp_path / "profiles").exists()
+    assert "profiled step 2" in capsys.readouterr().out
+
+
+def test_a_step_that_fails_is_not_gathered_over_ranks(tmp_path: Path) -> None:
+    made, gathered = profiling(tmp_path)
+    with pytest.raises(ZeroDivisionError), made.profiled(2):
+        raise ZeroDivisionError
+    assert not gathered
