@@ -135,7 +135,7 @@ def memory_line(
     return f"memory{where}: {kinds_text(largest, config.optimizer.name)}"
 
 
-def kinds_text(memory: RankMemory, optimizer: str) -> str:
+def kinds_text(memory: RankMemory, optimizer: str, *, largest_first: bool = False) -> str:
     """Return the memory by kind: "weights 2.1 GiB, gradients ..., adamw ..., activations ..., logits ..."."""
     sizes = {
         "weights": memory.weights,
@@ -148,6 +148,8 @@ def kinds_text(memory: RankMemory, optimizer: str) -> str:
     }
     often_none = ("logits", "buffers", "on the host")
     kept = {name: size for name, size in sizes.items() if size or name not in often_none}
+    if largest_first:
+        kept = dict(sorted(kept.items(), key=lambda kind: -kind[1]))
     return ", ".join(f"{name} {memory_text(size)}" for name, size in kept.items())
 
 

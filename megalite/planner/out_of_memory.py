@@ -27,30 +27,37 @@ def out_of_memory_lines(config: RunConfig, vocab_size: int, stage: int, total: f
 
 
 def activation_remedies(config: RunConfig) -> Iterator[str]:
-    """Yield the flags that lower the memory of a micro batch; the length of the sequence comes last."""
+    """Yield the flags that lower the memory of a micro batch, in the order of their cost.
+
+    Sequence parallelism sends as much as before, smaller micro batches make smaller products, chunks compute the head
+    1.08 times as long, full recomputation costs one more forward, and shorter sequences are another training.
+    """
     training, tokens = config.training, config.batch.micro_batch_size * config.training.sequence_length
     size, count = config.batch.micro_batch_size, config.batch.micro_batches
+    if config.layout.tensor > 1 and not config.parallel.sequence:
+        yield "--parallel.sequence true"
     if size > 1:
         smaller = divisors(size)[-2]
         # The global batch stays as it is.
         batch = f"--training.micro_batch_size {smaller} --training.micro_batches {count * size // smaller}"
         yield batch
+    if (config.model.chunked_loss or tokens) > _CHUNK and not _trains_head_on_pairs(config):
+        yield f"--model.chunked_loss {_CHUNK}"
     if training.recompute != "full":
         yield "--training.recompute full"
     elif training.recompute_layers is not None:
         yield "--training.recompute_layers unset"
     elif training.recompute_ratio is not None:
         yield "--training.recompute_ratio unset"
-    if (config.model.chunked_loss or tokens) > _CHUNK and not _trains_head_on_pairs(config):
-        yield f"--model.chunked_loss {_CHUNK}"
-    if config.layout.tensor > 1 and not config.parallel.sequence:
-        yield "--parallel.sequence true"
     if training.sequence_length > 1:
         yield f"--training.sequence_length {training.sequence_length // 2}"
 
 
 def state_remedies(config: RunConfig) -> Iterator[str]:
-    """Yield the flags that lower weights, gradients and optimizer state of a rank; the last ones need more cards."""
+    """Yield the flags that lower weights, gradients and optimizer state of a rank, in the order of their cost.
+
+    A ZeRO stage sends more, offload waits for the host, an adapter trains less, and the last ones need more cards.
+    """
     layout, model, stage = config.layout, config.model, config.zero_stage
     if layout.data > 1 and stage < _highest_zero_stage(config):
         yield f"--{_ZERO}.stage {stage + 1}"
@@ -82,7 +89,7 @@ def _highest_zero_stage(config: RunConfig) -> int:
 
 
 def _kinds(config: RunConfig, memory: RankMemory, total: float) -> str:
-    text = kinds_text(memory, config.optimizer.name)
+    text = kinds_text(memory, config.optimizer.name, largest_first=True)
     if memory.peak > total:
         return f"this rank needs by estimate: {text}, which are more than the card has"
     return f"this rank needs by estimate: {text}"

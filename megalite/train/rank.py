@@ -26,7 +26,7 @@ from megalite.launcher.control.rendezvous import Meeting
 from megalite.launcher.exit_codes import INTERRUPTED
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import bind_rank
-from megalite.monitor.memory import exhausted_memory_explained
+from megalite.monitor.memory import exhausted_memory_explained, process_memory
 from megalite.monitor.work import working
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, all_or_none, connect, disconnect
@@ -103,6 +103,7 @@ class _Rank:
         self.folder = RunFolder(Path(job.config.run.folder))
         self.leads_node = info.local_rank == 0
         self.known = KnownRun(job.config, job.config.layout.coordinates(info.rank).pp)
+        self.at_start = process_memory()
 
     def run(self, meeting: Meeting | None) -> int:
         """Join the process group, train and export; as `train_rank`."""
@@ -191,6 +192,7 @@ class _Rank:
             loop = TrainingLoop(trainer, held_out, reporter, saver, callbacks=callbacks, stops=stops)
             reason = loop.run()
             stops.signals.all_saved()
+        reporter.compare(self.at_start)
         if reason:
             reporter.say(f"stopped after step {trainer.state.step}: {reason}")
         return _Trained(config, inputs.data.tokenizer, reporter, loop.saved, loop.exit_code)
@@ -292,6 +294,7 @@ def _tell_choices(
             plain_torch=trainer.kernels.name == "reference",
         )
     )
+    reporter.predict(trainer)
     if precision.warning:
         reporter.warn(precision.warning)
     if precision.note:

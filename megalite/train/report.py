@@ -2,10 +2,12 @@
 
 import math
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,13 +17,15 @@ from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.jsonl import MetricsFile, read_metrics
-from megalite.monitor.memory import device_memory, process_memory
+from megalite.monitor.memory import MemoryUse, device_memory, process_memory
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.profiler import HOW_TO_READ, StepProfile
 from megalite.monitor.tensorboard import TensorBoardFile
 from megalite.monitor.throughput import Throughput, gemm_flops_per_second
 from megalite.monitor.work import Work, working
 from megalite.parallel.mesh import ParallelMesh
+from megalite.planner.planned_run import PlannedRun
+from megalite.planner.prediction import RunPrediction, predict_run
 from megalite.topology.flops import flops_per_token
 from megalite.train.step.precision import DTYPES
 from megalite.train.step.state import StepReport
@@ -45,6 +49,11 @@ class RunReporter:
         self._continues_text = trainer.config.data.kind == "text"
         self._groups = trainer.config.optimizer.groups
         self._memory_bytes = 0
+        self._ranks_a_node = info.local_world_size
+        self._prediction: RunPrediction | None = None
+        # The seconds of the steps that are not profiled, and the most memory of this rank.
+        self._seconds = array("d")
+        self._peak_bytes, self._on_device = 0, False
         self._reserved_bytes: int | None = None
         self._costs: dict[str, Any] = {}  # of a save, for the next step's record
         self._started = time.perf_counter()
@@ -134,6 +143,8 @@ class RunReporter:
         """
         if not self._memory_bytes or report.step % self._every == 0 or report.step == self._total_steps:
             self._measure_memory()
+        if report.step not in self._monitor.profile_steps:
+            self._seconds.append(report.step_seconds)
         if self._metrics is None or self.console is None:
             return
         flops = report.batch_tokens * self._flops_per_token(report.sequence_length)
@@ -171,10 +182,41 @@ class RunReporter:
 
     def _measure_memory(self) -> None:
         memory = None if self._mesh.device.type == "cpu" else device_memory(self._mesh.device)
+        self._on_device = memory is not None
         memory = memory or process_memory()
+        self._peak_bytes = max(self._peak_bytes, memory.peak_bytes)
         self._memory_bytes = int(self._mesh.max_over_world(memory.peak_bytes))
         if memory.reserved_bytes is not None:
             self._reserved_bytes = int(self._mesh.max_over_world(memory.reserved_bytes))
+
+    def predict(self, trainer: TrainStep) -> None:
+        """Predict memory and time of a step, and say the time where the card is known."""
+        mesh, device = trainer.mesh, trainer.mesh.device
+        on_cpu, plain = device.type == "cpu", trainer.kernels.name == "reference"
+        run = PlannedRun.of(trainer.config, trainer.shape.vocab_size, on_cpu=on_cpu, plain_torch=plain)
+        nodes = mesh.layout.world_size // self._ranks_a_node
+        self._prediction = predict_run(
+            run, None if on_cpu else _device_name(device), nodes, self._ranks_a_node
+        )
+        if self._prediction.line:
+            self.say(self._prediction.line)
+
+    def compare(self, at_start: MemoryUse) -> None:
+        """Say what was predicted and what was measured. Collective, after the last step.
+
+        at_start: the memory of this process before its first tensor.
+        """
+        if self._prediction is None or not self._seconds:
+            return
+        self._measure_memory()
+        own = self._peak_bytes - (0 if self._on_device else at_start.now_bytes)
+        if not self._on_device and self._peak_bytes <= at_start.peak_bytes:
+            own = 0  # the inputs took more than the training: its own peak is not known
+        largest = self._mesh.max_over_world(own)
+        # The first step of a process warms up.
+        steps = self._seconds[1:]
+        if line := self._prediction.compared(largest, median(steps) if steps else None):
+            self.say(line)
 
     def _draw(self, step: int, scalars: Mapping[str, float]) -> None:
         if self._curves is not None:

@@ -86,7 +86,7 @@ def test_a_run_says_what_it_keeps_and_how_to_go_on(tmp_path: Path, data: int) ->
     )
     assert lines[1].startswith("the card has ")
     assert lines[2].startswith("after step 1: ")
-    assert lines[3].startswith("this rank needs by estimate: weights ") and ", adamw " in lines[3]
+    assert lines[3].startswith("this rank needs by estimate: ") and " adamw " in lines[3]
     advice = {line.split(":")[0]: line for line in lines[4:6]}
     assert "--training.recompute full" in advice["for activations and logits"]
     remedies = advice["for weights, gradients and optimizer state"]

@@ -87,16 +87,33 @@ def test_what_takes_more_of_the_card_comes_first(tmp_path: Path) -> None:
     config = resolved(tmp_path, RUNS["all axes"])
     stages = list(memory_of_stages(config, VOCABULARY))
     kinds, first, second = out_of_memory_lines(config, VOCABULARY, 1, int(stages[1].peak))
-    assert kinds.startswith("this rank needs by estimate: weights ") and ", adamw " in kinds
+    assert kinds.startswith("this rank needs by estimate: adamw ") and ", weights " in kinds
     assert ", activations " in kinds and "more than the card" not in kinds
     assert first.startswith("for weights, gradients and optimizer state: ") and second.startswith(
         "for activations"
     )
     kinds, first, _ = out_of_memory_lines(config, VOCABULARY, 1, int(stages[1].peak * 3))
     assert first.startswith(
-        "for activations and logits: --training.micro_batch_size 1 --training.micro_batches 4"
+        "for activations and logits: --parallel.sequence true, or "
+        "--training.micro_batch_size 1 --training.micro_batches 4"
     )
     kinds, *_ = out_of_memory_lines(config, VOCABULARY, 1, int(stages[1].peak) - 1)
     assert "which are more than the card has" in kinds
     other, *_ = out_of_memory_lines(config, 10**6, 0, int(stages[1].peak))
     assert other != kinds, "each stage has its own figures"
+
+
+def test_the_largest_kind_comes_first(tmp_path: Path) -> None:
+    """A large vocabulary makes the logits the largest, and then they come first."""
+    config = resolved(tmp_path, RUNS["long sequences"])
+    kinds, *_ = out_of_memory_lines(config, 10**6, 0, 1e12)
+    [largest, *_] = kinds.removeprefix("this rank needs by estimate: ").split(", ")
+    assert largest.startswith("logits ")
+
+
+def test_remedies_come_in_the_order_of_their_cost(tmp_path: Path) -> None:
+    changes = RUNS["long sequences"] | {"parallel.tensor": 2}
+    names = [
+        flags_of(remedy)[0].rpartition(".")[2] for remedy in activation_remedies(resolved(tmp_path, changes))
+    ]
+    assert names == ["sequence", "micro_batch_size", "chunked_loss", "recompute", "sequence_length"]

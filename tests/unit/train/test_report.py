@@ -1,5 +1,6 @@
 """Reports of the share of peak FLOP/s and of memory, for a device that is only named."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.memory import MemoryUse
 from megalite.monitor.metrics import is_own_metric
+from megalite.planner.prediction import RunPrediction
 from megalite.topology.flops import flops_per_token
 from megalite.train import report as module
 from megalite.train.report import RunReporter
@@ -204,3 +206,45 @@ def test_a_step_that_fails_is_not_gathered_over_ranks(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), made.profiled(2):
         raise ZeroDivisionError
     assert not gathered
+
+
+def compared(made: RunReporter, seconds: list[float], at_start: MemoryUse) -> None:
+    made._prediction = RunPrediction(2.0**30, 2.0, 1000, "assumed", False)
+    for number, duration in enumerate(seconds, start=1):
+        made.step(replace(step(number), step_seconds=duration), None, {})
+    made.compare(at_start)
+
+
+def test_the_end_compares_the_median_step_and_the_peak_of_the_whole_run(
+    on_gpu: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A device's peaks are since the call before; neither the first step nor a profiled one counts."""
+    peaks = iter([2**31, 2**20, 2**20, 2**20, 2**20, 2**20])
+    on_gpu.setattr(module, "device_memory", lambda device: MemoryUse(0, next(peaks), 0))
+    made = reporter(tmp_path, "cuda", "--monitor.profile_steps", "[2]")
+    compared(made, [9.0, 8.0, 1.0, 1.0, 3.0], MemoryUse(2**29, 2**29))
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "predicted: memory of the fullest rank 1.0 GiB, measured 2.0 GiB (50.0% too low); "
+        "step 2 s, measured 1 s (100.0% too high)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("peak_at_start", "said"), [(2**29, "measured 1.5 GiB"), (2**31, "predicted: step 2 s")]
+)
+def test_a_cpu_counts_from_the_start_unless_the_inputs_took_more(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    peak_at_start: int,
+    said: str,
+) -> None:
+    monkeypatch.setattr(module, "process_memory", lambda: MemoryUse(2**30, 2**31))
+    monkeypatch.setattr(module, "gemm_flops_per_second", lambda dtype: 1e12)
+    compared(reporter(tmp_path, "cpu"), [1.0, 1.0], MemoryUse(2**29, peak_at_start))
+    assert said in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_start_without_a_step_compares_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    compared(reporter(tmp_path, "cpu"), [], MemoryUse(1, 1))
+    assert "predicted" not in capsys.readouterr().out

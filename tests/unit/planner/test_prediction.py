@@ -1,0 +1,49 @@
+"""The prediction at the start of a run, and the lines at its end that compare it with what was measured."""
+
+from dataclasses import replace
+
+from megalite.planner.cluster import Cluster
+from megalite.planner.memory import largest_rank
+from megalite.planner.prediction import predict_run
+from megalite.planner.step_time import step_time
+from megalite.topology.axes import Layout
+from tests.support.parity import about
+from tests.unit.planner.plans import plan
+
+CARD = "H100 80GB HBM3"
+
+
+def test_a_known_card_has_the_time_of_the_planner() -> None:
+    run = plan(layout=Layout(data=4))
+    prediction = predict_run(run, f"NVIDIA {CARD}", nodes=2, cards_per_node=2)
+    cluster = Cluster(CARD, 2, 2)
+    assert prediction.seconds == step_time(run, cluster, largest_rank(run)).total
+    assert prediction.memory == largest_rank(run).peak
+    speed = 4 * 4 * 2 * 32 / prediction.seconds
+    assert prediction.line.startswith(
+        f"predicted: {prediction.seconds:.3g} s a step, {speed:,.0f} tokens/s (assumed: "
+    )
+    assert CARD in prediction.line
+
+
+def test_without_a_known_card_only_memory_is_predicted() -> None:
+    for card in (None, "NVIDIA H20", "cpu"):
+        prediction = predict_run(plan(), card, 1, 1)
+        assert prediction.seconds is None and prediction.line == "" and prediction.memory > 0
+    # It has no tensor cores for bf16.
+    assert predict_run(plan(), "Tesla T4", 1, 1).line == ""
+
+
+def test_the_error_has_its_sign_and_is_of_what_was_measured() -> None:
+    prediction = replace(predict_run(plan(), None, 1, 1), memory=3 * 2.0**30, seconds=0.5)
+    assert prediction.compared(4 * 2.0**30, 0.4) == (
+        "predicted: memory of the fullest rank 3.0 GiB, measured 4.0 GiB (25.0% too low); step 0.5 s, measured 0.4 s "
+        "(25.0% too high)"
+    )
+    assert prediction.compared(None, 0.4).startswith("predicted: step 0.5 s")
+    assert prediction.compared(0, None) == "" and replace(prediction, seconds=None).compared(None, 0.4) == ""
+    assert "keeps freed memory too" in replace(prediction, on_cpu=True).compared(4 * 2.0**30, None)
+
+
+def test_the_tokens_are_those_of_all_replicas() -> None:
+    assert predict_run(plan(layout=Layout(data=4)), None, 1, 4).tokens == about(4 * 2 * 32 * 4)
