@@ -8,6 +8,7 @@ from typing import Any
 
 from megalite.cli.arguments import Parser, options_and_settings, whole_number
 from megalite.config.load import LoadedRun, load_run
+from megalite.config.output.equations import explanation
 from megalite.config.output.summary import (
     TOKENS_PER_PARAMETER,
     memory_text,
@@ -15,12 +16,13 @@ from megalite.config.output.summary import (
     rank_share_line,
     tokens_text,
 )
+from megalite.config.sections.derived import vocabulary
 from megalite.config.sections.schema import STARTING_POINTS, ModelConfig
-from megalite.config.sections.toml import format_key, format_value
+from megalite.config.sections.toml import format_key, format_value, setting_lines
 from megalite.config.sources.presets import PRESETS
 from megalite.errors import ConfigError
 from megalite.planner.machine import memory_beyond_any_machine, memory_problems
-from megalite.planner.memory import STATE_BYTES
+from megalite.planner.memory import STATE_BYTES, memory_line
 from megalite.topology.parameters import parameter_count
 
 _COLUMN = 40
@@ -41,7 +43,8 @@ def run(arguments: Sequence[str]) -> int:
     loaded = load_run(options.run_file, overrides, options.world_size, places=True)
     if too_large := list(memory_beyond_any_machine(loaded.config)):
         raise ConfigError(too_large, str(options.run_file))
-    for line in _lines(loaded, str(options.run_file)):
+    lines = _explanation if options.explain else _lines
+    for line in lines(loaded, str(options.run_file)):
         print(line)
     return 0
 
@@ -67,6 +70,26 @@ def _lines(loaded: LoadedRun, run_file: str) -> Iterator[str]:
         yield from (f"# {line}" for line in json.dumps(config.deepspeed_json(), indent=2).splitlines())
     else:
         yield from ("", "# DeepSpeed is not used: the ZeRO stage is 0")
+
+
+def _explanation(loaded: LoadedRun, run_file: str) -> Iterator[str]:
+    """Yield the equation of each derived value, and the memory of the largest rank by kind."""
+    config, places = loaded.config, setting_lines(Path(run_file).read_text(encoding="utf-8-sig"))
+
+    def origin(key: str) -> str:
+        place = loaded.origin(key)
+        if place != run_file:
+            return place
+        return Path(run_file).name + (f" line {places[key]}" if key in places else "")
+
+    yield f"# {run_file}: the values that follow from others, and the origin of each number"
+    yield from explanation(config, origin)
+    rows, precision = vocabulary(config), config.training.precision
+    if rows is not None:
+        known = config.in_precision("bf16") if precision == "auto" else config
+        yield memory_line(known, rows) + (
+            ' (with training.precision = "bf16")' if known is not config else ""
+        )
 
 
 def _table(name: str, table: Mapping[str, Any], loaded: LoadedRun) -> Iterator[str]:
@@ -95,6 +118,9 @@ def _parser() -> argparse.ArgumentParser:
         epilog="--section.key value changes a setting, as in megalite train (megalite train --help lists all)",
     )
     show.add_argument("run_file", type=Path, metavar="RUN.toml")
+    show.add_argument(
+        "--explain", action="store_true", help="print the equation of each derived value instead"
+    )
     show.add_argument(
         "--world-size",
         type=whole_number(1),

@@ -284,3 +284,15 @@ def test_output_that_nobody_reads_to_its_end_is_no_error() -> None:
     process.stdout.close()
     assert (process.wait(timeout=PATIENCE), process.stderr.read()) == (141, "")
     process.stderr.close()
+
+
+def test_explain_shows_equations_with_lines_of_the_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", str(QUICKSTART), "--explain", "--training.micro_batch_size", "1"]) == 0
+    shown, lines = capsys.readouterr().out, QUICKSTART.read_text().splitlines()
+    [batch] = [number for number, line in enumerate(lines, start=1) if line.startswith("global_batch_size")]
+    assert (
+        f"training.micro_batches = 8 = global_batch_size 16 (run.toml line {batch}) / (micro_batch_size 1 "
+        in shown
+    )
+    assert "micro_batch_size 1 (--training.micro_batch_size)" in shown
+    assert "memory of the largest rank: weights " in shown and "[training]" not in shown

@@ -35,6 +35,18 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError([Problem(str(path), "is nested too deeply")], str(path)) from None
 
 
+def setting_lines(text: str) -> dict[str, int]:
+    """Return `section.key` -> the number of its line, for the keys that stand alone in a line below [section]."""
+    places: dict[str, int] = {}
+    section = ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if header := _HEADER.match(line):
+            section = header[2].strip()
+        elif key := _KEY.match(line):
+            places.setdefault(f"{section}.{key[1]}", number)
+    return places
+
+
 def _syntax_problem(message: str, text: str) -> Problem:
     """Return the problem that tomllib's message tells; for a key or section set twice with its name and lines."""
     place = _PLACE.search(message)
