@@ -10,16 +10,18 @@ from pathlib import Path
 
 from megalite.cli.arguments import Parser, number_above_zero, whole_number
 from megalite.cli.plan_calibration import MEASURED, calibrated_machine
+from megalite.cli.plan_cluster import take_cluster
 from megalite.cli.plan_lines import fit_lines, plan_lines, plan_report, table_lines
 from megalite.cli.plan_model import PLANNED_ROWS, base_flags, run_file
 from megalite.config.load import load_run
 from megalite.config.sections.derived import vocabulary
 from megalite.errors import ConfigError, Problem
+from megalite.launcher.rank.environment import variables
 from megalite.planner.cluster import Cluster, Machine, card_named
 from megalite.planner.search import search
 
 _COMMON = (
-    "model --nodes --card --cards-per-node --tokens --sequence-length --batch --fit --table --write --json "
+    "model --nodes --card --cards-per-node --hostfile --tokens --sequence-length --batch --fit --table --write --json "
     "--calibrate --help"
 )
 
@@ -31,6 +33,8 @@ def run(arguments: Sequence[str]) -> int:
         _print(table_lines())
         return 0
     measured = options.calibrate or options.calibration is not None
+    if not measured:
+        take_cluster(options, variables())
     for name in ("model",) if measured else ("model", "card"):
         if getattr(options, name) is None:
             key = "MODEL" if name == "model" else "--card"
@@ -87,7 +91,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     return Cluster(
         card_named(options.card),
         options.nodes,
-        options.cards_per_node or 8,
+        options.cards_per_node,
         options.network,
         options.efficiency,
         options.link_efficiency,
@@ -99,8 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="preset, RUN.toml, config.json or its folder")
     add("--card", metavar="NAME", help='its name in torch, as "H100 80GB HBM3"')
-    add("--nodes", type=whole_number(1), default=1, metavar="N", help="number of nodes (default 1)")
-    add("--cards-per-node", type=whole_number(1), metavar="N", help="default: 8, or those of this machine")
+    add("--nodes", type=whole_number(1), metavar="N", help="default: 1, or SLURM's nodes")
+    add("--cards-per-node", type=whole_number(1), metavar="N", help="default: 8, SLURM's, or this machine's")
+    add("--hostfile", type=Path, metavar="FILE", help="nodes and cards: lines of NAME slots=N")
     add("--tokens", type=number_above_zero(), metavar="T", help="token budget, as 1e12: days and energy")
     add("--sequence-length", type=whole_number(1), metavar="S", help="default: 4096 or the model's")
     add("--batch", type=whole_number(1), metavar="B", help="sequences a step (default: 4 M tokens)")

@@ -15,7 +15,14 @@ from megalite.planner.calibration import Calibration, read_calibration, write_ca
 
 MEASURED = "calibration.json"
 # Option -> its default; they say what a measured machine has measured.
-_ASSUMED = {"card": None, "nodes": 1, "network": 50.0, "efficiency": 0.55, "link_efficiency": 0.75}
+_ASSUMED = {
+    "card": None,
+    "nodes": None,
+    "hostfile": None,
+    "network": 50.0,
+    "efficiency": 0.55,
+    "link_efficiency": 0.75,
+}
 
 
 def calibrated_machine(

@@ -41,6 +41,10 @@ PROGRAMS = {
 }
 
 
+NVIDIA_CARDS = Path("/proc/driver/nvidia/gpus")
+"""The folder in which NVIDIA's driver lists the cards of this machine."""
+
+
 @dataclass(frozen=True)
 class MachineFinding:
     """A package or program; found: its version or path, "" if it is missing; without: what does not work then."""
@@ -59,6 +63,15 @@ def system() -> dict[str, str]:
         "processor": f"{_processor()}, {available_cores()} of {os.cpu_count()} cores usable",
         "memory": f"{memory / 2**30:.1f} GiB, /dev/shm {_free('/dev/shm')}",
     }
+
+
+def nvidia_cards(folder: Path = NVIDIA_CARDS) -> tuple[str, ...]:
+    """Return the name of each NVIDIA card of this machine, as torch has it; empty where the driver lists none."""
+    names = []
+    for card in sorted(folder.glob("*/information")):
+        fields = dict(line.split(":", 1) for line in card.read_text().splitlines() if ":" in line)
+        names.append(fields.get("Model", "").strip())
+    return tuple(filter(None, names))
 
 
 def packages() -> list[MachineFinding]:

@@ -1,11 +1,13 @@
 """megalite plan: the plan that it prints and writes, and the errors of wrong input."""
 
+import argparse
 import json
 from pathlib import Path
 
 import pytest
 
 from megalite.cli import main
+from megalite.cli.plan_cluster import take_cluster
 from megalite.config.load import load_run
 
 CARD = ["--card", "H100 80GB HBM3"]
@@ -153,3 +155,87 @@ def test_numbers_that_no_plan_has(option: str, message: str, capsys: pytest.Capt
     with pytest.raises(SystemExit, match="2"):
         main(["plan", "small", *CARD, option])
     assert f"argument {option.partition('=')[0]}: {message};" in capsys.readouterr().err
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    file = tmp_path / "hosts"
+    file.write_text("node-a slots=4  # two\nnode-b slots=4\n")
+    return file
+
+
+def cluster_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, int, int]:
+    report = json.loads(
+        said(capsys, "small", "--sequence-length", "512", "--batch", "32", "--json", *arguments)
+    )
+    return tuple(report["cluster"][key] for key in ("card", "nodes", "cards_per_node"))
+
+
+def test_a_hostfile_has_the_nodes_and_their_cards(hostfile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cluster_of(capsys, *CARD, "--hostfile", str(hostfile)) == (CARD[1], 2, 4)
+    hostfile.write_text("node-a slots=4\nnode-b slots=2\n")
+    assert cluster_of(capsys, *CARD, "--hostfile", str(hostfile), "--cards-per-node", "2") == (CARD[1], 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        (
+            "node-a slots=4\nnode-b slots=2\n",
+            (),
+            "has 4 slots on node-a and 2 on node-b, and a plan is for equal nodes; use --cards-per-node 2, or leave",
+        ),
+        (
+            "node-a slots=4\n",
+            ("--cards-per-node", "8"),
+            "--cards-per-node: 8 is more than the 4 slots of a host",
+        ),
+        ("node-a slots=4\n", ("--nodes", "2"), "--nodes: has no effect with --hostfile"),
+        ("node-a\n", (), "'node-a' has no slots; write `node-a slots=N`"),
+    ],
+)
+def test_a_hostfile_without_equal_nodes_is_refused(
+    hostfile: Path, capsys: pytest.CaptureFixture[str], text: str, flags: tuple[str, ...], message: str
+) -> None:
+    hostfile.write_text(text)
+    assert message in said(capsys, "small", *CARD, "--hostfile", str(hostfile), *flags, code=2)
+
+
+def test_an_allocation_of_slurm_is_planned_unless_options_say_another_cluster(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    allocation = {"JOB_ID": "7", "JOB_NODELIST": "gpu[1-3]", "JOB_NUM_NODES": "3", "GPUS_ON_NODE": "4"}
+    for name, value in allocation.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    for name in ("NTASKS", "NTASKS_PER_NODE", "TASKS_PER_NODE"):
+        monkeypatch.delenv(f"SLURM_{name}", raising=False)
+    assert cluster_of(capsys, *CARD) == (CARD[1], 3, 4)
+    assert cluster_of(capsys, *CARD, "--nodes", "2") == (CARD[1], 2, 4)
+    assert cluster_of(capsys, *CARD, "--nodes", "1", "--cards-per-node", "8") == (CARD[1], 1, 8)
+
+
+def driver(folder: Path, *names: str) -> Path:
+    """Write what NVIDIA's driver lists of cards with these names."""
+    for number, name in enumerate(names):
+        (folder / f"0000:0{number}:00.0").mkdir(parents=True)
+        (folder / f"0000:0{number}:00.0" / "information").write_text(f"Model: \t\t {name}\nIRQ:   \t\t 18\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "card", "cards_per_node"),
+    [
+        (["NVIDIA L40S"] * 2, "NVIDIA L40S", 2),
+        (["NVIDIA L40S", "NVIDIA L4"], None, 2),
+        ([], None, 8),
+    ],
+)
+def test_the_card_of_this_machine_needs_no_name(
+    tmp_path: Path, names: list[str], card: str | None, cards_per_node: int
+) -> None:
+    options = argparse.Namespace(card=None, nodes=None, cards_per_node=None, hostfile=None)
+    take_cluster(options, {}, driver(tmp_path / "gpus", *names))
+    assert (options.card, options.nodes, options.cards_per_node) == (card, 1, cards_per_node)
+    named = argparse.Namespace(card="H200", nodes=None, cards_per_node=None, hostfile=None)
+    take_cluster(named, {}, tmp_path / "gpus")
+    assert (named.card, named.cards_per_node) == ("H200", 8)
