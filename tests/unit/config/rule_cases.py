@@ -299,6 +299,12 @@ FAMILY_CASES = [
 HELD_OUT = {"data.split": [0.9, 0.1]}
 VALIDATION_CASES = [
     Case(
+        "profiled_steps_are_of_the_run",
+        {"monitor.profile_steps": [10, 11]},
+        "monitor.profile_steps: step 11 never comes: the last one is training.steps = 10; use steps from 1 to 10",
+        {"monitor.profile_steps": [1, 10]},
+    ),
+    Case(
         "validation_has_text",
         {"validation.every": 5},
         "validation.every: 5 needs validation text; set data.validation or data.split, or delete the setting",
@@ -361,15 +367,6 @@ _BLEND = {
     "data.source": REMOVED,
     "data.blend": [{"source": "a", "weight": 1.0}, {"source": "b", "weight": 3.0}],
 }
-
-MONITOR_CASES = [
-    Case(
-        "profiled_steps_are_of_the_run",
-        {"monitor.profile_steps": [10, 11]},
-        "monitor.profile_steps: step 11 never comes: the last one is training.steps = 10; use steps from 1 to 10",
-        {"monitor.profile_steps": [1, 10]},
-    ),
-]
 
 CURRICULUM_CASES = [
     Case(

@@ -14,7 +14,6 @@ from tests.unit.config.rule_cases import (
     CURRICULUM_CASES,
     FAMILY_CASES,
     INSTRUCT_CASES,
-    MONITOR_CASES,
     VALIDATION_CASES,
     Case,
 )
@@ -30,7 +29,6 @@ CASES = [
     *CURRICULUM_CASES,
     *PREFERENCE_CASES,
     *STREAMING_CASES,
-    *MONITOR_CASES,
     *MEGATRON_CASES,
     Case(
         "batch_numbers_agree",
