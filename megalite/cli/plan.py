@@ -12,12 +12,13 @@ from megalite.cli.arguments import Parser, number_above_zero, whole_number
 from megalite.cli.plan_calibration import MEASURED, calibrated_machine
 from megalite.cli.plan_cluster import take_cluster
 from megalite.cli.plan_lines import fit_lines, plan_lines, plan_report, table_lines
-from megalite.cli.plan_model import PLANNED_ROWS, base_flags, run_file
-from megalite.config.load import load_run
+from megalite.cli.plan_model import PLANNED_ROWS, PlanBase, base_flags, run_file
 from megalite.config.sections.derived import vocabulary
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.environment import variables
 from megalite.planner.cluster import Cluster, Machine, card_named
+from megalite.planner.context import CONTEXT_METHODS
+from megalite.planner.planned_run import PlannedAxes
 from megalite.planner.search import search
 
 _COMMON = (
@@ -45,7 +46,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.write is not None:
         _require_new(options.write)
     base = base_flags(options)
-    config = load_run(base.file, base.flags).config
+    axes = _axes(options, base)
+    config = base.load()
     rows = vocabulary(config) or PLANNED_ROWS
     cluster: Machine
     if measured:
@@ -57,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.fit:
         _print(fit_lines(config, rows, cluster))
         return 0
-    found = search(config, rows, cluster)
+    found = search(config, rows, cluster, axes)
     if options.json:
         print(json.dumps(plan_report(found, config, cluster), indent=2))
     else:
@@ -71,6 +73,25 @@ def run(arguments: Sequence[str]) -> int:
             show = f"megalite config show {options.write} --world-size {cluster.cards}"
             print(f"written to {options.write}: {source}{show}")
     return 0
+
+
+def _axes(options: argparse.Namespace, base: PlanBase) -> PlannedAxes:
+    """Return the axes that are planned and not trained. Raises ConfigError where cards or options cannot have them."""
+    axes = PlannedAxes(options.context, options.context_method, options.expert, options.expert_tensor)
+    cards = options.nodes * options.cards_per_node
+    if cards % axes.context:
+        message = f"{axes.context} does not divide {cards:,} cards"
+        raise ConfigError([Problem("--context", message, "use a divisor")])
+    formulas = bool(axes.text) or base.mixture is not None
+    for name, why in (
+        ("write", "so that no file can say the plan"),
+        ("calibrate", "so that nothing is measured of them"),
+        ("calibration", "so that nothing was measured of them"),
+    ):
+        if formulas and getattr(options, name):
+            message = f"a run has no experts, latent attention or context parallelism yet, {why}"
+            raise ConfigError([Problem(f"--{name}", message, f"plan without --{name}")])
+    return axes
 
 
 def _require_new(file: Path) -> None:
@@ -139,4 +160,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="of links' rates (0.75)",
     )
+    for name, text in (
+        ("context", "ranks that share each sequence"),
+        ("expert", "ranks that share a layer's experts"),
+        ("expert-tensor", "ranks that share each expert"),
+    ):
+        add(f"--{name}", type=whole_number(1), default=1, metavar="N", help=f"{text} (planned only; 1)")
+    add("--context-method", choices=CONTEXT_METHODS, default="gather", help="of --context (gather)")
     return parser

@@ -8,11 +8,14 @@ from typing import Any
 from megalite.config.output.summary import memory_text, shape_line, tokens_text
 from megalite.config.sections.schema import RunConfig
 from megalite.planner.cluster import GIB, Cluster, Machine
+from megalite.planner.context import ContextSizes, context_traffic
+from megalite.planner.experts import exchanged_values
 from megalite.planner.fit import BAND_LENGTH, card_fits, memory_bands, on_one_card
 from megalite.planner.memory import kinds_text, stage_memory
 from megalite.planner.operations import ParameterCount, token_operations
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.search import LayoutSearch, PlannedLayout, needs_too_much
+from megalite.topology.experts import MixtureShape
 
 _SHOWN = 5
 
@@ -21,8 +24,10 @@ def plan_lines(
     found: LayoutSearch, config: RunConfig, rows: int, cluster: Machine, options: argparse.Namespace
 ) -> Iterator[str]:
     shape, length, batch = config.shape(rows), config.training.sequence_length, config.batch.global_batch_size
-    operations = token_operations(shape, length).model
-    yield f"{shape_line(config)}: {ParameterCount.of(shape).total:,} parameters, {operations / 1e9:,.1f} GFLOP a token"
+    operations, count = token_operations(shape, length).model, ParameterCount.of(shape)
+    active = f", {count.active:,} of them active" if count.active < count.total else ""
+    name = _mixture_text(shape) if isinstance(shape, MixtureShape) else shape_line(config)
+    yield f"{name}: {count.total:,} parameters{active}, {operations / 1e9:,.1f} GFLOP a token"
     nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
     yield (
         f"{cluster.cards:,} x {cluster.card} in {nodes}; {batch:,} sequences of {length:,} = "
@@ -54,6 +59,7 @@ def _best_lines(
     yield f"          {kinds_text(memory, config.optimizer.name)}"
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in vars(time).items() if seconds >= 0.005)
     yield f"  step    {time.total:.2f} s: {parts}"
+    yield from _axes_lines(best.run)
     yield f"  speed   {speed:,.0f} tokens/s, {speed / cluster.cards:,.0f} a card, MFU {share:.0%}"
     if options.tokens:
         seconds = options.tokens / speed
@@ -65,6 +71,27 @@ def _best_lines(
             cost = f"; {seconds / 3600 * cluster.cards * options.price:,.0f} at {options.price:g} a card-hour"
         budget = f"{tokens_text(options.tokens)} tokens"
         yield f"  {budget}: {seconds / 86400:,.1f} days{energy}{cost}"
+
+
+def _mixture_text(shape: MixtureShape) -> str:
+    """Return sizes and experts: "32 layers of 4096, 32 heads, 8 experts, 2 of them a token"."""
+    words = [f"{shape.num_hidden_layers} layers of {shape.hidden_size}, {shape.num_attention_heads} heads"]
+    if shape.latent is not None:
+        words.append(f"latent attention of {shape.latent.kv_lora_rank}")
+    if (experts := shape.experts) is not None:
+        words.append(f"{experts.num_experts} experts, {experts.num_experts_per_tok} of them a token")
+    return ", ".join(words)
+
+
+def _axes_lines(run: PlannedRun) -> Iterator[str]:
+    """Yield what a card sends for its experts and its part of the sequences, in a layer and micro batch."""
+    if run.axes.expert > 1:
+        sent = exchanged_values(run, recomputed=run.training.recompute == "full") * run.weight_bytes
+        yield f"  experts {memory_text(sent)} of tokens sent by a card a layer and micro batch"
+    if run.axes.context > 1:
+        again, method = run.training.recompute != "none", run.axes.context_method
+        sent = context_traffic(ContextSizes.of(run), method, recomputed=again) * run.weight_bytes
+        yield f"  context {memory_text(sent)} of keys and values sent by a card a layer and micro batch"
 
 
 def _refusal_lines(found: LayoutSearch, cluster: Machine) -> Iterator[str]:
@@ -85,7 +112,7 @@ def _refusal_lines(found: LayoutSearch, cluster: Machine) -> Iterator[str]:
 
 def _layout_text(layout: PlannedLayout) -> str:
     choice, run = layout.choice, layout.run
-    words = [run.layout.text, f"micro batch {run.micro_batch_size} x {run.micro_batches}"]
+    words = [run.layout.text + run.axes.text, f"micro batch {run.micro_batch_size} x {run.micro_batches}"]
     if choice.pipeline > 1:
         words.append(choice.schedule + (f" of {choice.chunks} chunks" if choice.chunks > 1 else ""))
     words += ["sequence parallel"] * choice.sequence + [f"ZeRO {choice.zero}"] * (choice.zero > 0)
@@ -98,6 +125,7 @@ def plan_report(found: LayoutSearch, config: RunConfig, cluster: Machine) -> dic
     layouts = [
         {
             "settings": layout.choice.flags,
+            "axes": vars(layout.run.axes),
             "tokens_per_second": tokens / layout.time.total,
             "step_seconds": vars(layout.time),
             "memory_bytes": {**layout.memory.kinds, "host": layout.memory.host, "peak": layout.memory.peak},

@@ -11,13 +11,19 @@ from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.toml import format_table, read_toml
 from megalite.config.sources.presets import PRESETS
 from megalite.errors import ConfigError, Problem
+from megalite.planner.mixture_config import MixtureRun, read_mixture
 from megalite.planner.operations import ParameterCount
 from megalite.planner.search import PlannedLayout
+from megalite.topology.experts import MixtureShape
 
 PLANNED_ROWS = 32_000
 """Rows of the vocabulary of a model that names none."""
 _LENGTH = 4096
 _TOKENS_A_STEP = 2**22
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+)
 _REPLACED = {
     "parallel": ("schedule", "virtual_stages", "layers_per_stage"),
     "training": ("micro_batches", "recompute_layers", "recompute_ratio"),
@@ -26,10 +32,20 @@ _REPLACED = {
 
 
 class PlanBase:
-    """The settings to start from. file: RUN.toml, or None. tables: those that a written run file begins with."""
+    """The settings to start from. file: RUN.toml, or None. tables: those that a written run file begins with.
 
-    def __init__(self, file: Path | None, tables: dict[str, dict[str, Any]]):
-        self.file, self.tables = file, tables
+    mixture: the shape of a mixture, whose dense sizes stand in the tables; None: no mixture.
+    """
+
+    def __init__(
+        self, file: Path | None, tables: dict[str, dict[str, Any]], mixture: MixtureShape | None = None
+    ):
+        self.file, self.tables, self.mixture = file, tables, mixture
+
+    def load(self) -> RunConfig:
+        """Return the resolved run."""
+        config = load_run(self.file, self.flags).config
+        return config if self.mixture is None else MixtureRun.of(config, self.mixture)
 
     @property
     def flags(self) -> list[str]:
@@ -48,7 +64,7 @@ class PlanBase:
 
 def base_flags(options: argparse.Namespace) -> PlanBase:
     """Return the settings of MODEL: a preset, a run file, a config.json or its folder."""
-    path = Path(options.model).expanduser()
+    path, mixture = Path(options.model).expanduser(), None
     if path.suffix == ".toml":
         for name, key in (
             ("sequence_length", "training.sequence_length"),
@@ -62,7 +78,9 @@ def base_flags(options: argparse.Namespace) -> PlanBase:
         model: dict[str, Any] = {"preset": options.model}
         longest = PRESETS[options.model].get("max_position_embeddings", _LENGTH)
     elif path.exists():
-        model, longest = {"hf_config": str(path)}, _LENGTH
+        mixture = read_mixture(path)
+        model = {"hf_config": str(path)} if mixture is None else _dense_sizes(mixture)
+        longest = _LENGTH
     else:
         message = f'"{options.model}" is no preset, no RUN.toml, no config.json and no folder'
         raise ConfigError([Problem("MODEL", message, "megalite config presets lists the presets")])
@@ -70,13 +88,19 @@ def base_flags(options: argparse.Namespace) -> PlanBase:
     batch = options.batch or max(1, _TOKENS_A_STEP // length)
     training = {"steps": 1, "sequence_length": length, "micro_batch_size": 1, "global_batch_size": batch}
     tables: dict[str, dict[str, Any]] = {"model": model, "training": training, "data": {"source": "text/"}}
-    config = load_run(None, PlanBase(None, tables).flags).config
+    config = PlanBase(None, tables, mixture).load()
     if vocabulary(config) is None:
         tables["tokenizer"] = {"vocab_size": PLANNED_ROWS}
     parameters = ParameterCount.of(config.shape(vocabulary(config) or PLANNED_ROWS)).total
     tokens = options.tokens or TOKENS_PER_PARAMETER * parameters
     training["steps"] = max(1, round(tokens / (batch * length)))
-    return PlanBase(None, tables)
+    return PlanBase(None, tables, mixture)
+
+
+def _dense_sizes(mixture: MixtureShape) -> dict[str, Any]:
+    """Return the settings of [model] that the rules of a layout read."""
+    sizes = {name: getattr(mixture, name) for name in _SIZES}
+    return sizes | {"tie_word_embeddings": str(mixture.tie_word_embeddings).lower()}
 
 
 def run_file(base: PlanBase, best: PlannedLayout, config: RunConfig) -> str:

@@ -152,7 +152,7 @@ def _heads(run: PlannedRun, widths: Widths) -> float:
 
 def _attention_core(run: PlannedRun, widths: Widths) -> dict[str, float]:
     """Return what attention keeps beside query, key, value and output."""
-    size, rows = run.weight_bytes, run.micro_batch_size * widths.heads * run.sequence_length
+    size, rows = run.weight_bytes, run.tokens * widths.heads
     core = {"statistics of attention": float(rows * run.exact_bytes)}
     if run.on_cpu and (run.plain_torch or size < 4) and widths.query > widths.key_value:
         # torch's kernel for the host takes one key-value head a query head.

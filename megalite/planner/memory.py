@@ -7,7 +7,7 @@ from megalite.config.output.summary import TOKENS_PER_PARAMETER, memory_text, to
 from megalite.config.sections.derived import vocabulary
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.training_section import RecomputeMode
-from megalite.planner.activations import Activations, head_activations, layer_activations
+from megalite.planner.activations import Activations, head_activations
 from megalite.planner.arriving_gradients import (
     product_bytes,
     table_bytes,
@@ -15,12 +15,13 @@ from megalite.planner.arriving_gradients import (
     trains,
     waiting_bytes,
 )
+from megalite.planner.experts import block_activations
 from megalite.planner.liveness import ChunkMemory, LiveState, schedule_states, stage_moments
 from megalite.planner.planned_run import PlannedRun
-from megalite.planner.stage_parameters import ValueCounts, chunk_counts, stage_counts
+from megalite.planner.stage_parameters import ValueCounts, ZeroShares, chunk_counts, stage_counts
 from megalite.topology.collective_sizes import BUCKET_BYTES, COLLECTIVE_BYTES
 from megalite.topology.optimizers import OPTIMIZERS
-from megalite.topology.parameters import HEAD, parameter_count
+from megalite.topology.parameters import HEAD, alike, parameter_count
 from megalite.topology.transfers import ACTIONS_AHEAD
 
 STATE_BYTES = 2 + 4 + 4 + 4 * len(OPTIMIZERS["adamw"].state)
@@ -97,14 +98,14 @@ def largest_rank(run: PlannedRun, *, base: float = 0.0) -> RankMemory:
 
 def stage_memory(run: PlannedRun, stage: int, *, base: float = 0.0) -> RankMemory:
     """Return the memory of the first rank of a stage, which needs as much as any rank of it."""
-    counts, zero, copies = stage_counts(run, stage), run.zero_stage, run.copies
-    weights = run.weight_bytes * counts.weights / (copies if zero == 3 else 1)
-    every_gradient = run.gradient_bytes * counts.trained / (copies if zero >= 2 else 1)
+    counts, zero = stage_counts(run, stage), run.zero_stage
+    shares = ZeroShares.of(run, counts)
+    weights = run.weight_bytes * shares.weights
+    every_gradient = run.gradient_bytes * shares.gradients
     # ZeRO has its own fp32 copy of what it updates, also of a model in fp32.
     has_masters = run.weight_bytes < 4 or bool(zero)
-    share = copies if zero >= 1 else 1
-    masters = run.exact_bytes * counts.trained * has_masters / share
-    moments = run.exact_bytes * counts.state / share
+    masters = run.exact_bytes * shares.updated * has_masters
+    moments = run.exact_bytes * shares.state
     buffers, bucket = _buffers(run), _bucket(run, stage, counts)
     on_host = 0.0
     if device := run.offload.get("offload_optimizer"):
@@ -115,8 +116,8 @@ def stage_memory(run: PlannedRun, stage: int, *, base: float = 0.0) -> RankMemor
     fullest = max(step, key=lambda moment: moment.activations + moment.loss)
     # At the end all gradients are there, and no activation; then a bucket of gradients, ZeRO 1's copy of its share of
     # them, or the update's own values.
-    of_update = OPTIMIZERS[run.optimizer.name].working * run.exact_bytes * counts.trained / share
-    handed_over = every_gradient / share * (zero == 1)
+    of_update = OPTIMIZERS[run.optimizer.name].working * run.exact_bytes * shares.updated
+    handed_over = run.gradient_bytes * shares.updated * (zero == 1)
     end = every_gradient + max(bucket, handed_over, of_update)
     peak = weights + masters + moments + buffers + base + max(end, *(moment.total for moment in step))
     of_step = (fullest.activations, fullest.loss)
@@ -189,11 +190,10 @@ def _layers(run: PlannedRun, chunk: int, known: dict[tuple[RecomputeMode, int], 
     number: dict[tuple[RecomputeMode, int], int] = {}
     for place, layer in enumerate(layers):
         mode = run.training.recompute_of(place, len(layers))
-        # Without an adapter all layers are alike.
-        key = (mode, 0 if run.shape.adapter is None else layer)
+        key = (mode, alike(run.shape, layer))
         number[key] = number.get(key, 0) + 1
         if key not in known:
-            known[key] = layer_activations(run, *key)
+            known[key] = block_activations(run, *key)
     return Activations(
         sum(known[key].kept * times for key, times in number.items()),
         sum(known[key].deferred * times for key, times in number.items()),

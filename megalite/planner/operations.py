@@ -8,18 +8,22 @@ recomputation repeats.
 from dataclasses import dataclass
 
 from megalite.config.sections.training_section import RecomputeMode
-from megalite.topology.flops import attention_flops, flops_per_token, forward_flops
+from megalite.topology.flops import active_numel, attention_flops, flops_per_token, forward_flops
 from megalite.topology.parameters import EMBEDDING, HEAD, POSITIONS, model_parameters
 from megalite.topology.shape import ModelShape
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """total: every value of the model with its adapter. tables: of embedding, positions and head. trained: updated."""
+    """total: every value of the model with its adapter. tables: of embedding, positions and head. trained: updated.
+
+    active: those that one token meets: of a mixture the experts that it is sent to, and all else, the tables too.
+    """
 
     total: int
     tables: int
     trained: int
+    active: int
 
     @classmethod
     def of(cls, shape: ModelShape) -> "ParameterCount":
@@ -30,6 +34,7 @@ class ParameterCount:
                 parameter.numel for parameter in parameters if parameter.name in (EMBEDDING, POSITIONS, HEAD)
             ),
             sum(parameter.numel for parameter in parameters if parameter.trained),
+            sum(active_numel(parameter, shape) for parameter in parameters),
         )
 
 
@@ -51,9 +56,8 @@ def token_operations(
 ) -> TokenOperations:
     """Return the operations of a token in sequences of this length."""
     forward, model = forward_flops(shape, sequence_length), flops_per_token(shape, sequence_length)
-    width = shape.num_attention_heads * shape.head_dim
     # The products of a token with all keys of the sequence, in all layers.
-    scores = 4 * shape.num_hidden_layers * width * sequence_length
+    scores = 2 * shape.num_hidden_layers * shape.score_values * sequence_length
     masked = scores - sum(attention_flops(shape, sequence_length))
     whole = model + 3 * masked
     again = {"none": 0, "selective": scores, "full": sum(forward.layers) + masked}[recompute]

@@ -14,6 +14,33 @@ from megalite.topology.dtypes import PRECISIONS
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit
 
+ContextMethod = Literal["ring", "gather", "ulysses"]
+
+
+@dataclass(frozen=True)
+class PlannedAxes:
+    """Axes that are planned by formula; no run has them yet.
+
+    context: ranks that share each sequence, of which each has two runs that make equal work ("zig-zag"); beside those
+    of the layout. context_method: how keys and values reach the queries of other ranks. expert: ranks that share the
+    experts of a layer, and expert_tensor: each expert; both among the data, context and tensor ranks of a stage.
+    """
+
+    context: int = 1
+    context_method: ContextMethod = "gather"
+    expert: int = 1
+    expert_tensor: int = 1
+
+    @property
+    def text(self) -> str:
+        """ " x context 4 (ring) x expert 8", without those of size 1."""
+        sizes = (
+            (f"context {self.context} ({self.context_method})", self.context),
+            (f"expert {self.expert}", self.expert),
+            (f"expert tensor {self.expert_tensor}", self.expert_tensor),
+        )
+        return "".join(f" x {name}" for name, size in sizes if size > 1)
+
 
 @dataclass(frozen=True)
 class PlannedRun:
@@ -41,6 +68,7 @@ class PlannedRun:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     plain_torch: bool = False
     on_cpu: bool = False
+    axes: PlannedAxes = field(default_factory=PlannedAxes)
 
     @classmethod
     def of(
@@ -91,12 +119,17 @@ class PlannedRun:
     @cached_property
     def copies(self) -> int:
         """The number of ranks with the same dense weights, over which ZeRO partitions."""
-        return prod(self.layout.sizes[axis] for axis in ROLES["dense_gradients"])
+        return prod(self.layout.sizes[axis] for axis in ROLES["dense_gradients"]) * self.axes.context
+
+    @cached_property
+    def expert_copies(self) -> float:
+        """The number of ranks with the same experts."""
+        return self.copies * self.layout.tensor / (self.axes.expert * self.axes.expert_tensor)
 
     @property
     def tokens(self) -> int:
-        """The tokens of a micro batch."""
-        return self.micro_batch_size * self.sequence_length
+        """The tokens of a micro batch on a rank: its share of the sequences."""
+        return self.micro_batch_size * self.sequence_length // self.axes.context
 
     @property
     def positions(self) -> float:

@@ -12,8 +12,10 @@ from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.training_section import ComputeSettings, RecomputeMode
 from megalite.errors import Problem
 from megalite.planner.cluster import Machine
+from megalite.planner.context import context_problems
+from megalite.planner.experts import expert_problems
 from megalite.planner.memory import CARD_BASE_BYTES, RankMemory, stage_memory
-from megalite.planner.planned_run import PlannedRun
+from megalite.planner.planned_run import PlannedAxes, PlannedRun
 from megalite.planner.step_time import StepTime, step_time
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
@@ -25,6 +27,7 @@ _SCHEDULES = tuple(name for name in SCHEDULES if name not in ("gpipe", "looped_b
 # The origin that messages name.
 _ORIGINS = {"deepspeed.zero_optimization": "planned"}
 _MOST_STAGES = 64
+_NO_AXES = PlannedAxes()
 _MICRO_BATCHES = (1, 2, 4, 8)
 _RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
@@ -118,16 +121,21 @@ def every_choice(world: int, cluster: Machine) -> Iterator[LayoutChoice]:
                     yield LayoutChoice(tensor, sequence, pipeline, data, name, chunks, zero, size, recompute)
 
 
-def search(config: RunConfig, vocab_size: int, cluster: Machine) -> LayoutSearch:
-    """Plan every layout of a resolved run over the cards of a cluster, with the run's own global batch."""
-    base, checked = (
-        PlannedRun.of(config, vocab_size, on_cpu=cluster.on_cpu),
-        checked_run(config, cluster.cards),
-    )
+def search(
+    config: RunConfig, vocab_size: int, cluster: Machine, axes: PlannedAxes = _NO_AXES
+) -> LayoutSearch:
+    """Plan every layout of a resolved run over the cards of a cluster, with the run's own global batch.
+
+    axes: those beside the layout, equal in all of them.
+    """
+    base = replace(PlannedRun.of(config, vocab_size, on_cpu=cluster.on_cpu), axes=axes)
+    ranks = cluster.cards // axes.context
+    checked = checked_run(config, ranks)
     planned: list[PlannedLayout] = []
     refused: list[RefusedLayout] = []
-    for choice in every_choice(cluster.cards, cluster):
+    for choice in every_choice(ranks, cluster):
         problem = next(layout_problems(_with_choice(checked, config, choice)), None)
+        problem = problem or next(axes_problems(base, choice), None)
         if problem is not None:
             refused.append(RefusedLayout(choice, problem))
         else:
@@ -137,6 +145,13 @@ def search(config: RunConfig, vocab_size: int, cluster: Machine) -> LayoutSearch
         (layout for layout in planned if not layout.fits), key=lambda layout: layout.memory.peak
     )
     return LayoutSearch(fitting, too_large, refused)
+
+
+def axes_problems(base: PlannedRun, choice: LayoutChoice) -> Iterator[Problem]:
+    """Yield why a layout does not go with the axes beside it."""
+    layout = Layout(choice.pipeline, choice.data, choice.tensor)
+    yield from context_problems(base, layout, sequence_parallel=choice.sequence)
+    yield from expert_problems(base, layout, sequence_parallel=choice.sequence)
 
 
 def _time_and_memory(layout: PlannedLayout) -> tuple[float, float]:

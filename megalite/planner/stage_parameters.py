@@ -1,15 +1,18 @@
 """How many values of the parameters, of the trained ones and of the optimizer's state a rank of each stage has."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
+from typing import NamedTuple
 
 from megalite.config.sections.schema import OptimizerConfig
 from megalite.planner.planned_run import PlannedRun
 from megalite.topology.axes import Layout
+from megalite.topology.experts import EXPERT_AXIS, MixtureShape
 from megalite.topology.optimizers import OPTIMIZERS
-from megalite.topology.parameters import Parameter, layer_parameters, stage_parameters
+from megalite.topology.parameters import Parameter, alike, layer_parameters, stage_parameters
 from megalite.topology.place import RankPlace
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit
@@ -20,19 +23,53 @@ _Kept = tuple[str, float | None, bool]
 
 @dataclass(frozen=True)
 class ValueCounts:
-    """Numbers of values on one rank. weights: of all parameters; trained: of trained ones; state: of the optimizer."""
+    """Numbers of values on one rank. weights: of all parameters; trained: of trained ones; state: of the optimizer.
+
+    experts: the share of them that belongs to experts, which fewer ranks hold copies of.
+    """
 
     weights: int = 0
     trained: int = 0
     state: int = 0
+    experts: "ValueCounts | None" = None
 
     def __add__(self, other: "ValueCounts") -> "ValueCounts":
+        experts = (
+            self.experts + other.experts if self.experts and other.experts else self.experts or other.experts
+        )
         return ValueCounts(
-            self.weights + other.weights, self.trained + other.trained, self.state + other.state
+            self.weights + other.weights, self.trained + other.trained, self.state + other.state, experts
         )
 
     def times(self, number: int) -> "ValueCounts":
-        return ValueCounts(number * self.weights, number * self.trained, number * self.state)
+        experts = self.experts and self.experts.times(number)
+        return ValueCounts(number * self.weights, number * self.trained, number * self.state, experts)
+
+
+class ZeroShares(NamedTuple):
+    """The values that a rank keeps of each kind. updated: of those trained that its own optimizer updates."""
+
+    weights: float
+    gradients: float
+    updated: float
+    state: float
+
+    @classmethod
+    def of(cls, run: PlannedRun, counts: ValueCounts) -> "ZeroShares":
+        """Return what the run's ZeRO stage leaves; it partitions over the ranks with equal copies."""
+
+        def share(values: int, of_experts: int, from_stage: int) -> float:
+            if run.zero_stage < from_stage:
+                return values
+            return (values - of_experts) / run.copies + of_experts / run.expert_copies
+
+        experts = counts.experts or ValueCounts()
+        return cls(
+            share(counts.weights, experts.weights, 3),
+            share(counts.trained, experts.trained, 2),
+            share(counts.trained, experts.trained, 1),
+            share(counts.state, experts.state, 1),
+        )
 
 
 def stage_counts(run: PlannedRun, stage: int) -> ValueCounts:
@@ -47,12 +84,13 @@ def stage_counts(run: PlannedRun, stage: int) -> ValueCounts:
 
 def chunk_counts(run: PlannedRun, chunk: int) -> ValueCounts:
     """Return the values of the decoder layers of a chunk on the first rank of its stage."""
-    kept, tensor, layers = _kept(run.optimizer), run.layout.tensor, run.split.layers[chunk]
-    if run.shape.adapter is None:
-        return layer_counts(run.shape, layers[0], tensor, kept).times(len(layers))
+    kept, layers = _kept(run.optimizer), run.split.layers[chunk]
+    ranks = (run.layout.tensor, run.axes.expert, run.axes.expert_tensor)
+    if run.shape.adapter is None and not isinstance(run.shape, MixtureShape):
+        return _layer_counts(run.shape, 0, ranks, kept).times(len(layers))
     counts = ValueCounts()
-    for layer in layers:  # an adapter may name single layers
-        counts += layer_counts(run.shape, layer, tensor, kept)
+    for layer in layers:  # an adapter may name single layers, and a mixture has two kinds
+        counts += _layer_counts(run.shape, alike(run.shape, layer), ranks, kept)
     return counts
 
 
@@ -60,15 +98,31 @@ def _kept(optimizer: OptimizerConfig) -> _Kept:
     return optimizer.name, optimizer.momentum, bool(optimizer.ema_decay)
 
 
-def layer_counts(shape: ModelShape, layer: int, tensor: int, kept: _Kept) -> ValueCounts:
-    """Return the values of a decoder layer on the first of `tensor` ranks."""
-    # Without an adapter all layers are alike.
-    return _layer_counts(shape, layer if shape.adapter is not None else 0, tensor, kept)
-
-
 @lru_cache(maxsize=4096)
-def _layer_counts(shape: ModelShape, layer: int, tensor: int, kept: _Kept) -> ValueCounts:
-    return _counted(layer_parameters(shape, layer), tensor, kept)
+def _layer_counts(shape: ModelShape, layer: int, ranks: tuple[int, int, int], kept: _Kept) -> ValueCounts:
+    """Return the values of a decoder layer on the first rank. ranks: of tensor, expert, expert tensor."""
+    tensor, *of_experts = ranks
+    parameters = tuple(layer_parameters(shape, layer))
+    dense = _counted((each for each in parameters if each.spec.axis != EXPERT_AXIS), tensor, kept)
+    # Whole, as one rank has them.
+    stacked = [
+        replace(each, spec=replace(each.spec, axis="tp"))
+        for each in parameters
+        if each.spec.axis == EXPERT_AXIS
+    ]
+    if not stacked:
+        return dense
+    experts = _counted_experts(_counted(stacked, 1, kept), shape, *of_experts)
+    return replace(dense + experts, experts=experts)
+
+
+def _counted_experts(whole: ValueCounts, shape: ModelShape, expert: int, expert_tensor: int) -> ValueCounts:
+    """Return the share of all experts' values on the rank with the most experts."""
+    assert isinstance(shape, MixtureShape) and shape.experts is not None
+    number = shape.experts.num_experts
+    share = Fraction(ceil(number / expert), number * expert_tensor)
+    weights, trained, state = (ceil(share * values) for values in (whole.weights, whole.trained, whole.state))
+    return ValueCounts(weights, trained, state)
 
 
 @lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ from megalite.monitor.cards import CARDS
 from megalite.planner.bubble import bubble
 from megalite.planner.calibrated_step import CalibratedMachine, calibrated_seconds
 from megalite.planner.cluster import Cluster, Machine
+from megalite.planner.experts import context_seconds, exchange_seconds, layers_with_experts, reduction_factors
 from megalite.planner.memory import RankMemory
 from megalite.planner.planned_run import PlannedRun
 from megalite.topology.flops import attention_flops, flops_per_token, forward_flops
@@ -22,6 +23,7 @@ class StepTime:
     """Seconds of a step. compute: of the slowest stage. tensor, pipeline, data: traffic that no computation hides.
 
     update: reading and writing the optimizer's state. fixed: what every step takes, whatever its size; measured alone.
+    context, experts: keys and values, and tokens, between ranks.
     """
 
     compute: float
@@ -31,6 +33,8 @@ class StepTime:
     data: float
     update: float
     fixed: float = 0.0
+    context: float = 0.0
+    experts: float = 0.0
 
     @property
     def total(self) -> float:
@@ -65,15 +69,20 @@ def _assumed_time(run: PlannedRun, cluster: Cluster, memory: RankMemory) -> Step
     )
     micro_batch = operations * run.tokens / run.layout.tensor / (peak * cluster.efficiency)
     sums = _tensor_seconds(run, cluster) * layers
-    compute, traffic = run.micro_batches * micro_batch, run.micro_batches * sums
+    compute, tensor = run.micro_batches * micro_batch, run.micro_batches * sums
+    context = run.micro_batches * context_seconds(run, cluster) * layers
+    experts = run.micro_batches * exchange_seconds(run, cluster) * layers_with_experts(run)
+    traffic = tensor + context + experts
     idle = bubble(run.schedule, run.split.stages, run.micro_batches, run.split.chunks_per_stage)
     return StepTime(
         compute,
         (compute + traffic) * idle / (1 - idle),
-        traffic,
+        tensor,
         _pipeline_seconds(run, cluster),
         _data_seconds(run, cluster, memory, _BACKWARD * micro_batch),
         2 * memory.states / (CARDS[cluster.card].memory * 1e9),
+        context=context,
+        experts=experts,
     )
 
 
@@ -125,7 +134,7 @@ def _pipeline_seconds(run: PlannedRun, cluster: Cluster) -> float:
     if stages == 1:
         return 0.0
     hidden = run.positions * run.shape.hidden_size * run.weight_bytes
-    stride = run.layout.data * run.layout.tensor
+    stride = run.layout.data * run.axes.context * run.layout.tensor
     return 2 * (stages - 1) * hidden / cluster.bandwidth(stages, stride, ring=False)
 
 
@@ -135,8 +144,9 @@ def _data_seconds(run: PlannedRun, cluster: Cluster, memory: RankMemory, hidden:
     if ranks == 1:
         return 0.0
     share = (ranks - 1) / ranks / cluster.bandwidth(ranks, run.layout.tensor)
-    weights = memory.weights * (ranks if stage == 3 else 1)
-    gradients = memory.gradients * (ranks if stage >= 2 else 1)
+    of_weights, of_gradients = reduction_factors(run)
+    weights = memory.weights * (ranks if stage == 3 else 1) * of_weights
+    gradients = memory.gradients * (ranks if stage >= 2 else 1) * of_gradients
     if stage < 2:
         gather = weights * share if stage else 0.0
         return max(0.0, 2 * gradients * share - hidden) + gather

@@ -6,6 +6,7 @@ appendix B.
 
 from dataclasses import dataclass
 
+from megalite.topology.experts import EXPERT_AXIS, MixtureShape
 from megalite.topology.parameters import EMBEDDING, POSITIONS, Parameter, model_parameters
 from megalite.topology.shape import ModelShape
 
@@ -36,15 +37,14 @@ def forward_flops(shape: ModelShape, sequence_length: int) -> ForwardFlops:
         if parameter.layer is None:
             head += 2 * parameter.numel
         else:
-            layers[parameter.layer] += 2 * parameter.numel
+            layers[parameter.layer] += 2 * active_numel(parameter, shape)
     return ForwardFlops(tuple(layers), head)
 
 
 def attention_flops(shape: ModelShape, sequence_length: int) -> list[int]:
     """Return the operations of a token's products with keys and values in each layer, forward."""
-    width = shape.num_attention_heads * shape.head_dim
     return [
-        2 * width * (_twice_seen(shape.window_of(layer), sequence_length) + 2 * shape.prefix_tokens)
+        shape.score_values * (_twice_seen(shape.window_of(layer), sequence_length) + 2 * shape.prefix_tokens)
         for layer in range(shape.num_hidden_layers)
     ]
 
@@ -53,11 +53,18 @@ def flops_per_token(shape: ModelShape, sequence_length: int) -> int:
     """Return the operations of the forward and backward of one token; a frozen weight has no gradient."""
     forward = forward_flops(shape, sequence_length)
     frozen = 2 * sum(
-        parameter.numel
+        active_numel(parameter, shape)
         for parameter in model_parameters(shape)
         if not parameter.trained and _multiplies(parameter, shape)
     )
     return 3 * (sum(forward.layers) + forward.head) - frozen
+
+
+def active_numel(parameter: Parameter, shape: ModelShape) -> int:
+    """Return how many values of a parameter a token meets: those of the experts that it is sent to, or all."""
+    if parameter.spec.axis != EXPERT_AXIS or not isinstance(shape, MixtureShape) or shape.experts is None:
+        return parameter.numel
+    return parameter.numel // shape.experts.num_experts * shape.experts.num_experts_per_tok
 
 
 def _multiplies(parameter: Parameter, shape: ModelShape) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod, sqrt
 
 from megalite.topology.adapter import Lora, Prefix, names_module
+from megalite.topology.experts import BlockTensor, MixtureShape, expert_tensors, latent_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, ShardSpec
 from megalite.topology.stages import PipelineSplit, pipeline_split
@@ -157,7 +158,41 @@ def _linear_std(fan_in: int) -> float:
     return 1 / sqrt(3 * fan_in)
 
 
+def alike(shape: ModelShape, layer: int) -> int:
+    """Return the first layer whose parameters have the same sizes as this one's; with an adapter the layer itself."""
+    if shape.adapter is not None:
+        return layer
+    return shape.first_alike(layer) if isinstance(shape, MixtureShape) else 0
+
+
 def _own_layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
+    if not isinstance(shape, MixtureShape):
+        yield from _dense_layer_parameters(shape, layer)
+        return
+    blocks: dict[str, Iterator[BlockTensor]] = {}
+    if shape.latent is not None:
+        blocks["self_attn"] = latent_tensors(shape)
+    if shape.has_experts(layer):
+        blocks["mlp"] = expert_tensors(shape)
+    for parameter in _dense_layer_parameters(shape, layer):
+        block = parameter.name.split(".")[3]
+        if block in blocks:  # in place of the dense block's first parameter, once
+            yield from (_block_parameter(tensor, shape, layer) for tensor in blocks[block])
+        else:
+            yield parameter
+    if shape.attention_sinks:
+        sinks = BlockTensor("self_attn.sinks", (shape.num_attention_heads,), 0)
+        yield _block_parameter(sinks, shape, layer)
+
+
+def _block_parameter(tensor: BlockTensor, shape: ModelShape, layer: int) -> Parameter:
+    name, matrix = f"model.layers.{layer}.{tensor.name}", len(tensor.shape) == 2
+    spec = ShardSpec((Part(name, tensor.shape),), tensor.dim, tensor.axis)
+    fill = 1.0 if "norm" in tensor.name else 0.0
+    return Parameter(name, spec, layer, shape.initializer_range if matrix else None, matrix, fill)
+
+
+def _dense_layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
     prefix = f"model.layers.{layer}"
     hidden, std = shape.hidden_size, shape.initializer_range
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim

@@ -130,6 +130,11 @@ class ModelShape:
         return self.adapter.tokens if isinstance(self.adapter, Prefix) else 0
 
     @property
+    def score_values(self) -> int:
+        """Values of a token's queries and attention outputs: a product with a key and with a value for each."""
+        return 2 * self.num_attention_heads * self.head_dim
+
+    @property
     def attention_scale(self) -> float | None:
         """Factor of the attention scores; None: head_dim ** -0.5."""
         if self.attention_multiplier is not None:

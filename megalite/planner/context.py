@@ -1,0 +1,109 @@
+"""Context parallelism by formula: what a rank sends and keeps of a layer whose sequences are cut over c ranks.
+
+Sources: Liu et al. 2023, "Ring attention with blockwise transformers" (ring); Llama Team 2024, "The Llama 3 herd of
+models", section 3.3.2 (gather); Jacobs et al. 2023, "DeepSpeed Ulysses". Each rank has two of 2c equal runs of a
+sequence, the r-th and the r-th from the end, so that all make equal work under a causal mask.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megalite.errors import Problem
+from megalite.planner.planned_run import ContextMethod, PlannedRun
+from megalite.topology.axes import Layout
+from megalite.topology.experts import MixtureShape
+
+CONTEXT_METHODS: tuple[ContextMethod, ...] = ("gather", "ring", "ulysses")
+
+
+@dataclass(frozen=True)
+class ContextSizes:
+    """Sizes of attention on one rank. ranks: c. tokens: of a micro batch on a rank, b S / c.
+
+    query, key_value: values a token of the query (the output has as many), and of key and value together, on a
+    tensor-parallel rank. spread: key_value with Ulysses, which repeats heads until each rank has one.
+    """
+
+    ranks: int
+    tokens: int
+    query: float
+    key_value: float
+    spread: float
+    heads: float
+
+    @classmethod
+    def of(cls, run: PlannedRun) -> "ContextSizes":
+        shape, tensor, context = run.shape, run.layout.tensor, run.axes.context
+        heads, shared = shape.num_attention_heads, max(shape.num_key_value_heads, tensor)
+        both = 2 * shape.head_dim
+        if isinstance(shape, MixtureShape) and shape.latent is not None:
+            both = shape.latent.qk_head_dim + shape.latent.v_head_dim
+        spread = max(shared, context * tensor)
+        return cls(
+            context,
+            run.tokens,
+            heads * shape.head_dim / tensor,
+            shared * both / tensor,
+            spread * both / tensor,
+            heads / tensor,
+        )
+
+
+def context_traffic(sizes: ContextSizes, method: ContextMethod, *, recomputed: bool = False) -> float:
+    """Return the elements that a rank sends in the forward and the backward of a layer.
+
+    ring: keys and values go round in c - 1 sends, once more in the backward, and their gradients home in c. gather:
+    to each of c - 1 ranks, and gradients back by a reduce-scatter. ulysses: query, key, value and output change
+    from tokens to heads and back, with (c - 1) / c of each sent. recomputed: the forward is repeated.
+    """
+    others, own = sizes.ranks - 1, sizes.tokens * sizes.key_value
+    if not others:
+        return 0.0
+    if method == "ulysses":
+        exchanged = others / sizes.ranks * sizes.tokens * (2 * sizes.query + sizes.spread)
+        return (3 if recomputed else 2) * exchanged
+    backward = 2 * others + 1 if method == "ring" else others
+    return (others * (2 if recomputed else 1) + backward) * own
+
+
+def context_kept(sizes: ContextSizes, method: ContextMethod, *, recomputed: bool = False) -> float:
+    """Return the elements that a layer keeps for the backward beside those of attention over a rank's own tokens.
+
+    gather: the keys and values of all ranks, in order. ulysses: those of repeated heads. recomputed: attention is
+    made again, so that nothing stays.
+    """
+    if recomputed or sizes.ranks == 1 or method == "ring":
+        return 0.0
+    if method == "gather":
+        return sizes.ranks * sizes.tokens * sizes.key_value
+    return sizes.tokens * (sizes.spread - sizes.key_value)
+
+
+def context_working(sizes: ContextSizes, method: ContextMethod) -> float:
+    """Return the elements that a layer needs meanwhile: of the ring keys, values and their gradients on their way."""
+    if sizes.ranks == 1:
+        return 0.0
+    travelling = 2 * sizes.tokens * sizes.key_value
+    return travelling if method == "ring" else context_kept(sizes, method)
+
+
+def context_scores(sizes: ContextSizes, sequence_length: int) -> float:
+    """Return the scores that each rank works on: the same number on all of them."""
+    return sizes.tokens * sizes.heads * sequence_length / 2
+
+
+def context_problems(run: PlannedRun, layout: Layout, *, sequence_parallel: bool) -> Iterator[Problem]:
+    """Yield why sequences cannot be cut as planned in this layout."""
+    ranks, length, tensor = run.axes.context, run.sequence_length, layout.tensor
+    if ranks == 1:
+        return
+    if length % (2 * ranks):
+        message = f"{ranks} ranks take two runs each, but 2 x {ranks} does not divide sequences of {length}"
+        yield Problem("--context", message, f"use sequences of {length // (2 * ranks) * 2 * ranks}")
+    elif sequence_parallel and length // ranks % tensor:
+        message = f"leaves {length // ranks} tokens, which parallel.tensor = {tensor} does not divide"
+        yield Problem("--context", message, "use parallel.sequence = false, or another size")
+    heads = run.shape.num_attention_heads
+    if run.axes.context_method == "ulysses" and heads // tensor % ranks:
+        message = f"{ranks} does not divide the {heads // tensor} heads of a tensor-parallel rank"
+        yield Problem("--context", message, "use --context-method gather")

@@ -1,0 +1,169 @@
+"""Mixtures of experts by formula: what their layers keep and exchange, and how their gradients are reduced.
+
+The data, context and tensor ranks of a stage are laid out again as copies x expert x expert tensor, the last innermost
+(Megatron-Core's "parallel folding"). Tokens reach their experts by an all-to-all and return by another one: Lepikhin et
+al. 2020, "GShard".
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megalite.config.sections.training_section import RecomputeMode
+from megalite.errors import Problem
+from megalite.planner.activations import Activations, layer_activations
+from megalite.planner.cluster import Cluster
+from megalite.planner.context import ContextSizes, context_kept, context_traffic, context_working
+from megalite.planner.planned_run import PlannedRun
+from megalite.planner.stage_parameters import ZeroShares, stage_counts
+from megalite.topology.axes import Layout
+from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
+
+IMBALANCE = 1.3
+"""The rows of the fullest rank over the mean, once the router is trained; before, up to the number of expert ranks."""
+
+
+def block_activations(run: PlannedRun, mode: RecomputeMode, layer: int) -> Activations:
+    """Return the activations of a layer of any kind, with what cut sequences, latent attention and experts add."""
+    shape, method = run.shape, run.axes.context_method
+    if not isinstance(shape, MixtureShape) and run.axes.context == 1:
+        return layer_activations(run, mode, layer)
+    sizes = ContextSizes.of(run)
+    kept, working = context_kept(sizes, method, recomputed=mode != "none"), context_working(sizes, method)
+    if isinstance(shape, MixtureShape):
+        run = replace(run, shape=shape.dense_layer(layer))
+        block = latent_values(run, shape.latent) if shape.latent is not None else 0.0
+        if shape.experts is not None and shape.has_experts(layer):
+            block += sum(expert_values(run, shape.experts).values())
+        # Full recomputation makes them again.
+        kept, working = (kept, working + block) if mode == "full" else (kept + block, working)
+    plain, size = layer_activations(run, mode, layer), run.weight_bytes
+    forward, backward = plain.forward + working * size, plain.backward + working * size
+    return Activations(plain.kept + kept * size, plain.deferred, forward, backward)
+
+
+def routed_tokens(run: PlannedRun) -> float:
+    """Return the tokens that a rank sends to experts: with a cut of each expert all tokens of its tensor group."""
+    return run.tokens / (run.layout.tensor if run.axes.expert_tensor == 1 else 1)
+
+
+def expert_values(run: PlannedRun, experts: ExpertShape) -> dict[str, float]:
+    """Return name -> values that the experts of a layer keep of a micro batch on the fullest rank."""
+    hidden = run.shape.hidden_size
+    tokens = routed_tokens(run)
+    rows = tokens * experts.num_experts_per_tok
+    arrived = rows * (IMBALANCE if run.axes.expert > 1 else 1)
+    inner = 3 * experts.moe_intermediate_size / run.axes.expert_tensor
+    return {
+        "rows": rows * hidden,
+        "arrived rows": arrived * hidden,
+        "gate, up and their product": arrived * inner,
+        "returned rows": rows * hidden,
+        "router's logits": tokens * experts.num_experts,
+    }
+
+
+def latent_values(run: PlannedRun, latent: LatentAttention) -> float:
+    """Return the values that latent attention keeps beside those of its heads' queries, keys and values.
+
+    Each latent vector twice, before and after its norm. The heads are planned with values as wide as keys, which they
+    are not.
+    """
+    vectors = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank)
+    narrower = (
+        2 * (latent.qk_head_dim - latent.v_head_dim) * run.shape.num_attention_heads / run.layout.tensor
+    )
+    return run.tokens * (vectors - narrower)
+
+
+def exchanged_values(run: PlannedRun, *, recomputed: bool = False) -> float:
+    """Return the elements that a rank sends to other ranks for the experts of a layer and a micro batch.
+
+    Rows go to their experts and back, and their gradients the same ways. recomputed: the forward's once more.
+    """
+    experts, ranks = _experts(run), run.axes.expert
+    rows = routed_tokens(run) * experts.num_experts_per_tok * run.shape.hidden_size
+    return (6 if recomputed else 4) * rows * (ranks - 1) / ranks
+
+
+def exchange_seconds(run: PlannedRun, cluster: Cluster) -> float:
+    """Return the time of a layer's all-to-alls in a micro batch: the slower of links and network."""
+    ranks, stride = run.axes.expert, run.axes.expert_tensor
+    if ranks == 1:
+        return 0.0
+    size = exchanged_values(run, recomputed=run.training.recompute == "full") * run.weight_bytes
+    inside = min(ranks, max(1, cluster.cards_per_node // stride))
+    leaving = (ranks - inside) / (ranks - 1)
+    link = (1 - leaving) * size / cluster.bandwidth(inside, stride)
+    return max(link, leaving * size / cluster.bandwidth(ranks, stride, ring=False) if leaving else 0.0)
+
+
+def context_seconds(run: PlannedRun, cluster: Cluster) -> float:
+    """Return the time of a layer's keys and values on their way in a micro batch."""
+    ranks, method = run.axes.context, run.axes.context_method
+    if ranks == 1:
+        return 0.0
+    again = run.training.recompute != "none"
+    size = context_traffic(ContextSizes.of(run), method, recomputed=again) * run.weight_bytes
+    return size / cluster.bandwidth(ranks, run.layout.tensor)
+
+
+def layers_with_experts(run: PlannedRun) -> int:
+    """Return the most layers with experts on the first, the middle and the last stage."""
+    shape, last = run.shape, run.split.stages - 1
+    if not isinstance(shape, MixtureShape):
+        return 0
+    return max(
+        sum(map(shape.has_experts, run.split.layers_of(stage))) for stage in {0, run.split.stages // 2, last}
+    )
+
+
+def reduction_factors(run: PlannedRun) -> tuple[float, float]:
+    """Return factors of the traffic of weights and gradients over all replicas: experts have fewer copies.
+
+    A ring of n ranks moves (n - 1) / n of the whole, once for each reduction or gather.
+    """
+    counts = stage_counts(run, run.split.stages // 2)
+    if counts.experts is None:
+        return 1.0, 1.0
+    shares, copies, expert_copies = ZeroShares.of(run, counts), run.copies, run.expert_copies
+
+    def factor(values: int, of_experts: int, on_rank: float, from_stage: int) -> float:
+        moved = (values - of_experts) * (copies - 1) / copies + of_experts * (
+            expert_copies - 1
+        ) / expert_copies
+        whole = on_rank * (copies if run.zero_stage >= from_stage else 1)
+        return moved / (whole * (copies - 1) / copies)
+
+    experts = counts.experts
+    return (
+        factor(counts.weights, experts.weights, shares.weights, 3),
+        factor(counts.trained, experts.trained, shares.gradients, 2),
+    )
+
+
+def expert_problems(run: PlannedRun, layout: Layout, *, sequence_parallel: bool) -> Iterator[Problem]:
+    """Yield why experts cannot be laid out as planned in this layout."""
+    axes, shape = run.axes, run.shape
+    experts = shape.experts if isinstance(shape, MixtureShape) else None
+    if experts is None:
+        if axes.expert * axes.expert_tensor > 1:
+            yield Problem("--expert", "the model has no experts", "plan without --expert and --expert-tensor")
+        return
+    ranks, size = layout.data * axes.context * layout.tensor, axes.expert * axes.expert_tensor
+    if ranks % size:
+        message = f"expert {axes.expert} x expert tensor {axes.expert_tensor} does not divide a stage's {ranks} ranks"
+        yield Problem("--expert", message, "use a divisor")
+    if axes.expert > experts.num_experts:
+        message = f"{axes.expert} ranks cannot share {experts.num_experts} experts"
+        yield Problem("--expert", message, f"use at most {experts.num_experts}")
+    if axes.expert_tensor not in (1, layout.tensor):
+        message = f"{axes.expert_tensor} is neither 1 nor parallel.tensor = {layout.tensor}"
+        yield Problem("--expert-tensor", message, f"use 1 or {layout.tensor}")
+    if layout.tensor > 1 and not sequence_parallel:
+        message = f"without it each of {layout.tensor} tensor-parallel ranks routes every token"
+        yield Problem("parallel.sequence", message, "set parallel.sequence = true")
+
+
+def _experts(run: PlannedRun) -> ExpertShape:
+    assert isinstance(run.shape, MixtureShape) and run.shape.experts is not None
+    return run.shape.experts

@@ -1,0 +1,156 @@
+"""Mixtures of experts and multi-head latent attention as records: which layers have them, and their tensors. No torch.
+
+The planner counts with them; neither trains yet. Sources: Shazeer et al. 2017, "Outrageously large neural networks";
+Fedus et al. 2021, "Switch Transformers"; DeepSeek-AI 2024, "DeepSeek-V2" (shared experts, latent attention).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from megalite.topology.shape import ModelShape
+
+EXPERT_AXIS = "etp"
+"""`ShardSpec.axis` of experts' tensors: each expert is cut over the ranks of expert tensor parallelism, not over tp."""
+
+
+@dataclass(frozen=True)
+class ExpertShape:
+    """The MLPs of a mixture.
+
+    num_experts, num_experts_per_tok: of a layer, and those that a token is sent to.
+    moe_intermediate_size: of one expert. shared_intermediate_size: of the MLP for all tokens, which may be several
+    shared experts; 0: none. shared_gate: its output is scaled by a linear of one output (Qwen2-MoE).
+    router_bias, expert_bias: trained biases (gpt-oss). DeepSeek-V3's correction of the choice is no parameter.
+    first_k_dense_replace, mlp_only_layers, decoder_sparse_step: the layers that keep their dense MLP are the first k,
+    those named, and all but every n-th.
+    """
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
+    first_k_dense_replace: int = 0
+    mlp_only_layers: tuple[int, ...] = ()
+    decoder_sparse_step: int = 1
+
+    def in_layer(self, layer: int) -> bool:
+        """Return whether a layer has experts, not a dense MLP."""
+        kept = layer < self.first_k_dense_replace or layer in self.mlp_only_layers
+        return not kept and (layer + 1) % self.decoder_sparse_step == 0
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Keys and values of all heads from one vector of kv_lora_rank values, and qk_rope_head_dim rotated values of the
+    key that all heads share. q_lora_rank: the same for the query; None: one projection."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class MixtureShape(ModelShape):
+    """A decoder with experts or latent attention, or both; the other fields as in ModelShape, of its dense layers too.
+
+    attention_sinks: one trained logit a head that takes part in each softmax (gpt-oss).
+    """
+
+    experts: ExpertShape | None = None
+    latent: LatentAttention | None = None
+    attention_sinks: bool = False
+
+    @property
+    def score_values(self) -> int:
+        """Values of a token's queries and attention outputs: a product with a key and with a value for each."""
+        if self.latent is None:
+            return super().score_values
+        return self.num_attention_heads * (self.latent.qk_head_dim + self.latent.v_head_dim)
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
+        return self.experts is not None and self.experts.in_layer(layer)
+
+    def dense_layer(self, layer: int) -> ModelShape:
+        """Return a layer as one with ordinary attention and, in place of experts, the MLP that all tokens share."""
+        fields_of_all = {field.name: getattr(self, field.name) for field in fields(ModelShape)}
+        if self.experts is not None and self.has_experts(layer):
+            fields_of_all["intermediate_size"] = self.experts.shared_intermediate_size
+        return ModelShape(**fields_of_all)
+
+    def first_alike(self, layer: int) -> int:
+        """Return the first layer with the same tensors."""
+        kind = self.has_experts(layer)
+        return next(other for other in range(layer + 1) if self.has_experts(other) == kind)
+
+
+@dataclass(frozen=True)
+class BlockTensor:
+    """A tensor of a block. dim: the dim that is cut over the ranks of `axis`; None: whole on each of them."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = None
+    axis: str = "tp"
+
+
+def expert_tensors(shape: MixtureShape) -> Iterator[BlockTensor]:
+    """Yield the tensors of a layer's router, experts and shared experts; those of all experts are stacked in dim 0."""
+    experts, hidden = shape.experts, shape.hidden_size
+    if experts is None:
+        return
+    number, width, shared = (
+        experts.num_experts,
+        experts.moe_intermediate_size,
+        experts.shared_intermediate_size,
+    )
+    yield BlockTensor("mlp.gate.weight", (number, hidden))
+    if experts.router_bias:
+        yield BlockTensor("mlp.gate.bias", (number,))
+    yield BlockTensor("mlp.experts.gate_up_proj.weight", (number * 2 * width, hidden), 0, EXPERT_AXIS)
+    yield BlockTensor("mlp.experts.down_proj.weight", (number * hidden, width), 1, EXPERT_AXIS)
+    if experts.expert_bias:
+        yield BlockTensor("mlp.experts.gate_up_proj.bias", (number * 2 * width,), 0, EXPERT_AXIS)
+        yield BlockTensor("mlp.experts.down_proj.bias", (number * hidden,), None, EXPERT_AXIS)
+    if shared:
+        yield BlockTensor("mlp.shared_experts.gate_up_proj.weight", (2 * shared, hidden), 0)
+        yield BlockTensor("mlp.shared_experts.down_proj.weight", (hidden, shared), 1)
+    if experts.shared_gate:
+        yield BlockTensor("mlp.shared_expert_gate.weight", (1, hidden))
+
+
+def latent_tensors(shape: MixtureShape) -> Iterator[BlockTensor]:
+    """Yield the tensors of a layer's latent attention; only those over heads are cut."""
+    latent, heads, hidden = shape.latent, shape.num_attention_heads, shape.hidden_size
+    if latent is None:
+        return
+    queries, low = heads * latent.qk_head_dim, latent.kv_lora_rank
+    rank = latent.q_lora_rank
+    if rank is None:
+        yield BlockTensor("self_attn.q_proj.weight", (queries, hidden), 0)
+    else:
+        yield from _down("q_a_proj", "q_a_layernorm", rank, rank, shape)
+        yield BlockTensor("self_attn.q_b_proj.weight", (queries, rank), 0)
+    yield from _down("kv_a_proj_with_mqa", "kv_a_layernorm", low + latent.qk_rope_head_dim, low, shape)
+    both = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+    yield BlockTensor("self_attn.kv_b_proj.weight", (both, low), 0)
+    yield BlockTensor("self_attn.o_proj.weight", (hidden, heads * latent.v_head_dim), 1)
+    if shape.attention_output_bias:
+        yield BlockTensor("self_attn.o_proj.bias", (hidden,))
+
+
+def _down(name: str, norm: str, outputs: int, normed: int, shape: MixtureShape) -> Iterator[BlockTensor]:
+    """Yield a projection to the latent vector and its norm."""
+    yield BlockTensor(f"self_attn.{name}.weight", (outputs, shape.hidden_size))
+    if shape.attention_bias:
+        yield BlockTensor(f"self_attn.{name}.bias", (outputs,))
+    yield BlockTensor(f"self_attn.{norm}.weight", (normed,))
