@@ -78,7 +78,7 @@ def run(arguments: Sequence[str]) -> int:
 def _axes(options: argparse.Namespace, base: PlanBase) -> PlannedAxes:
     """Return the axes that are planned and not trained. Raises ConfigError where cards or options cannot have them."""
     axes = PlannedAxes(options.context, options.context_method, options.expert, options.expert_tensor)
-    cards = options.nodes * options.cards_per_node
+    cards = options.nodes * (options.cards_per_node or 8)
     if cards % axes.context:
         message = f"{axes.context} does not divide {cards:,} cards"
         raise ConfigError([Problem("--context", message, "use a divisor")])

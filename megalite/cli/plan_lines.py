@@ -16,6 +16,7 @@ from megalite.planner.operations import ParameterCount, token_operations
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.search import LayoutSearch, PlannedLayout, needs_too_much
 from megalite.topology.experts import MixtureShape
+from megalite.topology.shape import ModelShape
 
 _SHOWN = 5
 
@@ -26,8 +27,7 @@ def plan_lines(
     shape, length, batch = config.shape(rows), config.training.sequence_length, config.batch.global_batch_size
     operations, count = token_operations(shape, length).model, ParameterCount.of(shape)
     active = f", {count.active:,} of them active" if count.active < count.total else ""
-    name = _mixture_text(shape) if isinstance(shape, MixtureShape) else shape_line(config)
-    yield f"{name}: {count.total:,} parameters{active}, {operations / 1e9:,.1f} GFLOP a token"
+    yield f"{_model_text(config, shape)}: {count.total:,} parameters{active}, {operations / 1e9:,.1f} GFLOP a token"
     nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
     yield (
         f"{cluster.cards:,} x {cluster.card} in {nodes}; {batch:,} sequences of {length:,} = "
@@ -73,8 +73,10 @@ def _best_lines(
         yield f"  {budget}: {seconds / 86400:,.1f} days{energy}{cost}"
 
 
-def _mixture_text(shape: MixtureShape) -> str:
-    """Return sizes and experts: "32 layers of 4096, 32 heads, 8 experts, 2 of them a token"."""
+def _model_text(config: RunConfig, shape: ModelShape) -> str:
+    """Return family and sizes, of a mixture: "32 layers of 4096, 32 heads, 8 experts, 2 of them a token"."""
+    if not isinstance(shape, MixtureShape):
+        return shape_line(config)
     words = [f"{shape.num_hidden_layers} layers of {shape.hidden_size}, {shape.num_attention_heads} heads"]
     if shape.latent is not None:
         words.append(f"latent attention of {shape.latent.kv_lora_rank}")
@@ -144,7 +146,7 @@ def plan_report(found: LayoutSearch, config: RunConfig, cluster: Machine) -> dic
 
 def fit_lines(config: RunConfig, rows: int, cluster: Machine) -> Iterator[str]:
     run, limit = PlannedRun.of(config, rows), cluster.memory_bytes * cluster.usable
-    yield f"{shape_line(config)}, {config.training.precision}, {config.optimizer.name}"
+    yield f"{_model_text(config, run.shape)}, {config.training.precision}, {config.optimizer.name}"
     yield f"one {cluster.card}: {cluster.memory_bytes // GIB} GiB, of which {limit / GIB:.1f} may be planned with"
     yield f"{'recompute':<12}{f'largest micro batch of {run.sequence_length:,} tokens':>38}{'longest sequence':>20}"
     fits = list(card_fits(run, limit))

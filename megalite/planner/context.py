@@ -79,12 +79,16 @@ def context_kept(sizes: ContextSizes, method: ContextMethod, *, recomputed: bool
     return sizes.tokens * (sizes.spread - sizes.key_value)
 
 
-def context_working(sizes: ContextSizes, method: ContextMethod) -> float:
-    """Return the elements that a layer needs meanwhile: of the ring keys, values and their gradients on their way."""
+def context_working(sizes: ContextSizes, method: ContextMethod, *, recomputed: bool = False) -> float:
+    """Return the elements that a layer needs meanwhile, beside what it keeps.
+
+    ring: keys, values and their gradients on their way. Others: what recomputed attention does not keep.
+    """
     if sizes.ranks == 1:
         return 0.0
-    travelling = 2 * sizes.tokens * sizes.key_value
-    return travelling if method == "ring" else context_kept(sizes, method)
+    if method == "ring":
+        return 2 * sizes.tokens * sizes.key_value
+    return context_kept(sizes, method) if recomputed else 0.0
 
 
 def context_scores(sizes: ContextSizes, sequence_length: int) -> float:

@@ -27,8 +27,9 @@ def block_activations(run: PlannedRun, mode: RecomputeMode, layer: int) -> Activ
     shape, method = run.shape, run.axes.context_method
     if not isinstance(shape, MixtureShape) and run.axes.context == 1:
         return layer_activations(run, mode, layer)
-    sizes = ContextSizes.of(run)
-    kept, working = context_kept(sizes, method, recomputed=mode != "none"), context_working(sizes, method)
+    sizes, again = ContextSizes.of(run), mode != "none"
+    kept = context_kept(sizes, method, recomputed=again)
+    working = context_working(sizes, method, recomputed=again)
     if isinstance(shape, MixtureShape):
         run = replace(run, shape=shape.dense_layer(layer))
         block = latent_values(run, shape.latent) if shape.latent is not None else 0.0

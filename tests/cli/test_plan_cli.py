@@ -9,6 +9,11 @@ import pytest
 from megalite.cli import main
 from megalite.cli.plan_cluster import take_cluster
 from megalite.config.load import load_run
+from megalite.errors import ConfigError
+from megalite.planner.context import CONTEXT_METHODS
+from megalite.planner.mixture_config import mixture_shape
+from megalite.planner.operations import ParameterCount
+from tests.support.mixture_configs import CONFIGS
 
 CARD = ["--card", "H100 80GB HBM3"]
 SMALL = ["small", *CARD, "--cards-per-node", "4", "--sequence-length", "512", "--batch", "32"]
@@ -239,3 +244,66 @@ def test_the_card_of_this_machine_needs_no_name(
     named = argparse.Namespace(card="H200", nodes=None, cards_per_node=None, hostfile=None)
     take_cluster(named, {}, tmp_path / "gpus")
     assert (named.card, named.cards_per_node) == ("H200", 8)
+
+
+def mixture_file(folder: Path, **changes: object) -> str:
+    """Write the config.json of a small mixture with latent attention."""
+    sizes = {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "vocab_size": 1000,
+        "kv_lora_rank": 64,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "moe_intermediate_size": 128,
+        "first_k_dense_replace": 1,
+    }
+    file = folder / "config.json"
+    file.write_text(json.dumps(CONFIGS["DeepSeek-V2-Lite"] | sizes | changes))
+    return str(file)
+
+
+def test_a_mixture_is_planned_with_its_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = [
+        mixture_file(tmp_path),
+        *CARD,
+        "--cards-per-node",
+        "4",
+        "--sequence-length",
+        "512",
+        "--batch",
+        "32",
+    ]
+    shown = said(capsys, *small, "--expert", "4")
+    count = ParameterCount.of(mixture_shape(json.loads((tmp_path / "config.json").read_text())))
+    assert f"latent attention of 64, 8 experts, 2 of them a token: {count.total:,} parameters" in shown
+    assert f"{count.active:,} of them active" in shown
+    assert " x expert 4, micro batch" in shown and "of tokens sent by a card a layer and micro batch" in shown
+    layout = json.loads(said(capsys, *small, "--expert", "4", "--json"))["layouts"][0]
+    assert layout["axes"]["expert"] == 4 and layout["step_seconds"]["experts"] > 0
+    assert "8 experts, 2 of them a token, bf16, adamw" in said(capsys, *small, "--fit")
+    written = ["--write", str(tmp_path / "run.toml")]
+    assert "no file can say the plan" in said(capsys, *small, *written, code=2)
+
+
+def test_sequences_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    for method in CONTEXT_METHODS:
+        shown = said(capsys, *SMALL, "--context", "2", "--context-method", method)
+        assert f" x context 2 ({method}), micro batch" in shown
+        assert "of keys and values sent by a card a layer and micro batch" in shown
+    assert "3 does not divide 4 cards" in said(capsys, *SMALL, "--context", "3", code=2)
+    assert "the model has no experts" in said(capsys, *SMALL, "--expert", "2", code=1)
+
+
+def test_train_refuses_the_mixture_that_plan_knows(tmp_path: Path) -> None:
+    settings = {"model.hf_config": mixture_file(tmp_path), "training.steps": 1}
+    with pytest.raises(ConfigError, match='is of model_type "deepseek_v2"'):
+        load_run(None, [word for key, value in settings.items() for word in (f"--{key}", str(value))])

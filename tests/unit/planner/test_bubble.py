@@ -1,5 +1,7 @@
 """Each schedule's bubble: its published formula is what a simulation of its own data gives."""
 
+from itertools import product
+
 import pytest
 
 from megalite.planner.bubble import bubble, published_bubble
@@ -8,6 +10,17 @@ from megalite.topology.schedules import SCHEDULES
 from tests.support.parity import about
 from tests.support.selection import cases
 
+# Sizes with a formula: all that 1F1B and GPipe run, elsewhere full rounds of as many micro batches as stages, two of
+# them with a split backward.
+FORMULAS = {
+    "1f1b": 840,
+    "gpipe": 960,
+    "interleaved_1f1b": 147,
+    "looped_bfs": 147,
+    "interleaved_zero_bubble": 132,
+    "zbv": 132,
+    "dualpipev": 132,
+}
 SIZES = [(stages, batches) for stages in range(2, 8) for batches in range(1, 3 * stages + 1)]
 
 
@@ -23,6 +36,21 @@ def test_the_formula_is_the_simulation(name: str) -> None:
                 compared += 1
                 assert formula == about(bubble_fraction(name, stages, batches, chunks))
     assert compared > 10
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_formula_is_the_simulation_of_every_size_up_to_16_stages_and_64_micro_batches(name: str) -> None:
+    """With two chunks a stage where the schedule takes any number; the test above has others."""
+    schedule, compared = SCHEDULES[name], 0
+    chunks = schedule.only_chunks or 2
+    for stages, batches in product(range(2, 17), range(1, 65)):
+        if schedule.problem(stages, batches, chunks) is None:
+            formula = published_bubble(name, stages, batches, chunks)
+            if formula is not None:
+                compared += 1
+                assert formula == about(bubble_fraction(name, stages, batches, chunks)), (stages, batches)
+    assert compared == FORMULAS[name]
 
 
 def test_other_numbers_are_simulated() -> None:

@@ -1,0 +1,188 @@
+"""Experts' formulas against rows that are sent one by one, and tensors that a toy on the meta device keeps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from megalite.planner.cluster import Cluster
+from megalite.planner.experts import (
+    IMBALANCE,
+    block_activations,
+    exchange_seconds,
+    exchanged_values,
+    expert_problems,
+    expert_values,
+    layers_with_experts,
+    reduction_factors,
+)
+from megalite.planner.memory import stage_memory
+from megalite.planner.planned_run import PlannedAxes, PlannedRun
+from megalite.planner.stage_parameters import stage_counts
+from megalite.planner.step_time import step_time
+from megalite.topology.axes import Layout
+from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
+from megalite.topology.parameters import model_parameters
+from tests.support.parity import about
+from tests.unit.planner.plans import SHAPE, plan
+
+EXPERTS = ExpertShape(8, 2, 48, shared_intermediate_size=32, first_k_dense_replace=3)
+MIXTURE = MixtureShape(**vars(SHAPE), experts=EXPERTS)
+TOKENS, HIDDEN = 64, 64
+CLUSTER = Cluster("H100 80GB HBM3", nodes=2, cards_per_node=4, efficiency=0.5, link_efficiency=1.0)
+
+
+def mixed(expert: int = 1, *, tensor: int = 1, data: int = 1, cut: int = 1, **changes: object) -> PlannedRun:
+    run = plan(MIXTURE, layout=Layout(tensor=tensor, data=data), sequence_parallel=tensor > 1)
+    return replace(run, axes=PlannedAxes(expert=expert, expert_tensor=cut), **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_an_exchange_sends_the_rows_of_other_ranks_experts(ranks: int) -> None:
+    """Every token goes to two experts, all of them equally often; there, back, and their gradients both ways."""
+    holder = {expert: expert * ranks // 8 for expert in range(8)}
+    sent = 0
+    for token in range(TOKENS):
+        for expert in (token % 8, (token + 3) % 8):
+            sent += HIDDEN * (holder[expert] != 0)
+    run = mixed(ranks, data=ranks)
+    assert exchanged_values(run) == 4 * sent
+    assert exchanged_values(run, recomputed=True) == 6 * sent
+    assert exchanged_values(replace(run, axes=PlannedAxes())) == 0
+
+
+def test_tensor_parallel_ranks_route_their_own_tokens_or_with_cut_experts_all() -> None:
+    assert exchanged_values(mixed(2, tensor=2)) == exchanged_values(mixed(2, data=2)) / 2
+    assert exchanged_values(mixed(2, tensor=2, data=2, cut=2)) == exchanged_values(mixed(2, data=2))
+
+
+class Expert(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.gate, self.up = nn.Linear(HIDDEN, width, bias=False), nn.Linear(HIDDEN, width, bias=False)
+        self.down = nn.Linear(width, HIDDEN, bias=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.silu(self.gate(rows)) * self.up(rows))
+
+
+def test_a_layer_keeps_the_tensors_of_its_experts() -> None:
+    """The autograd graph of an expert is asked what it keeps of its rows."""
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if len(tensor) == rows:  # no weight
+            kept[id(tensor)] = tensor
+        return tensor
+
+    rows = TOKENS * EXPERTS.num_experts_per_tok
+    with torch.device("meta"):
+        expert, arrived = Expert(EXPERTS.moe_intermediate_size), torch.empty(rows, HIDDEN)
+    arrived.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        expert(arrived)
+    values = expert_values(mixed(), EXPERTS)
+    inside = values["arrived rows"] + values["gate, up and their product"]
+    # A compiled activation keeps gate and up, plain torch the activated gate too.
+    plain = rows * EXPERTS.moe_intermediate_size
+    assert sum(tensor.numel() for tensor in kept.values()) == inside + plain
+    assert values["rows"] == values["returned rows"] == rows * HIDDEN
+    assert values["router's logits"] == TOKENS * 8
+
+
+def test_the_fullest_rank_gets_more_rows_than_the_mean() -> None:
+    alone, shared = expert_values(mixed(), EXPERTS), expert_values(mixed(4, data=4), EXPERTS)
+    for name in ("arrived rows", "gate, up and their product"):
+        assert shared[name] == about(IMBALANCE * alone[name])
+    assert shared["rows"] == alone["rows"]
+
+
+def test_only_layers_with_experts_keep_them() -> None:
+    dense, mixture = (block_activations(mixed(), "none", layer) for layer in (2, 3))
+    shared = replace(SHAPE, intermediate_size=32)
+    plain = block_activations(plan(shared), "none", 0)
+    assert dense == block_activations(plan(SHAPE), "none", 0)
+    assert mixture.kept == plain.kept + 2 * sum(expert_values(mixed(), EXPERTS).values())
+    assert layers_with_experts(mixed()) == 5
+    again = block_activations(mixed(), "full", 3)
+    assert again.kept == block_activations(plan(shared), "full", 0).kept < again.forward
+
+
+@pytest.mark.parametrize(("zero", "expert"), [(0, 1), (0, 4), (1, 4), (2, 2), (3, 4)])
+def test_states_of_a_rank_are_counted_over_the_ranks(zero: int, expert: int) -> None:
+    """Four replicas with `expert` of them to a set of experts: a rank's share, added up tensor by tensor."""
+    run = mixed(expert, data=4, zero_stage=zero)
+    weights = gradients = moments = 0.0
+    for parameter in model_parameters(MIXTURE):
+        is_expert = ".experts." in parameter.name
+        local = parameter.numel / (expert if is_expert else 1)
+        copies = 4 / expert if is_expert else 4
+        weights += 2 * local / (copies if zero == 3 else 1)
+        gradients += 4 * local / (copies if zero >= 2 else 1)
+        moments += 8 * local / (copies if zero >= 1 else 1)
+    memory = stage_memory(run, 0)
+    assert (memory.weights, memory.gradients, memory.moments) == about((weights, gradients, moments))
+
+
+def test_experts_that_do_not_divide_leave_the_first_rank_the_most() -> None:
+    three, all_of_them = (stage_counts(mixed(size, data=3), 0).experts for size in (3, 1))
+    assert three is not None and all_of_them is not None
+    assert three.weights == all_of_them.weights * 3 / 8
+
+
+def test_cut_experts_are_shared_by_the_tensor_parallel_ranks() -> None:
+    cut, whole = (stage_counts(mixed(tensor=2, cut=size), 0).experts for size in (2, 1))
+    assert cut is not None and whole is not None and 2 * cut.weights == whole.weights
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_a_reduction_moves_experts_between_their_copies_only(zero: int) -> None:
+    """Rings of four dense copies and of two of each expert: (n - 1) / n of the whole, against 3 / 4 of all."""
+    run = mixed(2, data=4, zero_stage=zero)
+    experts = sum(each.numel for each in model_parameters(MIXTURE) if ".experts." in each.name)
+    dense = sum(each.numel for each in model_parameters(MIXTURE)) - experts
+    moved = dense * 3 / 4 + experts / 2 * 1 / 2
+    on_rank = dense / 4 + experts / 2 / 2 if zero else dense + experts / 2
+    all_over = on_rank * (4 if zero else 1) * 3 / 4
+    assert reduction_factors(run) == about((moved / all_over,) * 2)
+    assert reduction_factors(plan(layout=Layout(data=4))) == (1, 1)
+
+
+def test_an_all_to_all_waits_for_the_slower_of_links_and_network() -> None:
+    inside, across = mixed(4, data=4), mixed(8, data=8)
+    assert exchange_seconds(inside, CLUSTER) == about(2 * exchanged_values(inside) / 450e9)
+    # Four of seven other ranks are in another node.
+    assert exchange_seconds(across, CLUSTER) == about(2 * exchanged_values(across) * 4 / 7 / 50e9)
+    assert exchange_seconds(mixed(), CLUSTER) == 0
+    time = step_time(across, CLUSTER, stage_memory(across, 0))
+    assert time.experts == about(4 * 5 * exchange_seconds(across, CLUSTER))
+
+
+def test_latent_attention_keeps_its_heads_and_latent_vectors() -> None:
+    """Heads of 24 + 8 for query and key, 16 for value and output; vectors of 20 and 12, before and after norms."""
+    latent = LatentAttention(12, 24, 8, 16, q_lora_rank=20)
+    shape = MixtureShape(**{**vars(SHAPE), "head_dim": 32}, latent=latent)
+    wide = plan(replace(SHAPE, head_dim=32))
+    found = block_activations(plan(shape), "none", 0).kept - block_activations(wide, "none", 0).kept
+    heads = 8 * (2 * 32 + 2 * 16) - 8 * (4 * 32)
+    assert found == 2 * TOKENS * (heads + 2 * (20 + 12))
+
+
+@pytest.mark.parametrize(
+    ("run", "layout", "message"),
+    [
+        (mixed(3), Layout(data=4), "expert 3 x expert tensor 1 does not divide a stage's 4 ranks"),
+        (mixed(16), Layout(data=16), "16 ranks cannot share 8 experts"),
+        (mixed(cut=4), Layout(tensor=2, data=2), "4 is neither 1 nor parallel.tensor = 2"),
+        (replace(mixed(2), shape=SHAPE), Layout(data=2), "the model has no experts"),
+    ],
+)
+def test_experts_that_cannot_be_laid_out_are_refused(run: PlannedRun, layout: Layout, message: str) -> None:
+    assert message in str(next(expert_problems(run, layout, sequence_parallel=True)))
+
+
+def test_tensor_parallelism_with_experts_needs_sequence_parallelism() -> None:
+    problems = list(expert_problems(mixed(2), Layout(tensor=2), sequence_parallel=False))
+    assert [problem.key for problem in problems] == ["parallel.sequence"]
+    assert not list(expert_problems(mixed(2), Layout(tensor=2), sequence_parallel=True))
