@@ -1,5 +1,6 @@
 """The first lines of a run, printed before torch is imported, and the line about its data."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import ceil
 
@@ -13,10 +14,13 @@ from megalite.config.output.summary import (
 )
 from megalite.config.sections.schema import RunConfig
 from megalite.data.batches.stream_files import StreamFile
+from megalite.errors import listed
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import watched_by_launcher
 from megalite.monitor.preparation import megabytes
 from megalite.version import __version__
+
+_HOSTS_NAMED = 16
 
 
 def start_lines(config: RunConfig, info: RankInfo | None, threads: int) -> Iterator[str]:
@@ -71,7 +75,7 @@ def _validated(held_out: int) -> str:
 
 def meeting_line(config: RunConfig, hosts: Sequence[str], meets_at: str, interface: str) -> str:
     """Return where the ranks of a launcher meet, and the limits of time. hosts: of each rank."""
-    counts = ", ".join(f"{hosts.count(host)} on {host}" for host in dict.fromkeys(hosts))
+    counts = listed([f"{ranks} on {host}" for host, ranks in Counter(hosts).items()], most=_HOSTS_NAMED)
     over = f" ({interface})" if interface else ""
     launch = config.launch
     return (

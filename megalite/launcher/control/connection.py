@@ -7,7 +7,13 @@ import struct
 from contextlib import suppress
 from dataclasses import dataclass
 
+from megalite.errors import LaunchError
+
+ALIVE_SECONDS = 2.0
+"""The shortest time between two messages of a rank that it is alive."""
 _PROBE_SECONDS = 5
+_ALIVE_MESSAGES = 2000  # a second, of all ranks: the coordinator takes some 20 microseconds for each
+_OTHER_FILES = 356
 
 
 @dataclass(frozen=True)
@@ -83,10 +89,22 @@ def owner_of_port(port: int) -> str:
     return ""
 
 
-def raise_file_limit(needed: int) -> None:
-    """Raise this process's limit of open files where it is below `needed` and the system allows it."""
+def alive_seconds(world_size: int) -> float:
+    """Return the time between two messages of a rank that it is alive: all ranks together send 2,000 a second."""
+    return max(ALIVE_SECONDS, world_size / _ALIVE_MESSAGES)
+
+
+def require_files(ranks: int) -> None:
+    """Let this process open a connection to each rank. Raises LaunchError where the system does not allow so many."""
+    needed = ranks + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < needed + 256:
-        limit = needed + 256 if hard == resource.RLIM_INFINITY else min(hard, needed + 256)
-        with suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    with suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return
+    raise LaunchError(
+        f"rank 0 (or megalite launch) keeps a connection to each of {ranks:,} ranks, which takes {needed:,} open "
+        f"files, but this process may have {hard:,}; raise the limit on this host to {needed} (ulimit -Hn, LimitNOFILE "
+        "of systemd, --ulimit nofile of a container)"
+    )

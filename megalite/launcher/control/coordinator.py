@@ -1,7 +1,8 @@
 """The service that all ranks of a job are connected to: who is here, what they agree on, who failed first.
 
 It runs in a thread of rank 0, or in the process of `megalite launch`. It uses no torch, so that a rank can reach it
-before torch is imported.
+before torch is imported. A message, a new rank and a lost rank each take constant time and memory, whatever the number
+of ranks: no answer to one rank lists all ranks.
 """
 
 import hmac
@@ -11,22 +12,27 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import groupby
 from typing import Any
 
+from megalite.errors import listed
 from megalite.launcher.control.connection import (
+    ALIVE_SECONDS,
     DEFAULT_LIMITS,
     RendezvousLimits,
+    alive_seconds,
     host_answers,
-    raise_file_limit,
+    require_files,
     watch_link,
     why_lost,
 )
 from megalite.launcher.control.failures import FailureReport
 from megalite.launcher.control.messages import (
+    MOST_NAMED,
     Hello,
     LineReader,
     MessageError,
@@ -34,6 +40,7 @@ from megalite.launcher.control.messages import (
     counted_ranks,
     differences,
     encode,
+    facts_from,
 )
 from megalite.launcher.control.verdicts import report_from, verdict_of
 from megalite.topology.axes import Layout
@@ -46,6 +53,8 @@ _PRIMARY_SECONDS, _SECONDARY_SECONDS = 0.3, 2.0
 _LATE_SECONDS = 2.0  # in which ranks that were not there yet are told the verdict
 _RECENT_SECONDS = 5.0  # the report of a lost rank that was heard of less lately says so
 _UNSENT_BYTES = 2**24  # a rank that does not read for so long is lost
+_ACCEPTED_AT_ONCE = 64
+_SILENT_NAMED = 4  # of the ranks that fall silent at the same time
 
 
 @dataclass
@@ -90,6 +99,7 @@ class _Connection:
     unsent: bytes = b""
     rank: int = -1
     closing: bool = False
+    writing: bool = False
 
 
 class Coordinator:
@@ -110,10 +120,17 @@ class Coordinator:
         self.world_size, self.ranks = job.world_size, dict[int, RankState]()
         self.verdict: Verdict | None = None
         self._listener, self._job, self._limits, self._say = listener, job, limits, say
-        self._connections: list[_Connection] = []
-        self._facts: dict[str, dict[int, Mapping[str, str]]] = {}
+        # Sets that keep the order: those that have not said who they are, longest first, and all.
+        self._strangers = dict[_Connection, None]()
+        self._connections = dict[_Connection, None]()
+        self._left = 0
+        # Name -> the distinct facts by their text, and those of each rank.
+        self._facts: dict[str, tuple[dict[str, dict[str, str]], dict[int, dict[str, str]]]] = {}
         self._values: dict[str, Any] = {}
+        self._asked_for_hosts: list[_Connection] = []
         self._reports: list[FailureReport] = []
+        self._reported = set[int]()
+        self._look_at = 0.0
         self._decide_at: float | None = None
         self._ended = math.inf
         self._thread: threading.Thread | None = None
@@ -122,7 +139,7 @@ class Coordinator:
         self._calls = deque[Callable[[], None]]()
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._selector = selectors.DefaultSelector()
-        raise_file_limit(self.world_size + 100)
+        require_files(self.world_size)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -138,10 +155,15 @@ class Coordinator:
     @property
     def over(self) -> bool:
         """Whether no rank is connected any more, after all left or a verdict was told, also to late ranks."""
-        connected = any(connection.rank >= 0 for connection in self._connections)
-        left = self.complete and all(state.left for state in self.ranks.values())
+        if len(self._connections) > len(self._strangers):
+            return False
         all_heard = self.complete or time.monotonic() - self._ended > _LATE_SECONDS
-        return not connected and (left or (self.verdict is not None and all_heard))
+        return self.all_left or (self.verdict is not None and all_heard)
+
+    @property
+    def all_left(self) -> bool:
+        """Whether every rank has come, and ended in good order."""
+        return self._left == self.world_size
 
     @property
     def only_lost(self) -> bool:
@@ -211,7 +233,8 @@ class Coordinator:
             self._wake_sender.send(b".")
 
     def _fail(self, report: FailureReport) -> None:
-        self._reports.append(report)
+        self._reports.append(replace(report, traceback=""))  # every rank may send one
+        self._reported.add(report.rank)
         delay = _SECONDARY_SECONDS if report.secondary else _PRIMARY_SECONDS
         at = time.monotonic() + delay
         self._decide_at = at if self._decide_at is None else min(self._decide_at, at)
@@ -231,74 +254,87 @@ class Coordinator:
 
     def _watch_time(self) -> None:
         now = time.monotonic()
-        for connection in list(self._connections):
-            if connection.rank < 0 and now - connection.since > _HELLO_SECONDS:
-                self._drop(connection)
+        while (oldest := next(iter(self._strangers), None)) and now - oldest.since > _HELLO_SECONDS:
+            self._drop(oldest)
         if self.verdict is not None:
             return
         if self._decide_at is not None and now >= self._decide_at:
             self._end(verdict_of(self._reports, self.world_size))
         elif not self.complete:
             self._watch_arrivals(now)
-        else:
+        elif now >= self._look_at:
+            self._look_at = now + self._limits.heartbeat_seconds / 10
             self._watch_silence()
 
     def _watch_arrivals(self, now: float) -> None:
-        missing = self.missing()
         if now - self._began > self._limits.rendezvous_seconds:
             text = (
-                f"{missing} did not arrive within {self._limits.rendezvous_seconds:g} s (launch.rendezvous_seconds); "
-                f"{self._here()}; look at the output of the missing ranks, and whether their hosts reach this one"
+                f"{self.missing()} did not arrive within {self._limits.rendezvous_seconds:g} s "
+                f"(launch.rendezvous_seconds); {self._here()}; look at the output of the missing ranks, and whether "
+                "their hosts reach this one"
             )
             self._end(Verdict(text, 1))
         elif now - self._reminded >= WAITING_SECONDS:
             self._reminded = now
-            self._say(f"waiting for {missing} ({now - self._began:.0f} s); {self._here()}")
+            self._say(f"waiting for {self.missing()} ({now - self._began:.0f} s); {self._here()}")
 
     def missing(self) -> str:
         """Return the ranks that have not come, with their hosts where these are known: "ranks 2-3 on host n1"."""
         missing = [rank for rank in range(self.world_size) if rank not in self.ranks]
         hosts = self._job.hosts
         names = list(dict.fromkeys(hosts[rank] for rank in missing)) if hosts else []
-        places = f" on {'host' if len(names) == 1 else 'hosts'} {', '.join(names)}" if names else ""
+        places = f" on {'host' if len(names) == 1 else 'hosts'} {listed(names, MOST_NAMED)}" if names else ""
         return counted_ranks(missing) + places
 
     def _here(self) -> str:
         ranks_of: dict[str, list[int]] = {}
         for rank, state in self.ranks.items():
             ranks_of.setdefault(state.host, []).append(rank)
-        here = ", ".join(f"{counted_ranks(ranks)} on {host}" for host, ranks in sorted(ranks_of.items()))
+        here = listed(
+            [f"{counted_ranks(ranks)} on {host}" for host, ranks in sorted(ranks_of.items())], MOST_NAMED
+        )
         return f"here: {here}" if here else "no rank is here yet"
 
     def _watch_silence(self) -> None:
-        for rank, state in self.ranks.items():
-            silence = time.time() - state.heard
-            if state.left or state.silent or silence <= self._limits.heartbeat_seconds:
-                continue
-            connection = next((known for known in self._connections if known.rank == rank), None)
-            if connection is None:
+        """Tell the user which ranks say nothing; those of a large job speak less often."""
+        now = time.time()
+        longest = self._limits.heartbeat_seconds + alive_seconds(self.world_size) - ALIVE_SECONDS
+        silent = {
+            rank: state
+            for rank, state in self.ranks.items()
+            if now - state.heard > longest and not state.left and not state.silent
+        }
+        named = 0
+        for connection in list(self._connections) if silent else ():
+            state = silent.get(connection.rank)
+            if state is None:
                 continue
             answers = host_answers(connection.socket, self._limits.heartbeat_seconds)
             if answers is False:
                 continue  # the kernel ends the connection soon, and the rank is lost
-            checked = ", though its host answers" if answers else ""
-            state.silent = True
-            name = self._job.layout.describe(rank) if self._job.layout is not None else f"rank {rank}"
-            self._say(
-                f"{name} on {state.host} has been silent for {silence:.0f} s{checked}: the process is "
-                f"stopped, or busy outside of Python{'' if answers else ', or its host is gone'}"
-            )
+            state.silent, named = True, named + 1
+            if named <= _SILENT_NAMED:
+                self._tell_silent(connection.rank, state, answers)
+        if named > _SILENT_NAMED:
+            self._say(f"{named - _SILENT_NAMED} more ranks have been silent for as long")
+
+    def _tell_silent(self, rank: int, state: RankState, answers: bool | None) -> None:
+        checked = ", though its host answers" if answers else ""
+        name = self._job.layout.describe(rank) if self._job.layout is not None else f"rank {rank}"
+        self._say(
+            f"{name} on {state.host} has been silent for {time.time() - state.heard:.0f} s{checked}: the process is "
+            f"stopped, or busy outside of Python{'' if answers else ', or its host is gone'}"
+        )
 
     def _accept(self) -> None:
-        try:
-            accepted, peer = self._listener.accept()
-        except OSError:
-            return
-        accepted.setblocking(False)
-        watch_link(accepted, self._limits.heartbeat_seconds)
-        connection = _Connection(accepted, str(peer[0]), time.monotonic())
-        self._connections.append(connection)
-        self._selector.register(accepted, selectors.EVENT_READ, connection)
+        with suppress(OSError):  # nobody waits any more
+            for _ in range(_ACCEPTED_AT_ONCE):
+                accepted, peer = self._listener.accept()
+                accepted.setblocking(False)
+                watch_link(accepted, self._limits.heartbeat_seconds)
+                connection = _Connection(accepted, str(peer[0]), time.monotonic())
+                self._connections[connection] = self._strangers[connection] = None
+                self._selector.register(accepted, selectors.EVENT_READ, connection)
 
     def _serve_connection(self, connection: _Connection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -340,11 +376,15 @@ class Coordinator:
             self._compare(connection.rank, message)
         elif kind == "announce":
             self._publish(message["name"], message["value"])
+        elif kind == "hosts":
+            self._asked_for_hosts.append(connection)
+            self._answer_hosts()
         elif kind == "failed":
             self._fail(report_from(message))
         elif kind == "stop":
             self._end(Verdict(message["text"], message["exit_code"], connection.rank, state.host))
         elif kind == "leave":
+            self._left += not state.left
             state.left, state.exit_code = True, message["exit_code"]
         else:
             raise MessageError(f"{kind} is not a message of a rank")
@@ -358,6 +398,7 @@ class Coordinator:
             self._flush(connection)
             return
         connection.rank = hello.rank
+        del self._strangers[connection]
         if self.verdict is not None:
             self._send(connection, encode("joined", address=connection.socket.getsockname()[0]))
             self._send(connection, encode("verdict", **asdict(self.verdict)))
@@ -366,8 +407,18 @@ class Coordinator:
         self._send(connection, encode("joined", address=connection.socket.getsockname()[0]))
         for name, value in self._values.items():
             self._send(connection, encode("value", name=name, value=value))
-        if self.complete:
-            self._publish("hosts", [self.ranks[rank].host for rank in range(self.world_size)])
+        self._answer_hosts()
+
+    def _answer_hosts(self) -> None:
+        """Once all ranks are here, send the hosts, each with its successive ranks, to the ranks that asked for them."""
+        if not self.complete or not self._asked_for_hosts:
+            return
+        names = (self.ranks[rank].host for rank in range(self.world_size))
+        line = encode(
+            "value", name="hosts", value=[[name, len(list(ranks))] for name, ranks in groupby(names)]
+        )
+        while self._asked_for_hosts:
+            self._send(self._asked_for_hosts.pop(), line)
 
     def _refusal(self, hello: Hello) -> tuple[str, bool]:
         """Return why a rank is refused, or "", and whether another attempt of the same process is in vain."""
@@ -393,11 +444,14 @@ class Coordinator:
     def _compare(self, rank: int, message: dict[str, Any]) -> None:
         """Note the facts of a rank; once all ranks have told theirs, pass on that they agree, or end the job."""
         name = message["name"]
-        facts_of = self._facts.setdefault(name, {})
-        facts_of[rank] = message["facts"]
-        if len(facts_of) < self.world_size:
+        groups, told = self._facts.setdefault(name, ({}, {}))
+        text = message["facts"]
+        if text not in groups:
+            groups[text] = facts_from(text)
+        told[rank] = groups[text]
+        if len(told) < self.world_size:
             return
-        lines = differences(facts_of, {rank: state.host for rank, state in self.ranks.items()})
+        lines = differences(told, {rank: state.host for rank, state in self.ranks.items()})
         if lines:
             self._end(Verdict("\n  ".join([message["about"], *lines]), 2))
         else:
@@ -412,8 +466,8 @@ class Coordinator:
         """Close a connection; a rank that has not left is lost."""
         self._drop(connection)
         state = self.ranks.get(connection.rank)
-        known = {report.rank for report in self._reports}
-        if state is None or state.left or self.verdict is not None or connection.rank in known:
+        over = self.verdict is not None or connection.rank in self._reported
+        if state is None or state.left or over:
             return
         now, layout = time.time(), self._job.layout
         silence = (
@@ -461,13 +515,15 @@ class Coordinator:
             self._lose(connection, "it does not read what it is sent: stopped, or busy outside of Python")
         elif connection.closing and not connection.unsent:
             self._drop(connection)
-        else:
-            writing = selectors.EVENT_WRITE if connection.unsent else 0
+        elif connection.writing != bool(connection.unsent):
+            connection.writing = bool(connection.unsent)
+            writing = selectors.EVENT_WRITE if connection.writing else 0
             self._selector.modify(connection.socket, selectors.EVENT_READ | writing, connection)
 
     def _drop(self, connection: _Connection) -> None:
         if connection in self._connections:
-            self._connections.remove(connection)
+            del self._connections[connection]
+            self._strangers.pop(connection, None)
             self._selector.unregister(connection.socket)
             connection.socket.close()
 

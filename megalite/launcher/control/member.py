@@ -1,5 +1,6 @@
 """A rank's connection to the coordinator of its job."""
 
+import json
 import os
 import socket
 import threading
@@ -10,11 +11,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megalite.errors import LaunchError
-from megalite.launcher.control.connection import RendezvousLimits, watch_link, why_lost
+from megalite.launcher.control.connection import (
+    ALIVE_SECONDS,
+    RendezvousLimits,
+    alive_seconds,
+    watch_link,
+    why_lost,
+)
 from megalite.launcher.control.failures import FailureReport
 from megalite.launcher.control.messages import Hello, LineReader, MessageError, Verdict, encode
 
-ALIVE_SECONDS = 2.0
 NOTE_SECONDS = 10.0
 """The time after which a rank says what it waits for."""
 _ATTEMPT_SECONDS, _PAUSE_SECONDS = 5.0, 0.25
@@ -29,8 +35,8 @@ Find = Callable[[], tuple[str, int, str]]
 class RankCalls:
     """The functions that the connection of a rank calls.
 
-    say: with a line for the user: what the rank waits for, after 10 s. progress: every two seconds, for the
-    coordinator. ended: in another thread, with the verdict when another rank failed, or the coordinator is gone, so
+    say: with a line for the user: what the rank waits for, after 10 s. progress: every `alive_seconds`, for
+    the coordinator. ended: in another thread, with the verdict when another rank failed, or the coordinator is gone, so
     that it can end the process; None: `Member.wait` and `agree` raise JobEnded instead.
     """
 
@@ -131,7 +137,7 @@ class Member:
         about: the rule that a difference breaks, and its remedy. A rank without facts has no part in the comparison.
         Raises JobEnded.
         """
-        self._send("facts", name=name, facts=dict(facts), about=about)
+        self._send("facts", name=name, facts=json.dumps(dict(facts), sort_keys=True), about=about)
         self.wait(name)
 
     def announce(self, name: str, value: Any) -> None:
@@ -155,6 +161,11 @@ class Member:
         if self._calls.ended is not None:
             self._thread.join()  # `ended` ends the process
         raise JobEnded(verdict)
+
+    def hosts(self) -> list[str]:
+        """Return the host of each rank, once all ranks have come. Raises JobEnded."""
+        self._send("hosts")
+        return [name for name, ranks in self.wait("hosts") for _ in range(ranks)]
 
     def fail(self, report: FailureReport) -> Verdict | None:
         """Send the failure of this rank and return the verdict on the job; None if none comes within 4 s."""
@@ -193,7 +204,7 @@ class Member:
             self._take(message)
         while self.verdict is None:
             if time.monotonic() >= beat and not self._left:
-                beat = time.monotonic() + ALIVE_SECONDS
+                beat = time.monotonic() + alive_seconds(self.hello.world_size)
                 progress = self._calls.progress() if self._calls.progress else {"step": None, "activity": ""}
                 self._send("alive", step=progress["step"], activity=progress["activity"])
             try:

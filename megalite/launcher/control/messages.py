@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.errors import LaunchError
+from megalite.errors import LaunchError, listed
 
 LINE_BYTES = 2**20
 """The longest line that is read; a resolved configuration takes about 10 kB."""
+
+MOST_NAMED = 64
+"""The most hosts, or ranges of ranks, that a text names."""
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """The signals that the coordinator passes on to every rank."""
@@ -18,12 +21,14 @@ PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     # from a rank
     "hello": {"job": str, "nonce": str, "rank": int, "world_size": int, "host": str, "pid": int},
-    "facts": {"name": str, "about": str, "facts": dict},
+    # facts: a table as JSON, so that what all ranks say alike is read once (`facts_from`)
+    "facts": {"name": str, "about": str, "facts": str},
     "announce": {"name": str, "value": (str, int, float, list, dict, type(None))},
     "alive": {"step": (int, type(None)), "activity": str},
     "failed": {"report": dict, "sent": (int, float)},
     "stop": {"text": str, "exit_code": int},
     "leave": {"exit_code": int},
+    "hosts": {},
     # from the coordinator
     "joined": {"address": str},
     "refused": {"reason": str, "final": bool},
@@ -85,9 +90,18 @@ def decode(line: bytes) -> dict[str, Any]:
             raise MessageError(f"{kind}: the field {name} is missing or has another type")
     if kind == "signal" and message["number"] not in PASSED_ON:
         raise MessageError(f"signal: the number {message['number']} is not passed on")
-    if kind == "facts" and not all(isinstance(value, str) for value in message["facts"].values()):
-        raise MessageError("facts: a value is not text")
     return message
+
+
+def facts_from(text: str) -> dict[str, str]:
+    """Return the facts in a message "facts": name -> value. Raises MessageError."""
+    try:
+        facts: Any = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise MessageError("facts: no table") from error
+    if not isinstance(facts, dict) or not all(isinstance(value, str) for value in facts.values()):
+        raise MessageError("facts: no table of texts")
+    return facts
 
 
 _MISSING = object()
@@ -110,14 +124,17 @@ class LineReader:
 def differences(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]) -> list[str]:
     """Return one line for each fact on which ranks differ: its name, each value, and who has it.
 
-    facts: rank -> name -> value; a rank without facts has no part. hosts: rank -> host.
+    facts: rank -> name -> value; a rank without facts has no part. Equal tables are looked at once if they are one
+    object. hosts: rank -> host.
     """
-    known = {rank: each for rank, each in facts.items() if each}
+    groups: dict[int, tuple[Mapping[str, str], list[int]]] = {}
+    for rank in sorted(rank for rank in facts if facts[rank]):
+        groups.setdefault(id(facts[rank]), (facts[rank], []))[1].append(rank)
     lines = []
-    for name in sorted({name for each in known.values() for name in each}):
+    for name in sorted({name for table, _ in groups.values() for name in table}):
         ranks_of: dict[str, list[int]] = {}
-        for rank, rank_facts in sorted(known.items()):
-            ranks_of.setdefault(rank_facts.get(name, "not set"), []).append(rank)
+        for table, ranks in groups.values():
+            ranks_of.setdefault(table.get(name, "not set"), []).extend(ranks)
         if len(ranks_of) > 1:
             values = (f"{value} on {_places(ranks, hosts)}" for value, ranks in ranks_of.items())
             lines.append(f"{name}: {', '.join(values)}")
@@ -125,8 +142,8 @@ def differences(facts: Mapping[int, Mapping[str, str]], hosts: Mapping[int, str]
 
 
 def _places(ranks: list[int], hosts: Mapping[int, str]) -> str:
-    names = list(dict.fromkeys(hosts[rank] for rank in ranks))
-    return f"{', '.join(names)} ({counted_ranks(ranks)})"
+    names = list(dict.fromkeys(hosts[rank] for rank in sorted(ranks)))
+    return f"{listed(names, MOST_NAMED)} ({counted_ranks(ranks)})"
 
 
 def counted_ranks(ranks: list[int]) -> str:
@@ -138,4 +155,4 @@ def counted_ranks(ranks: list[int]) -> str:
         else:
             spans.append([rank, rank])
     texts = [f"{first}" if first == last else f"{first}-{last}" for first, last in spans]
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(texts)}"
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(texts, MOST_NAMED)}"

@@ -58,8 +58,7 @@ class Meeting:
     @property
     def hosts(self) -> list[str]:
         """The host of each rank, known once all ranks have come."""
-        hosts: list[str] = self.member.wait("hosts")
-        return hosts
+        return self.member.hosts()
 
     def fail(self, report: FailureReport) -> Verdict | None:
         """Send the failure of this rank, and return the verdict on the job; None if none comes in time."""

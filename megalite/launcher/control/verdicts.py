@@ -91,7 +91,9 @@ def _others(first: FailureReport, reports: Sequence[FailureReport], world_size: 
     others = [report for report in reports if report.rank != first.rank]
     lost = [report for report in others if report.lost]
     alike = [report for report in others if report.cause == first.cause and not report.lost]
-    differently = [report for report in others if not (report.secondary or report.lost or report in alike)]
+    differently = [
+        report for report in others if not (report.secondary or report.lost or report.cause == first.cause)
+    ]
     lines = []
     if lost:
         after = max(report.time for report in lost) - first.time

@@ -166,10 +166,7 @@ class _Attempt:
 
     @property
     def _all_left(self) -> bool:
-        coordinator = self._coordinator
-        if coordinator is None:
-            return False
-        return coordinator.complete and all(state.left for state in list(coordinator.ranks.values()))
+        return self._coordinator is not None and self._coordinator.all_left
 
     def _running(self) -> bool:
         # A list: every process has to be asked.
