@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import signal
 import socket
 import threading
@@ -12,8 +13,15 @@ from dataclasses import asdict
 
 import pytest
 
+from megalite.errors import LaunchError
 from megalite.launcher.control import coordinator, member
-from megalite.launcher.control.connection import RendezvousLimits, host_answers, why_lost
+from megalite.launcher.control.connection import (
+    RendezvousLimits,
+    alive_seconds,
+    host_answers,
+    require_files,
+    why_lost,
+)
 from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator, RankState
 from megalite.launcher.control.failures import FailureReport
 from megalite.launcher.control.member import JobEnded, Member, NotJoined, RankCalls
@@ -242,6 +250,43 @@ def test_noise_closes_its_own_connection_only(start, noise):
 def test_a_malformed_line_is_a_message_error(line):
     with pytest.raises(MessageError):
         decode(line)
+
+
+@pytest.mark.parametrize("facts", ["", "1", "[]", '{"a": 1}', "[" * 9999], ids=range(5))
+def test_facts_that_are_no_table_of_texts_close_the_connection(start, facts):
+    job = start(2)
+    members = job.join_all()
+    members[1]._socket.sendall(encode("facts", name="start", about="", facts=facts))
+    wait_until(lambda: job.coordinator.verdict, "nobody was told")
+    assert "rank 1" in job.coordinator.verdict.text and "facts: no table" in job.coordinator.verdict.text
+
+
+def test_only_a_rank_that_asks_is_told_the_hosts_once_all_are_here(start):
+    job = start(4)
+    first = job.join(0)
+    asked = threading.Thread(target=lambda: seen.append(first.hosts()))
+    seen: list[list[str]] = []
+    asked.start()
+    others = [job.join(rank, host="n1" if rank == 1 else "n0") for rank in (1, 2, 3)]
+    asked.join(PATIENCE)
+    assert seen == [["n0", "n1", "n0", "n0"]]
+    assert others[-1].hosts() == seen[0]
+    first.announce("store", 1)
+    assert others[0].wait("store") == 1
+
+
+def test_the_ranks_of_a_large_job_say_less_often_that_they_are_alive():
+    assert [alive_seconds(ranks) for ranks in (1, 4000, 131072)] == [2, 2, 65.536]
+
+
+def test_a_coordinator_that_may_not_open_a_connection_to_each_rank_says_so_at_once(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 4096))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: (_ for _ in ()).throw(ValueError))
+    require_files(600)
+    with pytest.raises(
+        LaunchError, match=r"16,740 open files, but this process may have 4,096; raise the limit"
+    ):
+        require_files(16384)
 
 
 def test_lines_are_put_together_from_pieces():
