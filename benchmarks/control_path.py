@@ -3,7 +3,7 @@
     python -m benchmarks.control_path [--quick] [--sockets 16384]
 
 A Llama 3.1 405B on tensor 8 x pipeline 16 x data 8, 128 and 1024: 1,024, 16,384 and 131,072 ranks. Each step runs in a
-process of its own, forked from one that has imported torch: seconds, and megabytes beyond those of the imports. The
+process of its own, forked from one that has imported torch: its seconds of a core, and megabytes beyond the imports. The
 process groups are torch's fake ones, tensors are names and shapes. The coordinator has real sockets, as many as
 --sockets says: two processes with half of the ranks each connect, compare settings, and hear the verdict.
 
@@ -246,7 +246,7 @@ def mark(_: str) -> None:
     """Begin to count seconds and memory."""
     global _began, _before
     gc.collect()
-    _before, _began = _resident(), time.perf_counter()
+    _before, _began = _resident(), time.process_time()
 
 
 def _resident() -> float:
@@ -262,7 +262,7 @@ def measured(step: Callable[[], str]) -> Figures:
         Path("/proc/self/clear_refs").write_text("5")  # forget the highest so far
         mark("start")
         note = step()
-        seconds = time.perf_counter() - _began
+        seconds = time.process_time() - _began
         answers.put(
             Figures(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 * 1.024 - _before, note)
         )

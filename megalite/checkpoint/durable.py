@@ -1,13 +1,14 @@
 """Writes that survive a crash of the machine: files and folder entries are synced to the disk."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a text file and sync it to the disk."""
+def write_durably(path: Path, pieces: Iterable[str]) -> None:
+    """Write a text file, given as one text or in pieces, and sync it to the disk."""
     with path.open("w", encoding="utf-8") as file:
-        file.write(text)
+        file.writelines([pieces] if isinstance(pieces, str) else pieces)
         file.flush()
         os.fsync(file.fileno())
 

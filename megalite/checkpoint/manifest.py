@@ -4,9 +4,12 @@ A checkpoint is a folder with manifest.json and one safetensors file for each ra
 lists canonical tensors with their full shapes; the layout that wrote them is recorded for information only.
 """
 
-from collections.abc import Mapping
+import re
+import sys
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
@@ -42,13 +45,73 @@ class Shard:
         return self.flat or (0, self.region.numel)
 
 
+class PackedShards(Sequence[Shard]):
+    """The shards of one tensor, in about 70 bytes each: a checkpoint of many ranks has hundreds of thousands."""
+
+    def __init__(self, shards: Iterable[Shard] = ()):
+        self._files, self._regions = list[str](), list[TensorSlice]()
+        self._flats, self._hashes = array("q"), bytearray()
+        self._prefix: str | None = None
+        # Place -> a key or a hash that no rank of megalite would have written.
+        self._keys, self._texts = dict[int, str](), dict[int, str]()
+        regions: dict[TensorSlice, TensorSlice] = {}
+        for shard in shards:
+            self.append(shard, regions)
+
+    def append(self, shard: Shard, regions: dict[TensorSlice, TensorSlice]) -> None:
+        """Add a shard. regions: those of this tensor so far, so that equal ones are one object."""
+        place = len(self._files)
+        self._files.append(sys.intern(shard.file))
+        self._regions.append(regions.setdefault(shard.region, shard.region))
+        self._flats.extend(_WHOLE if shard.flat is None else shard.flat)
+        if self._prefix is None:
+            self._prefix = shard.key.partition("@")[0]
+        if shard.key != self._key(shard.flat):
+            self._keys[place] = shard.key
+        if _HASH.fullmatch(shard.sha256):
+            self._hashes += bytes.fromhex(shard.sha256)
+        else:
+            self._texts[place] = shard.sha256
+            self._hashes += bytes(32)
+
+    def _key(self, flat: tuple[int, int] | None) -> str:
+        return f"{self._prefix}" if flat is None else f"{self._prefix}@{flat[0]}"
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @overload
+    def __getitem__(self, place: int) -> Shard: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Shard]: ...
+    def __getitem__(self, place: int | slice) -> Shard | Sequence[Shard]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
+        place = range(len(self))[place]
+        region, (start, stop) = self._regions[place], self._flats[2 * place : 2 * place + 2]
+        flat = None if start < 0 else (start, stop)
+        key = self._keys.get(place) or self._key(flat)
+        digest = self._texts.get(place) or self._hashes[32 * place : 32 * place + 32].hex()
+        return Shard(self._files[place], key, region.offsets, region.shape, flat, digest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+_WHOLE = (-1, -1)
+_HASH = re.compile("[0-9a-f]{64}")
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """One canonical tensor, or its optimizer state under one state key: full shape, dtype ("float32"), shards."""
 
     shape: tuple[int, ...]
     dtype: str
-    shards: tuple[Shard, ...]
+    shards: Sequence[Shard]
 
     def by_slice(self) -> dict[TensorSlice, list[Shard]]:
         """Return region -> its shards."""

@@ -3,12 +3,13 @@
 import hashlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from megalite.checkpoint.manifest import Base, Manifest, Shard, Stream, TensorEntry
+from megalite.checkpoint.manifest import Base, Manifest, PackedShards, Shard, Stream, TensorEntry
 from megalite.checkpoint.strict_json import is_int, parse, without_collections
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
@@ -18,6 +19,8 @@ from megalite.topology.dtypes import FLOATS
 from megalite.topology.shape import ModelShape, RopeScaling
 
 FORMAT_VERSION = 1
+_ENTRY = {"shape", "dtype", "shards"}
+_HASHED = 2**20
 _MOST_POSITIONS = 1 << 24
 # Epoch, file, place, document and token (data.stream_lane.LanePlace).
 _LANE_FIELDS = 5
@@ -27,8 +30,37 @@ _FILE_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
 
 def to_json(manifest: Manifest) -> str:
     """Return the manifest as JSON, followed by the hash of that JSON."""
-    content = {"format": FORMAT_VERSION, **asdict(manifest)}
-    return _dump({"manifest": content, "sha256": _digest(content)}) + "\n"
+    return "".join(texts_of(manifest))
+
+
+def texts_of(manifest: Manifest) -> Iterator[str]:
+    """Yield the pieces of `to_json`; none is larger than one tensor's, whatever the number of ranks."""
+    digest = hashlib.sha256()
+    yield '{"manifest":'
+    for piece in _content_texts(manifest):
+        digest.update(piece.encode())
+        yield piece
+    yield f',"sha256":"{digest.hexdigest()}"}}\n'
+
+
+def _content_texts(manifest: Manifest) -> Iterator[str]:
+    yield f'{{"format":{FORMAT_VERSION}'
+    for name, value in asdict(replace(manifest, tensors={})).items():
+        yield f',"{name}":'
+        if name != "tensors":
+            yield _dump(value)
+            continue
+        for first, (key, entries) in zip(chain("{", repeat(",")), manifest.tensors.items(), strict=False):
+            yield f"{first}{_dump(key)}:"
+            for start, (tensor, entry) in zip(chain("{", repeat(",")), entries.items(), strict=False):
+                yield f"{start}{_dump(tensor)}:{_dump(_entry_content(entry))}"
+            yield "}" if entries else "{}"
+        yield "}" if manifest.tensors else "{}"
+    yield "}"
+
+
+def _entry_content(entry: TensorEntry) -> dict[str, Any]:
+    return {"shape": entry.shape, "dtype": entry.dtype, "shards": [vars(shard) for shard in entry.shards]}
 
 
 def from_json(text: str, source: Path) -> Manifest:
@@ -42,7 +74,7 @@ def from_json(text: str, source: Path) -> Manifest:
 
 def _from_json(text: str, source: Path) -> Manifest:
     try:
-        outer = parse(text)
+        outer = parse(text, _packed)
         content, digest = outer["manifest"], outer["sha256"]
         version = content["format"]
     except (ValueError, KeyError, TypeError) as error:
@@ -54,7 +86,7 @@ def _from_json(text: str, source: Path) -> Manifest:
             f"{source}: format {version} is not {FORMAT_VERSION}, the only one that this version of megalite reads;"
             " use the version that wrote it"
         )
-    if digest != _digest_of_text(text) and digest != _digest(content):
+    if digest != _digest_of_text(text) and digest != _digest(parse(text)["manifest"]):
         raise CheckpointError(f"{source}: its content does not match its own hash; use another checkpoint")
     try:
         return manifest_of({key: value for key, value in content.items() if key != "format"})
@@ -88,7 +120,7 @@ def manifest_of(content: Mapping[str, Any]) -> Manifest:
     for layers in content["stage_layers"]:
         _require(_are_ints(layers), "stage_layers", "", layers)
     tensors = {
-        key: {name: _entry(f"{key} of {name}", entry, files) for name, entry in entries.items()}
+        key: {name: _named_entry(f"{key} of {name}", entry, files) for name, entry in entries.items()}
         for key, entries in content["tensors"].items()
     }
     base = content.get("base")
@@ -185,18 +217,35 @@ def _is_of(value: object, hint: Any) -> bool:
     return isinstance(value, int | float if hint is float else hint)
 
 
-def _entry(whose: str, content: Mapping[str, Any], files: Mapping[str, int]) -> TensorEntry:
+def _packed(table: dict[str, Any]) -> Any:
+    """Return a table, or the entry of a tensor in its place: as tables its shards take ten times the memory."""
+    if table.keys() != _ENTRY:
+        return table
+    try:
+        return _entry("", table)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return table  # `_named_entry` says whose it is
+
+
+def _named_entry(whose: str, entry: Any, files: Mapping[str, int]) -> TensorEntry:
+    if not isinstance(entry, TensorEntry):
+        entry = _entry(whose, entry)
+    for shard in entry.shards:
+        _require(shard.file in files, whose, "file", shard.file)
+    return entry
+
+
+def _entry(whose: str, content: Mapping[str, Any]) -> TensorEntry:
     """Parse one tensor's entry and check types and numbers; `check_coverage` compares it with the model."""
     shape, dtype, shards = content["shape"], content["dtype"], content["shards"]
     _require(_are_ints(shape), whose, "shape", shape)
     _require(isinstance(dtype, str) and dtype in FLOATS, whose, "dtype", dtype)
     for shard in shards:
         offsets, region, flat = shard["offsets"], shard["shape"], shard["flat"]
-        _require(shard["file"] in files, whose, "file", shard["file"])
-        texts = isinstance(shard["key"], str) and isinstance(shard["sha256"], str)
+        texts = all(isinstance(shard[name], str) for name in ("file", "key", "sha256"))
         right = texts and len(offsets) == len(region) == len(shape) and (flat is None or len(flat) == 2)
         _require(right and _are_ints([*offsets, *region, *(flat or ())]), whose, "shard", shard)
-    return TensorEntry(tuple(shape), dtype, tuple(map(shard_from_json, shards)))
+    return TensorEntry(tuple(shape), dtype, PackedShards(map(shard_from_json, shards)))
 
 
 def _are_ints(values: object) -> bool:
@@ -229,5 +278,7 @@ def _digest(content: object) -> str:
 
 def _digest_of_text(text: str) -> str:
     """Hash the content as it stands in `to_json`'s text, which saves dumping it again."""
-    content = text[len('{"manifest":') : text.rfind(',"sha256":')]
-    return hashlib.sha256(content.encode(errors="replace")).hexdigest()
+    digest, end = hashlib.sha256(), text.rfind(',"sha256":')
+    for start in range(len('{"manifest":'), end, _HASHED):
+        digest.update(text[start : min(start + _HASHED, end)].encode(errors="replace"))
+    return digest.hexdigest()

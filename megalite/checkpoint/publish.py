@@ -17,7 +17,7 @@ from megalite.checkpoint.folder import (
     require_whole,
 )
 from megalite.checkpoint.manifest import MANIFEST, Manifest
-from megalite.checkpoint.manifest_json import to_json
+from megalite.checkpoint.manifest_json import texts_of
 from megalite.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ def publish(manifest: Manifest, partial: Path, published: Path) -> None:
     """
     check_coverage(manifest, partial)
     check_files(manifest, partial)
-    write_durably(partial / MANIFEST, to_json(manifest))
+    write_durably(partial / MANIFEST, texts_of(manifest))
     sync_folder(partial)
     folder = published.parent
     if published.exists() and _same_numbers(partial, published):

@@ -4,15 +4,23 @@ import gc
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 
-def parse(text: str) -> Any:
-    """Parse `text`. Raises ValueError if it is not JSON, repeats a key, or has a number that is not finite."""
+def parse(text: str, as_table: Callable[[dict[str, Any]], Any] = lambda table: table) -> Any:
+    """Parse `text`. Raises ValueError if it is not JSON, repeats a key, or has a number that is not finite.
+
+    as_table: returns what stands for a table, whose own tables have been replaced before.
+    """
     try:
-        return json.loads(text, object_pairs_hook=_once_each, parse_constant=_refuse, parse_float=_finite)
+        return json.loads(
+            text,
+            object_pairs_hook=lambda pairs: as_table(_once_each(pairs)),
+            parse_constant=_refuse,
+            parse_float=_finite,
+        )
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

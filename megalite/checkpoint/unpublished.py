@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.checkpoint.manifest import WEIGHT, Manifest, TensorEntry
+from megalite.checkpoint.manifest import WEIGHT, Manifest, PackedShards, TensorEntry
 from megalite.checkpoint.manifest_json import shard_from_json
 from megalite.checkpoint.publish import publish
 from megalite.checkpoint.regions import PartRange, split_flat_range
@@ -18,6 +18,7 @@ from megalite.errors import CheckpointError
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import Parameter
+from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import OptimizerState, StateShard
 
 
@@ -157,14 +158,18 @@ def _merge(tables: Sequence[str]) -> dict[str, Any]:
     """The manifest's `tensors` and `files` from the tables of all ranks."""
     files: dict[str, int] = {}
     tensors: dict[str, dict[str, TensorEntry]] = {WEIGHT: {}}
+    packed: dict[tuple[str, str], PackedShards] = {}
+    regions: dict[TensorSlice, TensorSlice] = {}
     for table in map(json.loads, tables):
         if table["size_bytes"] is not None:
             files[table["file"]] = table["size_bytes"]
         for row in table["shards"]:
             entries = tensors.setdefault(row["state_key"], {})
-            known = entries.get(row["name"], TensorEntry(tuple(row["full_shape"]), row["dtype"], ()))
+            if (known := entries.get(row["name"])) is None:
+                shards = packed[row["state_key"], row["name"]] = PackedShards()
+                known = entries[row["name"]] = TensorEntry(tuple(row["full_shape"]), row["dtype"], shards)
             if known.dtype != row["dtype"]:
                 raise CheckpointError(f"ranks hold {row['name']} as {known.dtype} and as {row['dtype']}")
             shard = shard_from_json({"file": table["file"], **row["shard"]})
-            entries[row["name"]] = TensorEntry(known.shape, known.dtype, (*known.shards, shard))
+            packed[row["state_key"], row["name"]].append(shard, regions)
     return {"tensors": tensors, "files": files}
