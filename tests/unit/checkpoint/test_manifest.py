@@ -1,7 +1,9 @@
 """The manifest: what it refuses, by name."""
 
+import gc
 import hashlib
 import json
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from megalite.checkpoint import coverage
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import read_manifest
-from megalite.checkpoint.manifest import Manifest, Shard, Stream, TensorEntry
+from megalite.checkpoint.manifest import Manifest, PackedShards, Shard, Stream, TensorEntry
 from megalite.checkpoint.manifest_json import from_json, to_json
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
@@ -217,3 +219,35 @@ def test_the_check_of_a_hostile_manifest_is_linear_in_its_boxes() -> None:
 def test_a_position_in_streamed_text_that_is_none_is_refused(stream: Stream) -> None:
     with pytest.raises(CheckpointError, match="stream"):
         from_json(to_json(replace(manifest(), stream=stream)), SOURCE)
+
+
+def _shards(count: int) -> list[Shard]:
+    return [
+        Shard(
+            f"rank-{place % 7:05d}.safetensors",
+            f"weight/a@{place}",
+            (0, 0),
+            (count, 8),
+            (place, place + 1),
+            f"{place:064x}",
+        )
+        for place in range(count)
+    ]
+
+
+def test_packed_shards_are_those_that_were_packed_whatever_their_keys_and_hashes() -> None:
+    shards = _shards(5)
+    odd = [replace(shards[0], key="weight/b"), replace(shards[1], sha256="AB"), replace(shards[2], flat=None)]
+    packed = PackedShards([*shards, *odd])
+    assert packed == (*shards, *odd) and list(packed[4:6]) == [shards[4], odd[0]] and packed[-1] == odd[-1]
+    assert packed != shards and hash(packed) == hash((*shards, *odd))
+
+
+def test_a_packed_shard_takes_less_than_150_bytes() -> None:
+    """Rank 0 of 131,072 ranks has half a million."""
+    tracemalloc.start()
+    packed = PackedShards(iter(_shards(5000)))
+    gc.collect()
+    used, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert used / len(packed) < 150
