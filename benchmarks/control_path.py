@@ -41,8 +41,9 @@ from megalite.config.load import load_run
 from megalite.data.batches.blend import SampleOrder
 from megalite.data.batches.loader import BatchShare, StepLoader
 from megalite.data.files.token_file import TokenFile, TokenWriter
-from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
+from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.messages import LineReader, Verdict, encode
+from megalite.launcher.control.rank_states import CoordinatedJob
 from megalite.launcher.hosts.backends import Job
 from megalite.launcher.hosts.commands import ssh
 from megalite.launcher.hosts.hostfile import read_hostfile

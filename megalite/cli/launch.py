@@ -19,8 +19,9 @@ from megalite.config.load import LoadedRun, load_run
 from megalite.config.smaller_layout import smaller_layout
 from megalite.errors import LaunchError, RankFailure
 from megalite.launcher.control.connection import RendezvousLimits
-from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
+from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.messages import counted_ranks
+from megalite.launcher.control.rank_states import CoordinatedJob
 from megalite.launcher.hosts.backends import Job, shell_lines
 from megalite.launcher.hosts.commands import BACKENDS, choose_backend, ssh_options
 from megalite.launcher.hosts.exported_variables import named_variables, shown, travelling, without_secrets

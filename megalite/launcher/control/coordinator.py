@@ -12,9 +12,9 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -34,7 +34,6 @@ from megalite.launcher.control.failures import FailureReport
 from megalite.launcher.control.messages import (
     MOST_NAMED,
     Hello,
-    LineReader,
     MessageError,
     Verdict,
     counted_ranks,
@@ -42,8 +41,14 @@ from megalite.launcher.control.messages import (
     encode,
     facts_from,
 )
+from megalite.launcher.control.rank_states import (
+    CoordinatedJob,
+    RankConnection,
+    RankState,
+    ranks_here,
+    silent_line,
+)
 from megalite.launcher.control.verdicts import report_from, verdict_of
-from megalite.topology.axes import Layout
 
 WAITING_SECONDS = 10.0
 """The time between two lines about missing ranks."""
@@ -55,51 +60,6 @@ _RECENT_SECONDS = 5.0  # the report of a lost rank that was heard of less lately
 _UNSENT_BYTES = 2**24  # a rank that does not read for so long is lost
 _ACCEPTED_AT_ONCE = 64
 _SILENT_NAMED = 4  # of the ranks that fall silent at the same time
-
-
-@dataclass
-class RankState:
-    """The last news of a rank.
-
-    heard: the time of its last message (time.time()). left, exit_code: it ended in good order. silent: the user was
-    told that it says nothing.
-    """
-
-    host: str
-    pid: int
-    heard: float
-    step: int | None = None
-    activity: str = ""
-    left: bool = False
-    exit_code: int | None = None
-    silent: bool = False
-
-
-@dataclass(frozen=True)
-class CoordinatedJob:
-    """The job whose ranks meet at a coordinator.
-
-    name, nonce: a rank with others is refused. layout: None: unknown, so ranks are named by their numbers. hosts: the
-    host on which each rank is to run, if known.
-    """
-
-    world_size: int
-    name: str = ""
-    nonce: str = ""
-    layout: Layout | None = None
-    hosts: Sequence[str] = ()
-
-
-@dataclass(eq=False)
-class _Connection:
-    socket: socket.socket
-    peer: str
-    since: float
-    reader: LineReader = field(default_factory=LineReader)
-    unsent: bytes = b""
-    rank: int = -1
-    closing: bool = False
-    writing: bool = False
 
 
 class Coordinator:
@@ -121,13 +81,13 @@ class Coordinator:
         self.verdict: Verdict | None = None
         self._listener, self._job, self._limits, self._say = listener, job, limits, say
         # Sets that keep the order: those that have not said who they are, longest first, and all.
-        self._strangers = dict[_Connection, None]()
-        self._connections = dict[_Connection, None]()
+        self._strangers = dict[RankConnection, None]()
+        self._connections = dict[RankConnection, None]()
         self._left = 0
         # Name -> the distinct facts by their text, and those of each rank.
         self._facts: dict[str, tuple[dict[str, dict[str, str]], dict[int, dict[str, str]]]] = {}
         self._values: dict[str, Any] = {}
-        self._asked_for_hosts: list[_Connection] = []
+        self._asked_for_hosts: list[RankConnection] = []
         self._reports: list[FailureReport] = []
         self._reported = set[int]()
         self._look_at = 0.0
@@ -270,13 +230,13 @@ class Coordinator:
         if now - self._began > self._limits.rendezvous_seconds:
             text = (
                 f"{self.missing()} did not arrive within {self._limits.rendezvous_seconds:g} s "
-                f"(launch.rendezvous_seconds); {self._here()}; look at the output of the missing ranks, and whether "
-                "their hosts reach this one"
+                f"(launch.rendezvous_seconds); {ranks_here(self.ranks)}; look at the output of the missing ranks, "
+                "and whether their hosts reach this one"
             )
             self._end(Verdict(text, 1))
         elif now - self._reminded >= WAITING_SECONDS:
             self._reminded = now
-            self._say(f"waiting for {self.missing()} ({now - self._began:.0f} s); {self._here()}")
+            self._say(f"waiting for {self.missing()} ({now - self._began:.0f} s); {ranks_here(self.ranks)}")
 
     def missing(self) -> str:
         """Return the ranks that have not come, with their hosts where these are known: "ranks 2-3 on host n1"."""
@@ -285,15 +245,6 @@ class Coordinator:
         names = list(dict.fromkeys(hosts[rank] for rank in missing)) if hosts else []
         places = f" on {'host' if len(names) == 1 else 'hosts'} {listed(names, MOST_NAMED)}" if names else ""
         return counted_ranks(missing) + places
-
-    def _here(self) -> str:
-        ranks_of: dict[str, list[int]] = {}
-        for rank, state in self.ranks.items():
-            ranks_of.setdefault(state.host, []).append(rank)
-        here = listed(
-            [f"{counted_ranks(ranks)} on {host}" for host, ranks in sorted(ranks_of.items())], MOST_NAMED
-        )
-        return f"here: {here}" if here else "no rank is here yet"
 
     def _watch_silence(self) -> None:
         """Tell the user which ranks say nothing; those of a large job speak less often."""
@@ -314,17 +265,9 @@ class Coordinator:
                 continue  # the kernel ends the connection soon, and the rank is lost
             state.silent, named = True, named + 1
             if named <= _SILENT_NAMED:
-                self._tell_silent(connection.rank, state, answers)
+                self._say(silent_line(connection.rank, state, self._job.layout, answers))
         if named > _SILENT_NAMED:
             self._say(f"{named - _SILENT_NAMED} more ranks have been silent for as long")
-
-    def _tell_silent(self, rank: int, state: RankState, answers: bool | None) -> None:
-        checked = ", though its host answers" if answers else ""
-        name = self._job.layout.describe(rank) if self._job.layout is not None else f"rank {rank}"
-        self._say(
-            f"{name} on {state.host} has been silent for {time.time() - state.heard:.0f} s{checked}: the process is "
-            f"stopped, or busy outside of Python{'' if answers else ', or its host is gone'}"
-        )
 
     def _accept(self) -> None:
         with suppress(OSError):  # nobody waits any more
@@ -332,11 +275,11 @@ class Coordinator:
                 accepted, peer = self._listener.accept()
                 accepted.setblocking(False)
                 watch_link(accepted, self._limits.heartbeat_seconds)
-                connection = _Connection(accepted, str(peer[0]), time.monotonic())
+                connection = RankConnection(accepted, str(peer[0]), time.monotonic())
                 self._connections[connection] = self._strangers[connection] = None
                 self._selector.register(accepted, selectors.EVENT_READ, connection)
 
-    def _serve_connection(self, connection: _Connection, events: int) -> None:
+    def _serve_connection(self, connection: RankConnection, events: int) -> None:
         if events & selectors.EVENT_WRITE:
             self._flush(connection)
         if not events & selectors.EVENT_READ or connection not in self._connections:
@@ -359,7 +302,7 @@ class Coordinator:
         except MessageError as error:
             self._lose(connection, f"it sent something that no rank sends: {error}")
 
-    def _take(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _take(self, connection: RankConnection, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if connection.rank < 0:
             if kind != "hello":
@@ -389,7 +332,7 @@ class Coordinator:
         else:
             raise MessageError(f"{kind} is not a message of a rank")
 
-    def _welcome(self, connection: _Connection, message: dict[str, Any]) -> None:
+    def _welcome(self, connection: RankConnection, message: dict[str, Any]) -> None:
         hello = Hello(**{name: message[name] for name in Hello.__dataclass_fields__})
         refusal, final = self._refusal(hello)
         if refusal:
@@ -462,7 +405,7 @@ class Coordinator:
         self._values[name] = value
         self._broadcast("value", name=name, value=value)
 
-    def _lose(self, connection: _Connection, reason: str) -> None:
+    def _lose(self, connection: RankConnection, reason: str) -> None:
         """Close a connection; a rank that has not left is lost."""
         self._drop(connection)
         state = self.ranks.get(connection.rank)
@@ -496,12 +439,12 @@ class Coordinator:
             if connection.rank >= 0:
                 self._send(connection, line)
 
-    def _send(self, connection: _Connection, line: bytes) -> None:
+    def _send(self, connection: RankConnection, line: bytes) -> None:
         if connection in self._connections:
             connection.unsent += line
             self._flush(connection)
 
-    def _flush(self, connection: _Connection) -> None:
+    def _flush(self, connection: RankConnection) -> None:
         try:
             while connection.unsent:
                 sent = connection.socket.send(connection.unsent)
@@ -520,7 +463,7 @@ class Coordinator:
             writing = selectors.EVENT_WRITE if connection.writing else 0
             self._selector.modify(connection.socket, selectors.EVENT_READ | writing, connection)
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: RankConnection) -> None:
         if connection in self._connections:
             del self._connections[connection]
             self._strangers.pop(connection, None)

@@ -15,10 +15,11 @@ from typing import Protocol
 
 from megalite.errors import LaunchError
 from megalite.launcher.control.connection import RendezvousLimits, owner_of_port
-from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
+from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.failures import FailureReport
 from megalite.launcher.control.member import Find, Member, RankCalls
 from megalite.launcher.control.messages import Hello, Verdict
+from megalite.launcher.control.rank_states import CoordinatedJob
 from megalite.launcher.process import arguments_of
 from megalite.launcher.rank.address import Route, route_to_master
 from megalite.launcher.rank.detect import LOOPBACK, RankInfo

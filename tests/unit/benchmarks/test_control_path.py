@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks.control_path import Crowd, layout_of, mesh, places, sampler, share, tokens
-from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
+from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.messages import Verdict
+from megalite.launcher.control.rank_states import CoordinatedJob
 from megalite.parallel.mesh import disconnect
 from megalite.topology.axes import Layout
 from tests.support.jobs import ROOT

@@ -10,9 +10,10 @@ from megalite.config.load import load_run
 from megalite.data.batches.stream_files import StreamFile
 from megalite.data.ensure import RunData
 from megalite.launcher.control.connection import RendezvousLimits
-from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
+from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.member import JobEnded, Member
 from megalite.launcher.control.messages import Hello
+from megalite.launcher.control.rank_states import CoordinatedJob
 from megalite.launcher.control.rendezvous import Meeting
 from megalite.train import shared_inputs
 from megalite.train.inputs import RunInputs

@@ -22,7 +22,7 @@ from megalite.launcher.control.connection import (
     require_files,
     why_lost,
 )
-from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator, RankState
+from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.failures import FailureReport
 from megalite.launcher.control.member import JobEnded, Member, NotJoined, RankCalls
 from megalite.launcher.control.messages import (
@@ -34,6 +34,7 @@ from megalite.launcher.control.messages import (
     decode,
     encode,
 )
+from megalite.launcher.control.rank_states import CoordinatedJob, RankState
 from megalite.launcher.control.verdicts import report_from
 from megalite.topology.axes import Layout
 from tests.support.members import break_off

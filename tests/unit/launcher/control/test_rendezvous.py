@@ -11,9 +11,10 @@ import pytest
 from megalite.errors import LaunchError
 from megalite.launcher.control import rendezvous as module
 from megalite.launcher.control.connection import RendezvousLimits
-from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
+from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.member import NO_CALLS, RankCalls
 from megalite.launcher.control.messages import Verdict
+from megalite.launcher.control.rank_states import CoordinatedJob
 from megalite.launcher.control.rendezvous import Meeting, meet
 from megalite.launcher.rank.address import Route
 from megalite.launcher.rank.detect import RankInfo

@@ -10,7 +10,8 @@ SCRIPT = """
 import sys
 from megalite.launcher.hosts import supervise as module
 from megalite.launcher.hosts.backends import Command, Start
-from megalite.launcher.control.coordinator import CoordinatedJob, Coordinator
+from megalite.launcher.control.coordinator import Coordinator
+from megalite.launcher.control.rank_states import CoordinatedJob
 
 RANK = '''
 import sys, time
