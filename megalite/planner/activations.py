@@ -142,7 +142,9 @@ def _normed_tensors(shape: ModelShape) -> int:
 
 def _heads(run: PlannedRun, widths: Widths) -> float:
     """Return the values of query, key and value that attention keeps, with those of a prefix and of their norms."""
-    prefix = run.shape.prefix_tokens * run.micro_batch_size * 2 * widths.key_value
+    # Keys and values behind those of a prefix are copies; query stays a view of the whole product.
+    copied = bool(run.shape.prefix_tokens) * run.tokens
+    prefix = (run.shape.prefix_tokens * run.micro_batch_size + copied) * 2 * widths.key_value
     values = run.tokens * widths.packed + prefix
     if run.shape.qk_norm:
         # The copies that their norms read; value stays a view of the whole product, beside the rotated heads.

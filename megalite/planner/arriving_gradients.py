@@ -51,6 +51,10 @@ def table_bytes(run: PlannedRun) -> float:
     first = whole if waiting else values * run.weight_bytes * converted
     rows = run.tokens * run.shape.hidden_size * run.gradient_bytes
     later = waiting + (rows if run.on_cpu and run.sums_in_place else whole)
+    if run.zero_stage >= 2:
+        # Every backward has a gradient of its own; a node in Python gives one that autograd does not add to in place.
+        copied = bool(run.model.chunked_loss) or run.zero_stage == 3
+        return whole + waiting * copied if waiting else first
     if summed:
         return later
     return max(first, later) if run.micro_batches > 1 else first

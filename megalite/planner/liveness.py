@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from megalite.planner.activations import Activations
+from megalite.planner.zero_buffers import NO_BUFFERS, ZeroBuffers
 from megalite.topology.schedules import FORWARD, INPUT, SCHEDULES, WEIGHT, Action, ActionKind
 
 _NOTHING = Activations()
@@ -27,6 +28,7 @@ class ChunkMemory:
     head_product: float = 0.0
     waiting: float = 0.0
     table: float = 0.0
+    zero: ZeroBuffers = NO_BUFFERS
 
 
 class StageMoment(NamedTuple):
@@ -107,14 +109,15 @@ def stage_moments(states: Sequence[LiveState], chunks: Mapping[int, ChunkMemory]
             loss += kept * memory.loss.kept + deferred * memory.loss.deferred
             gradients += memory.gradients * begun
         here = chunks[state.chunk]
-        layers, of_loss = here.layers, here.loss
+        layers, of_loss, zero = here.layers, here.loss, here.zero
+        gathered = gradients + zero.gathered
         if state.kind == FORWARD:
             working = 0.0 if of_loss.kept else layers.forward
-            moments.append(
-                StageMoment(
-                    activations + layers.kept + working, loss + of_loss.kept + of_loss.forward, gradients
-                )
-            )
+            with_loss = loss + of_loss.kept + of_loss.forward
+            moments.append(StageMoment(activations + layers.kept + working, with_loss, gathered))
+            if zero.prefetched:
+                of_layers = activations + layers.kept + layers.forward
+                moments.append(StageMoment(of_layers, loss, gathered + zero.prefetched))
         elif state.kind == WEIGHT:
             moments.append(StageMoment(activations, loss, gradients))
         else:
@@ -122,12 +125,13 @@ def stage_moments(states: Sequence[LiveState], chunks: Mapping[int, ChunkMemory]
             # The loss comes first, with all that is kept; then the layers, once the logits are freed.
             early = here.head_gradient if first and state.kind != INPUT else 0.0
             early += here.head_product if state.kind != INPUT else 0.0
-            moments.append(StageMoment(activations, loss + of_loss.backward, gradients + early))
+            moments.append(StageMoment(activations, loss + of_loss.backward, gathered + early))
             rest = loss - of_loss.kept
-            moments.append(StageMoment(activations + layers.backward, rest, gradients + here.waiting))
+            moments.append(StageMoment(activations + layers.backward, rest, gathered + here.waiting))
             # At the end the gradients are there, and the activations are not.
             own = here.gradients if first and state.kind != INPUT else 0.0
+            own += (zero.first if first else zero.later) + zero.table
             left = activations - layers.kept
-            moments.append(StageMoment(left + layers.backward, rest, gradients + own))
-            moments.append(StageMoment(left, rest, gradients + own + here.table))
+            moments.append(StageMoment(left + layers.backward, rest, gradients + own + zero.bucket))
+            moments.append(StageMoment(left, rest, gradients + own + max(zero.bucket, here.table)))
     return moments

@@ -19,6 +19,13 @@ from megalite.planner.experts import block_activations
 from megalite.planner.liveness import ChunkMemory, LiveState, schedule_states, stage_moments
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import ValueCounts, ZeroShares, chunk_counts, stage_counts
+from megalite.planner.zero_buffers import (
+    ZeroBuffers,
+    largest_values,
+    partitioned_stage,
+    straddling,
+    zero_buffers,
+)
 from megalite.topology.collective_sizes import BUCKET_BYTES, COLLECTIVE_BYTES
 from megalite.topology.optimizers import OPTIMIZERS
 from megalite.topology.parameters import HEAD, alike, parameter_count
@@ -101,30 +108,85 @@ def stage_memory(run: PlannedRun, stage: int, *, base: float = 0.0) -> RankMemor
     counts, zero = stage_counts(run, stage), run.zero_stage
     shares = ZeroShares.of(run, counts)
     weights = run.weight_bytes * shares.weights
-    every_gradient = run.gradient_bytes * shares.gradients
+    whole = partitioned_stage(run) < 2
+    every_gradient = run.gradient_bytes * (counts.trained if whole else shares.gradients)
     # ZeRO has its own fp32 copy of what it updates, also of a model in fp32.
     has_masters = run.weight_bytes < 4 or bool(zero)
     masters = run.exact_bytes * shares.updated * has_masters
     moments = run.exact_bytes * shares.state
-    buffers, bucket = _buffers(run), _bucket(run, stage, counts)
-    on_host = 0.0
-    if device := run.offload.get("offload_optimizer"):
+    of_zero = zero_buffers(run, stage, counts)
+    buffers, bucket, on_host = _buffers(run) + of_zero.buffers, _bucket(run, stage, counts), 0.0
+    device = run.offload.get("offload_optimizer")
+    if device:
         on_host, masters, moments = (masters + moments) * (device == "cpu"), 0.0, 0.0
+        on_host += of_zero.host * (device == "cpu")
     if device := run.offload.get("offload_param"):
         on_host, weights = on_host + weights * (device == "cpu"), 0.0
-    step = stage_moments(stage_states(run, stage), _chunks(run, stage, every_gradient, counts))
+    # ZeRO 3's share of the gradients is there from the beginning, on the host if the optimizer is.
+    always = every_gradient * (zero == 3 and not device)
+    chunks = _chunks(run, stage, 0.0 if zero == 3 else every_gradient, (counts, of_zero))
+    step = stage_moments(stage_states(run, stage), chunks)
     fullest = max(step, key=lambda moment: moment.activations + moment.loss)
-    # At the end all gradients are there, and no activation; then a bucket of gradients, ZeRO 1's copy of its share of
-    # them, or the update's own values.
-    of_update = OPTIMIZERS[run.optimizer.name].working * run.exact_bytes * shares.updated
-    handed_over = run.gradient_bytes * shares.updated * (zero == 1)
-    end = every_gradient + max(bucket, handed_over, of_update)
-    peak = weights + masters + moments + buffers + base + max(end, *(moment.total for moment in step))
-    of_step = (fullest.activations, fullest.loss)
-    passing = max(bucket, handed_over, *(moment.gradients - every_gradient for moment in step))
-    return RankMemory(
-        weights, every_gradient, masters, moments, *of_step, buffers + passing, base, on_host, peak
+    end = _end(run, stage, counts, every_gradient, bucket, of_zero)
+    peak = (
+        always + weights + masters + moments + buffers + max(end - always, *(moment.total for moment in step))
     )
+    # Nothing of the optimizer is there before: neither here nor, where that is the same memory, on the host.
+    peak = base + max(peak, _start(run, stage, counts) - on_host * run.on_cpu)
+    passing = max(end, *(always + moment.gradients for moment in step)) - every_gradient
+    return RankMemory(
+        weights,
+        every_gradient,
+        masters,
+        moments,
+        fullest.activations,
+        fullest.loss,
+        buffers + max(0.0, passing),
+        base,
+        on_host,
+        peak,
+    )
+
+
+def _end(
+    run: PlannedRun,
+    stage: int,
+    counts: ValueCounts,
+    every_gradient: float,
+    bucket: float,
+    of_zero: ZeroBuffers,
+) -> float:
+    """Return the bytes of gradients and of the update's own values at the end of a step.
+
+    All gradients are there, and no activation: then a bucket of them, the copies that ZeRO makes, or the update's.
+    """
+    updated = run.exact_bytes * ZeroShares.of(run, counts).updated
+    record, one = (
+        OPTIMIZERS[run.optimizer.name],
+        run.exact_bytes * largest_values(run, stage),
+    )
+    # Without ZeRO's flat weights torch's SGD on the host goes through them one by one.
+    by_one = run.on_cpu and not run.zero_stage and run.optimizer.name == "sgd"
+    of_update = max(one if by_one else record.working * updated, record.working_on_largest * one)
+    if partitioned_stage(run) == 1 and run.zero_stage:
+        # Its share moves out of the sums, which are freed then.
+        return max(
+            every_gradient + bucket,
+            straddling(run, bucket, every_gradient) + of_zero.update,
+            of_zero.update + of_update,
+        )
+    return every_gradient + max(bucket, of_update + of_zero.update)
+
+
+def _start(run: PlannedRun, stage: int, counts: ValueCounts) -> float:
+    """Return the bytes before the first step: of initial values, or of DeepSpeed's flat copy of the weights.
+
+    Values are drawn in float64, a weight at a time; frozen ones are read.
+    """
+    weights = run.weight_bytes * counts.weights
+    flat = ZeroShares.of(run, counts).updated if run.zero_stage == 3 else counts.trained
+    drawn = 8.0 * largest_values(run, stage) * (run.shape.adapter is None)
+    return weights + max(run.weight_bytes * flat * (run.zero_stage > 0), drawn)
 
 
 def memory_line(
@@ -155,9 +217,10 @@ def kinds_text(memory: RankMemory, optimizer: str, *, largest_first: bool = Fals
 
 
 def _chunks(
-    run: PlannedRun, stage: int, every_gradient: float, counts: ValueCounts
+    run: PlannedRun, stage: int, every_gradient: float, of_stage: tuple[ValueCounts, ZeroBuffers]
 ) -> Mapping[int, ChunkMemory]:
     """Return chunk -> what it keeps of a micro batch; the gradients outside of layers go to the stage's last chunk."""
+    counts, of_zero = of_stage
     chunks, last = run.split.chunks_of(stage), len(run.split.layers) - 1
     trained_head = trains(run, HEAD)
     memories, left = {}, every_gradient
@@ -180,6 +243,7 @@ def _chunks(
             product_bytes(run, heads),
             waiting_bytes(run) if chunk == last else 0.0,
             table_bytes(run) if chunk == 0 else 0.0,
+            of_zero,
         )
     return memories
 

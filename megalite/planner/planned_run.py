@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from megalite.config.sections.derived import offload_devices
 from megalite.config.sections.schema import ModelComputeSettings, OptimizerConfig, RunConfig
@@ -48,6 +48,7 @@ class PlannedRun:
 
     model, training, optimizer: the sections of these names, of which only settings of computation are read.
     sequence_parallel: `parallel.sequence`. offload: table of `zero_optimization` -> "cpu" or "nvme".
+    zero: `zero_optimization` of DeepSpeed's JSON.
     plain_torch: plain torch computes what has a compiled operator. on_cpu: it computes on the host.
     """
 
@@ -63,6 +64,7 @@ class PlannedRun:
     sequence_parallel: bool = False
     zero_stage: int = 0
     offload: Mapping[str, str] = field(default_factory=dict)
+    zero: Mapping[str, Any] = field(default_factory=dict)
     model: ModelComputeSettings = field(default_factory=ModelComputeSettings)
     training: ComputeSettings = field(default_factory=ComputeSettings)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -76,7 +78,7 @@ class PlannedRun:
     ) -> "PlannedRun":
         """Return the plan of a resolved run whose precision is known."""
         parallel, training, batch = config.parallel, config.training, config.batch
-        zero = config.zero_stage
+        zero = dict(config.deepspeed_json()["zero_optimization"]) if config.zero_stage else {}
         return cls(
             config.shape(vocab_size),
             config.layout,
@@ -88,8 +90,9 @@ class PlannedRun:
             training.precision,
             training.accumulation,
             parallel.sequence,
+            config.zero_stage,
+            offload_devices(zero),
             zero,
-            offload_devices(config.deepspeed_json()["zero_optimization"] if zero else {}),
             config.model,
             training,
             config.optimizer,

@@ -80,7 +80,8 @@ class OptimizerRecord:
     name: `optimizer.name`, and the module of its mathematics. state: all states that it can have. settings: those of
     betas, eps and momentum that it reads; every optimizer reads the others. momentum: its default where it has one.
     whole_matrices: it computes with whole matrices, which ZeRO's partitions cut through. native: DeepSpeed has a
-    compiled form of it, deepspeed.native_optimizer. working: values that an update makes meanwhile, a trained weight.
+    compiled form of it, deepspeed.native_optimizer. working: values that an update makes meanwhile, a trained weight;
+    working_on_largest: the same for each value of the largest weight, where weights are updated one by one.
     deepspeed: its form in DeepSpeed's JSON; None: DeepSpeed has none,
     or one of another rule. note: for the description of `optimizer.name`.
     """
@@ -92,6 +93,7 @@ class OptimizerRecord:
     whole_matrices: bool = False
     native: bool = False
     working: int = 0
+    working_on_largest: int = 0
     deepspeed: DeepSpeedForm | None = None
     note: str = ""
 
@@ -157,6 +159,7 @@ _EVERY = (
             OptimizerStateKey(VECTOR_MOMENT, lambda parameter: not _is_matrix(parameter)),
         ),
         whole_matrices=True,
+        working_on_largest=1,
     ),
     OptimizerRecord(
         "muon",
@@ -167,6 +170,7 @@ _EVERY = (
         ("betas", "eps", "momentum"),
         momentum=0.95,
         whole_matrices=True,
+        working_on_largest=3,
         note="adamw for embeddings, head, norms and biases",
     ),
 )

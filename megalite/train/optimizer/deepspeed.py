@@ -15,6 +15,7 @@ import torch
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor, nn
 
+from megalite.config.deepspeed.zero_defaults import with_zero_defaults
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
 from megalite.parallel.gradient_buckets import GradientBuckets
@@ -34,7 +35,6 @@ from megalite.train.optimizer.protocol import Update, skip_update
 from megalite.train.optimizer.rule import OptimizerParts
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.update import accumulate_in_float32, set_learning_rate, torch_optimizer
-from megalite.train.optimizer.zero_defaults import with_zero_defaults
 from megalite.train.optimizer.zero_gradients import ZeroOneGradients
 from megalite.train.optimizer.zero_state import zero_state
 

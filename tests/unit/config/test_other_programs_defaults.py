@@ -41,7 +41,7 @@ def test_the_hysteresis_and_the_bucket_are_deepspeeds(tmp_path: Path) -> None:
 
     loaded = load(tmp_path, ds_json={**OPTIMIZER, "fp16": {"enabled": True}})
     assert loaded.config.training.loss_scale_hysteresis == DeepSpeedFP16Config().hysteresis
-    # train/optimizer/zero_defaults.py says so.
+    # config/deepspeed/zero_defaults.py says so.
     assert DeepSpeedZeroConfig().reduce_bucket_size == 5e8
 
 

@@ -1,13 +1,19 @@
 """The bytes of each kind on each rank, by sums that are written out here."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megalite.config.sections.schema import ModelComputeSettings
+from megalite.planner import memory as planner_memory
 from megalite.planner.activations import layer_activations, layer_tensors
-from megalite.planner.memory import RankMemory, stage_memory
+from megalite.planner.liveness import LiveState
+from megalite.planner.memory import RankMemory, stage_counts, stage_memory, stage_states
+from megalite.planner.planned_run import PlannedRun
+from megalite.planner.stage_parameters import ValueCounts
+from megalite.planner.zero_buffers import ZeroBuffers, zero_buffers
 from megalite.topology.adapter import Lora, Prefix
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
@@ -52,7 +58,8 @@ def test_bytes_a_weight(changes: dict[str, Any], bytes_a_weight: tuple[float, ..
 
 def test_offloaded_states_lie_on_the_host() -> None:
     [memory] = memories(zero_stage=2, offload={"offload_optimizer": "cpu"})
-    assert memory.optimizer == 0 and memory.host == 12 * ONE_PROCESS
+    # Masters and moments; their gradients, the rounded weights on their way back, and one gradient.
+    assert memory.optimizer == 0 and memory.host == (12 + 4 + 2) * ONE_PROCESS + 2 * V * H
     [memory] = memories(zero_stage=2, offload={"offload_optimizer": "nvme"})
     assert memory.optimizer == 0 and memory.host == 0
 
@@ -159,7 +166,6 @@ def test_gradients_take_the_place_of_activations_in_the_only_micro_batch() -> No
         (TIED, {"micro_batches": 1}, 2 + 4),
         (TIED, {"micro_batches": 1, "model": ModelComputeSettings(chunked_loss=16)}, 2 + 4),
         (TIED, {"model": ModelComputeSettings(chunked_loss=16)}, 4 + 2 + 4),
-        (TIED, {"zero_stage": 2}, 4 + 2 + 4),
     ],
 )
 def test_the_gradient_of_the_embedding_has_every_row_beside_the_sum(
@@ -188,3 +194,77 @@ def test_zero_1_copies_its_share_of_the_gradients() -> None:
     [memory] = memories(shape=shape, layout=Layout(data=2), zero_stage=1, micro_batches=1)
     assert memory.buffers - 2 * TOKENS * (3 * 8 + 4) == memory.gradients / 2
     assert memory.peak >= memory.states + memory.gradients / 2
+
+
+def test_zero_2_and_3_reduce_a_bucket_of_gradients_beside_the_copy_that_is_reduced() -> None:
+    ids, everything = 2 * 4 * TOKENS * (3 * 8 + 4), {"stage": 3, "reduce_bucket_size": 10**9}
+    fp32: dict[str, Any] = {"precision": "fp32", "layout": Layout(data=2)}
+    [memory] = memories(**fp32, zero_stage=3, zero=everything | {"stage3_max_live_parameters": 0})
+    # At the end of a backward the embedding is still gathered.
+    assert memory.buffers - ids == 2 * 4 * ONE_PROCESS + 4 * V * H
+    [memory] = memories(**fp32, zero_stage=2, zero={"stage": 2, "reduce_bucket_size": 2 * V * H})
+    # Half of the layers and a table on either rank, of this micro batch and of those before.
+    own = 4 * (V * H + 4 * A_LAYER + H)
+    assert memory.buffers - ids == about(2 * own - memory.gradients + 2 * 4 * 2 * V * H)
+
+
+def test_zero_3_has_weights_gathered_and_the_buffer_that_they_come_in() -> None:
+    run = plan(layout=Layout(data=2), zero_stage=3)
+    of_zero = zero_buffers(run, 0, stage_counts(run, 0))
+    assert of_zero.gathered == of_zero.prefetched == 2 * ONE_PROCESS
+    limits = {"stage": 3, "stage3_max_live_parameters": 1000, "stage3_prefetch_bucket_size": 10}
+    of_zero = zero_buffers(replace(run, zero=limits), 0, stage_counts(run, 0))
+    assert (of_zero.gathered, of_zero.prefetched) == (2 * 1000, 2 * 10)
+
+
+def _half_a_master_and_moment(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PlannedRun, "exact_bytes", 2)
+
+
+def _no_tied_copy(patch: pytest.MonkeyPatch) -> None:
+    def forgetful(run: PlannedRun, stage: int) -> ValueCounts:
+        counts, copy = stage_counts(run, stage), run.shape.vocab_size * run.shape.hidden_size
+        copied = run.shape.tie_word_embeddings and 0 < stage == run.layout.pipeline - 1
+        return replace(counts, weights=counts.weights - copy) if copied else counts
+
+    patch.setattr(planner_memory, "stage_counts", forgetful)
+
+
+def _one_micro_batch_too_few(patch: pytest.MonkeyPatch) -> None:
+    def too_few(run: PlannedRun, stage: int) -> tuple[LiveState, ...]:
+        states = stage_states(run, stage)
+        return tuple(
+            state._replace(kept=tuple(max(0, number - 1) for number in state.kept)) for state in states
+        )
+
+    patch.setattr(planner_memory, "stage_states", too_few)
+
+
+def _no_bucket(patch: pytest.MonkeyPatch) -> None:
+    def without(run: PlannedRun, stage: int, counts: ValueCounts) -> ZeroBuffers:
+        return replace(zero_buffers(run, stage, counts), bucket=0.0)
+
+    patch.setattr(planner_memory, "zero_buffers", without)
+
+
+@pytest.mark.parametrize(
+    ("plant", "check"),
+    [
+        (_half_a_master_and_moment, test_states_of_one_process),
+        (_no_tied_copy, lambda: test_a_tied_table_is_on_both_ends_of_a_pipeline(True)),
+        (
+            _one_micro_batch_too_few,
+            test_a_stage_holds_the_micro_batches_that_its_schedule_has_in_flight,
+        ),
+        (_no_bucket, test_zero_2_and_3_reduce_a_bucket_of_gradients_beside_the_copy_that_is_reduced),
+    ],
+)
+def test_a_planted_fault_turns_its_check_red(
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    check: Callable[[], None],
+) -> None:
+    check()
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check()

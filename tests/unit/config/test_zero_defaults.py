@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.train.optimizer.zero_defaults import with_zero_defaults
+from megalite.config.deepspeed.zero_defaults import with_zero_defaults
 
 
 @pytest.mark.parametrize(
