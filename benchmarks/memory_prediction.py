@@ -1,16 +1,22 @@
 """Predicted and measured peak memory of training on the host, over configurations drawn by a seed.
 
-    python -m benchmarks.memory_prediction [--quick]
+    python -m benchmarks.memory_prediction [--quick] [--seed N] [--cases 3,17] [--again FILE]
 
-Each rank's peak resident memory in three steps, less what is resident once the same settings have trained a tiny
-model (everything is imported and connected then), beside the largest rank's peak by planner/memory.py. Nothing of the
-prediction was fitted to these configurations. The C library keeps freed pieces below 32 MiB, which no prediction
-knows: here it gives back those of 64 KiB and more (MALLOC_MMAP_THRESHOLD_), as an accelerator's allocator reuses them.
+Each rank's peak resident memory in three steps, less what is resident once the same settings have trained a tiny model
+(everything is imported and connected then), beside the largest rank's peak by planner/memory.py. Nothing of the
+prediction was fitted to the configurations of SEED; mend it with another seed. The C library keeps freed pieces below
+32 MiB, which no prediction knows: here it gives back those of 64 KiB and more (MALLOC_MMAP_THRESHOLD_), as an
+accelerator's allocator reuses them. oneDNN keeps nothing of a bf16 product's shape (ONEDNN_PRIMITIVE_CACHE_CAPACITY).
 """
 
+import atexit
 import gc
+import json
 import os
 import random
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -18,42 +24,19 @@ from typing import Any, cast
 import torch
 
 from benchmarks import report
+from benchmarks.memory_configurations import configurations, predicted_peak, resolved
 from benchmarks.ranks import run_ranks
-from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from megalite.data.batches.loader import StepLoader
 from megalite.monitor.memory import process_memory
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.step_batch import StepBatch
-from megalite.planner.memory import largest_rank
-from megalite.planner.planned_run import PlannedRun
+from megalite.train.step.precision import DTYPES
 from megalite.train.step.train_step import TrainStep
 
-SEED, CASES, STEPS = 32, 12, 3
+SEED, CASES = 2032, 48
+STEPS = 3  # DeepSpeed fetches weights ahead from the third forward on
 MIB = 2**20
-AXES: dict[str, tuple[Any, ...]] = {
-    "model.hidden_size": (256, 384, 512),
-    "model.num_hidden_layers": (4, 6, 8),
-    "model.num_key_value_heads": (2, 4, 8),
-    "model.vocab_size": (2048, 8192, 16384),
-    "model.tie_word_embeddings": (True, False),
-    "model.chunked_loss": (0, 0, 128),
-    "training.sequence_length": (256, 512, 1024),
-    "training.micro_batch_size": (1, 2, 4),
-    "training.micro_batches": (1, 2, 4),
-    "training.precision": ("fp32", "fp32", "bf16"),
-    "training.recompute": ("none", "selective", "full"),
-    "optimizer.name": ("adamw", "adamw", "lion", "sgd"),
-}
-LAYOUTS: tuple[dict[str, Any], ...] = (
-    {},
-    {},
-    {"parallel.data": 2},
-    {"parallel.tensor": 2},
-    {"parallel.tensor": 2, "parallel.sequence": True},
-    {"parallel.pipeline": 2},
-    {"parallel.pipeline": 2, "parallel.schedule": "gpipe"},
-)
 TINY = {
     "model.hidden_size": 64,
     "model.vocab_size": 128,
@@ -78,76 +61,91 @@ class RandomLoader:
         )
 
 
-def draw(generator: random.Random) -> dict[str, Any]:
-    """Return the settings of one configuration."""
-    settings = {name: generator.choice(values) for name, values in AXES.items()}
-    settings |= generator.choice(LAYOUTS)
-    hidden = settings["model.hidden_size"]
-    if settings.get("parallel.pipeline", 1) > 1:
-        settings["training.micro_batches"] = 4
-    return {
-        **settings,
-        "model.intermediate_size": generator.choice((2, 3)) * hidden,
-        "model.num_attention_heads": 8,
-        "training.steps": STEPS,
-    }
-
-
-def resolved(settings: dict[str, Any]) -> RunConfig:
-    flags = []
-    for name, value in settings.items():
-        flags += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
-    return load_run(None, [*flags, "--data.source", "stdlib"]).config
-
-
 def peak(config: RunConfig, tiny: RunConfig) -> int:
     """Return the bytes by which this rank's peak resident memory is above what was resident before."""
     _train(tiny)
+    _multiply(config.training.precision)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from now
+    _restart_peak()
     before = process_memory().now_bytes
     _train(config)
     return process_memory().peak_bytes - before
 
 
+def _restart_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def _multiply(precision: str) -> None:
+    """Let the library of matrix products make the work space that it keeps, of some MiB whatever the model."""
+    dtype = DTYPES[precision]
+    for rows, inner, columns in ((1024, 512, 16384), (1024, 16384, 512), (512, 1024, 16384)):
+        torch.ones(rows, inner, dtype=dtype) @ torch.ones(columns, inner, dtype=dtype).t()
+
+
 def _train(config: RunConfig) -> None:
+    frozen = config.adapter.kind != "none"
+    if frozen:
+        # A run beside frozen weights remembers which they were by their file.
+        folder = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, folder)
+        (folder / "model.safetensors").write_bytes(bytes(8))
+        config = config.model_copy(update={"model": config.model.model_copy(update={"weights": str(folder)})})
     mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
     shape = config.shape(int(config.model.vocab_size))
     trainer = TrainStep(config, mesh, shape, cast(StepLoader, RandomLoader(config, mesh)))
+    if frozen:
+        _restart_peak()  # here the frozen weights are drawn, which takes more memory than to read them
     for _ in range(STEPS):
         trainer.train_step()
 
 
-def measure(*, quick: bool) -> list[dict[str, Any]]:
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # read by the processes that are started from here
-    generator, rows = random.Random(SEED), []
-    for index in range(3 if quick else CASES):
-        settings = draw(generator)
+def measure(drawn: Sequence[tuple[int, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each configuration with its number."""
+    # Read by the processes that are started from here.
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**16), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
+    for case, settings in drawn:
         config = resolved(settings)
         measured = max(run_ranks(peak, config.layout.world_size, config, resolved(settings | TINY)))
-        run = PlannedRun.of(config, settings["model.vocab_size"], on_cpu=True)
-        predicted = largest_rank(run)
-        error = predicted.peak / measured - 1
-        row = {"case": index, "layout": config.layout.text, "settings": settings}
-        row |= {"measured": measured, "predicted": round(predicted.peak), "error": round(error, 4)}
-        rows.append(row | {"kinds": {kind: round(size) for kind, size in predicted.kinds.items()}})
-    return rows
+        row = {"case": case, "layout": config.layout.text, "settings": settings, "measured": measured}
+        yield predicted(row)
+
+
+def predicted(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a measured row with what today's model predicts."""
+    expected, kinds = predicted_peak(resolved(row["settings"]))
+    error = round(expected / row["measured"] - 1, 4)
+    kinds_in_bytes = {kind: round(size) for kind, size in kinds.items()}
+    return row | {"predicted": round(expected), "error": error, "kinds": kinds_in_bytes}
 
 
 def main() -> None:
-    arguments = report.arguments(__doc__)
-    facts = report.machine()
-    rows = measure(quick=arguments.quick)
-    errors = [abs(row["error"]) for row in rows]
+    parser = report.parser_of(__doc__)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--cases", default="", help="numbers of the configurations to run; default: all")
+    parser.add_argument("--again", type=Path, help="file of measurements to predict again")
+    arguments = report.arguments_of(parser)
+    facts, seed = report.machine(), arguments.seed
+    drawn = list(enumerate(configurations(random.Random(seed), CASES)))
+    if arguments.cases:
+        drawn = [drawn[int(case)] for case in arguments.cases.split(",")]
+    rows = []
+    if arguments.again:
+        kept = json.loads(arguments.again.read_text())
+        facts, seed = {name: kept[name] for name in facts}, kept["seed"]
+        drawn, rows = [], [predicted(row) for row in kept["rows"]]
+    for row in measure(drawn[:3] if arguments.quick else drawn):
+        print(f"{row['case']:2} {row['measured']:11,} {row['predicted']:11,} bytes", flush=True)
+        rows.append(row)
     shown = [
         {**row, "measured": round(row["measured"] / MIB), "predicted": round(row["predicted"] / MIB)}
         for row in rows
     ]
-    report.show(
-        "MiB of the largest rank", shown, {key: key for key in ("layout", "measured", "predicted", "error")}
-    )
+    columns = {key: key for key in ("case", "layout", "measured", "predicted", "error")}
+    report.show("MiB of the largest rank", shown, columns)
+    errors = [abs(row["error"]) for row in rows]
     print(f"error: median {median(errors):.1%}, largest {max(errors):.1%}")
-    settings = {"seed": SEED, "unit": "bytes", "median_error": median(errors), "largest_error": max(errors)}
+    settings = {"seed": seed, "unit": "bytes", "median_error": median(errors), "largest_error": max(errors)}
     report.write("memory-prediction", facts, settings, rows, arguments.results)
 
 
