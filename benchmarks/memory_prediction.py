@@ -25,14 +25,14 @@ import torch
 
 from benchmarks import report
 from benchmarks.memory_configurations import configurations, predicted_peak, resolved
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import PRELOADED, run_ranks
 from megalite.config.sections.schema import RunConfig
 from megalite.data.batches.loader import StepLoader
 from megalite.monitor.memory import process_memory
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.step_batch import StepBatch
 from megalite.train.step.precision import DTYPES
-from megalite.train.step.train_step import TrainStep
+from megalite.train.step.train_step import StartingPoint, TrainStep
 
 SEED, CASES = 2032, 48
 STEPS = 3  # DeepSpeed fetches weights ahead from the third forward on
@@ -84,8 +84,7 @@ def _multiply(precision: str) -> None:
 
 
 def _train(config: RunConfig) -> None:
-    frozen = config.adapter.kind != "none"
-    if frozen:
+    if config.adapter.kind != "none":
         # A run beside frozen weights remembers which they were by their file.
         folder = Path(tempfile.mkdtemp())
         atexit.register(shutil.rmtree, folder)
@@ -93,15 +92,18 @@ def _train(config: RunConfig) -> None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"weights": str(folder)})})
     mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
     shape = config.shape(int(config.model.vocab_size))
-    trainer = TrainStep(config, mesh, shape, cast(StepLoader, RandomLoader(config, mesh)))
-    if frozen:
-        _restart_peak()  # here the frozen weights are drawn, which takes more memory than to read them
+    # Weights that a checkpoint would fill: to draw them takes longer than the steps.
+    loader, start = cast(StepLoader, RandomLoader(config, mesh)), StartingPoint(resumed=True)
+    trainer = TrainStep(config, mesh, shape, loader, start=start)
+    for parameter in trainer.stage.parameters():
+        parameter.data.normal_(std=0.02)
     for _ in range(STEPS):
         trainer.train_step()
 
 
 def measure(drawn: Sequence[tuple[int, dict[str, Any]]]) -> Iterator[dict[str, Any]]:
     """Yield a row for each configuration with its number."""
+    PRELOADED.append(TrainStep.__module__)
     # Read by the processes that are started from here.
     os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**16), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
     for case, settings in drawn:

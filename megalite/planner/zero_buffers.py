@@ -49,7 +49,7 @@ class ZeroBuffers:
 
 
 NO_BUFFERS = ZeroBuffers()
-"""Of a rank without DeepSpeed."""
+"""The buffers of a rank without DeepSpeed."""
 
 
 def zero_buffers(run: PlannedRun, stage: int, counts: ValueCounts) -> ZeroBuffers:
