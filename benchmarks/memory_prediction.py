@@ -32,7 +32,7 @@ from megalite.monitor.memory import process_memory
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.step_batch import StepBatch
 from megalite.train.step.precision import DTYPES
-from megalite.train.step.train_step import StartingPoint, TrainStep
+from megalite.train.step.train_step import TrainStep
 
 SEED, CASES = 2032, 48
 STEPS = 3  # DeepSpeed fetches weights ahead from the third forward on
@@ -84,7 +84,8 @@ def _multiply(precision: str) -> None:
 
 
 def _train(config: RunConfig) -> None:
-    if config.adapter.kind != "none":
+    frozen = config.adapter.kind != "none"
+    if frozen:
         # A run beside frozen weights remembers which they were by their file.
         folder = Path(tempfile.mkdtemp())
         atexit.register(shutil.rmtree, folder)
@@ -92,11 +93,9 @@ def _train(config: RunConfig) -> None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"weights": str(folder)})})
     mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
     shape = config.shape(int(config.model.vocab_size))
-    # Weights that a checkpoint would fill: to draw them takes longer than the steps.
-    loader, start = cast(StepLoader, RandomLoader(config, mesh)), StartingPoint(resumed=True)
-    trainer = TrainStep(config, mesh, shape, loader, start=start)
-    for parameter in trainer.stage.parameters():
-        parameter.data.normal_(std=0.02)
+    trainer = TrainStep(config, mesh, shape, cast(StepLoader, RandomLoader(config, mesh)))
+    if frozen:
+        _restart_peak()  # here the frozen weights are drawn, which takes more memory than to read them
     for _ in range(STEPS):
         trainer.train_step()
 
