@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import pairwise, product
 from math import exp, log
 
 from megalite.planner.calibration import (
@@ -117,7 +117,7 @@ class RankRates:
     def layer(self, shape: ModelShape, layer: int, work: LayerWork) -> Passes:
         """Return the seconds of a decoder layer without its collectives."""
         device = self.device_part(shape, layer, work)
-        moved = traffic(shape, work)
+        moved = _less(traffic(shape, work), self._least_traffic)
         rest = Passes(
             moved.forward * _between(self._traffic[0], moved.forward),
             moved.backward * _between(self._traffic[1], moved.backward),
@@ -152,7 +152,7 @@ class RankRates:
         """Return the seconds of embedding, final norm, head and loss."""
         rows = -(-shape.vocab_size // work.tensor)
         device = self.product(work.tokens, shape.hidden_size, rows, trained=shape.adapter is None)
-        values = work.tokens * rows
+        values = max(0.0, work.tokens * rows - self._least_logits)
         rest = Passes(*(values * _between(points, values) for points in self._losses))
         return self.together(device + rest, self.host_head)
 
@@ -194,12 +194,24 @@ class RankRates:
         return rest if self.queued else _less(rest, known)
 
     @cached_property
+    def _least_traffic(self) -> Passes:
+        """The bytes whose time is part of `host_layer`."""
+        model = self._pairs[0][0].model
+        return traffic(model.shape, self._work(model))
+
+    @cached_property
+    def _least_logits(self) -> float:
+        """The logits whose time is part of `host_head`."""
+        model = self._pairs[0][0].model
+        return float(model.rows * model.length * model.vocabulary)
+
+    @cached_property
     def _traffic(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
         """Bytes -> seconds a byte, forward and backward, of the rest of a layer."""
         forward, backward = [], []
         for one, several in self._pairs[1:]:
             work = self._work(one.model)
-            moved = traffic(one.model.shape, work)
+            moved = _less(traffic(one.model.shape, work), self._least_traffic)
             known = self.device_part(one.model.shape, 0, work)
             rest = _less(_difference(several, one), known if self.queued else known + self.host_layer)
             forward.append((moved.forward, rest.forward / moved.forward))
@@ -212,7 +224,7 @@ class RankRates:
         forward, backward = [], []
         for one, several in self._pairs[1:]:
             model = one.model
-            values = float(model.rows * model.length * model.vocabulary)
+            values = model.rows * model.length * model.vocabulary - self._least_logits
             known = self.product(model.rows * model.length, model.hidden, model.vocabulary, trained=True)
             rest = _less(Passes(one.forward, one.backward), _difference(several, one))
             rest = _less(rest, known if self.queued else known + self.host_head)
@@ -291,11 +303,14 @@ def _side(axis: Sequence[int], size: float) -> list[tuple[int, float]]:
 
 def link_seconds(measured: MeasuredLinks, kind: LinkKind, size: float) -> float:
     """Return the seconds of a collective of so many bytes."""
-    points = [(time.size, time.seconds) for time in measured.times if time.kind == kind]
+    points = sorted((time.size, time.seconds) for time in measured.times if time.kind == kind)
     if not points:
         return link_seconds(measured, "all_gather", size)
-    largest = max(points)
-    if size >= largest[0]:
-        return largest[1] * size / largest[0]
-    logs = [(place, log(seconds)) for place, seconds in points]
-    return exp(_between(logs, size))
+    if size <= points[0][0]:
+        return points[0][1]
+    if size >= points[-1][0]:
+        return points[-1][1] * size / points[-1][0]
+    for (before, low), (after, high) in pairwise(points):
+        if size <= after:
+            return low + (high - low) * (size - before) / (after - before)
+    raise AssertionError("the points are sorted")

@@ -1,0 +1,103 @@
+"""A calibration of an imagined machine of two cores, whose every time follows from a few rates."""
+
+from itertools import product
+
+from megalite.planner.calibration import (
+    AttentionTime,
+    Calibration,
+    LinkTime,
+    MeasuredLinks,
+    MeasuredRanks,
+    ModelTime,
+    ProbeModel,
+    ProductTime,
+    UpdateTime,
+    WholeStepTime,
+)
+from megalite.planner.machine_rates import LayerWork, Passes, products_of, traffic
+from megalite.topology.parameters import model_parameters
+from megalite.topology.shape import ModelShape
+
+PRODUCT, ATTENTION, BYTE, LOGIT, VALUE, LAYER, HEAD, STEP = 1e-10, 2e-11, 3e-10, 4e-9, 5e-9, 1e-4, 2e-4, 3e-3
+"""Seconds of a multiplication in a product and in attention, of a byte of traffic, a logit, an updated value; of a
+layer, a head and a step whatever their size."""
+LATENCY, LINK_BYTE, ZERO_VALUE = 5e-5, 1e-9, 7e-9
+
+
+SMALL = ProbeModel(1, 16, 64, 64, 4, 5, 128)
+"""Its traffic and its logits are part of what a layer and a head take whatever their size."""
+
+
+def calibration() -> Calibration:
+    links = [MeasuredLinks(ranks, group, _links()) for ranks, group in ((2, 2), (4, 4), (4, 2))]
+    return Calibration("here", "cpu", 2, 2**34, "2.13.0", "fused", [_ranks(1, 2), _ranks(2, 1)], links)
+
+
+def _ranks(ranks: int, threads: int) -> MeasuredRanks:
+    small, large = SMALL, ProbeModel(1, 64, 128, 256, 4, 3, 512)
+    models = [
+        _model_time(ProbeModel(*_sizes(model, layers)))
+        for model in (small, large)
+        for layers in (1, model.layers)
+    ]
+    sizes = product((16, 64), (16, 1024), (16, 1024))
+    products = [ProductTime(*each, *[PRODUCT * each[0] * each[1] * each[2]] * 3) for each in sizes]
+    attention = [
+        AttentionTime(1, length, 4, 16, *(ATTENTION * factor * 4 * 16 * length**2 for factor in (1, 2)))
+        for length in (16, 64)
+    ]
+    updates = [
+        UpdateTime(name, values, 10, VALUE * values)
+        for name in ("adamw", "lion", "sgd")
+        for values in (10_000, 1_000_000)
+    ]
+    steps = [
+        _step_time(model, micro_batches, zero, ranks)
+        for zero in ((0, 1) if ranks > 1 else (0,))
+        for model in (small, large)
+        for micro_batches in (1, 4)
+    ]
+    return MeasuredRanks(ranks, threads, "fp32", 1.0, products, attention, models, updates, steps)
+
+
+def _sizes(model: ProbeModel, layers: int) -> tuple[int, ...]:
+    return model.rows, model.length, model.hidden, model.intermediate, model.heads, layers, model.vocabulary
+
+
+def _links() -> list[LinkTime]:
+    kinds = ("all_reduce", "all_gather", "reduce_scatter", "message")
+    return [LinkTime(kind, size, LATENCY + LINK_BYTE * size) for kind in kinds for size in (1, 2**30)]  # type: ignore[arg-type]
+
+
+def passes(shape: ModelShape, work: LayerWork) -> Passes:
+    """Return the seconds of all layers, the head and the loss of a micro batch."""
+    multiplied = (
+        sum(inputs * outputs for inputs, outputs, _ in products_of(shape, 0, work.tensor)) * work.tokens
+    )
+    scores = work.rows * shape.hidden_size / work.tensor * work.length**2
+    logits = work.tokens * shape.vocab_size / work.tensor
+    moved, least = traffic(shape, work), traffic(SMALL.shape, LayerWork(SMALL.rows, SMALL.length, 1, 16, 4))
+
+    def seconds(factor: int, moved_bytes: float) -> float:
+        layer = LAYER + factor * (PRODUCT * multiplied + ATTENTION * scores) + BYTE * moved_bytes
+        head = HEAD + factor * PRODUCT * shape.hidden_size * logits + LOGIT * (logits - 16 * SMALL.vocabulary)
+        return shape.num_hidden_layers * layer + head
+
+    return Passes(seconds(1, moved.forward - least.forward), seconds(2, moved.backward - least.backward))
+
+
+def _model_time(model: ProbeModel) -> ModelTime:
+    tokens = model.rows * model.length
+    time = passes(model.shape, LayerWork(model.rows, model.length, 1, tokens, 4))
+    return ModelTime(model, time.forward, time.backward)
+
+
+def _step_time(model: ProbeModel, micro_batches: int, zero: int, ranks: int) -> WholeStepTime:
+    time = _model_time(model)
+    values = sum(parameter.numel for parameter in model_parameters(model.shape))
+    rest = VALUE * values + (LATENCY + LINK_BYTE * 4 * values) * (ranks > 1)
+    if zero:
+        rest = ZERO_VALUE * values
+    return WholeStepTime(
+        model, micro_batches, zero, micro_batches * (time.forward + time.backward) + rest + STEP
+    )
