@@ -10,10 +10,12 @@ from megalite.cli import main
 from megalite.cli.plan_cluster import take_cluster
 from megalite.config.load import load_run
 from megalite.errors import ConfigError
+from megalite.planner.calibration import write_calibration
 from megalite.planner.context import CONTEXT_METHODS
 from megalite.planner.mixture_config import mixture_shape
 from megalite.planner.operations import ParameterCount
 from tests.support.mixture_configs import CONFIGS
+from tests.unit.planner.calibrated import calibration
 
 CARD = ["--card", "H100 80GB HBM3"]
 SMALL = ["small", *CARD, "--cards-per-node", "4", "--sequence-length", "512", "--batch", "32"]
@@ -307,3 +309,62 @@ def test_train_refuses_the_mixture_that_plan_knows(tmp_path: Path) -> None:
     settings = {"model.hf_config": mixture_file(tmp_path), "training.steps": 1}
     with pytest.raises(ConfigError, match='is of model_type "deepseek_v2"'):
         load_run(None, [word for key, value in settings.items() for word in (f"--{key}", str(value))])
+
+
+MEASURED = ["small", "--sequence-length", "512", "--batch", "8"]
+
+
+def test_a_measured_machine_takes_the_place_of_cards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "here.json"
+    write_calibration(calibration(), file)
+    assert main(["plan", *MEASURED, "--calibration", str(file)]) == 0
+    shown = capsys.readouterr()
+    assert "2 x cores in one node" in shown.out and "measured on here with torch 2.13.0" in shown.out
+    assert "MWh" not in shown.out
+    assert shown.err.startswith("note: measured on here; the plan is for that machine, not for this one")
+    assert main(["plan", *MEASURED, "--calibration", str(file), "--cards-per-node", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["cluster"] == {"measured": "measured on here with torch 2.13.0"}
+    assert all(layout["step_seconds"]["compute"] > 0 for layout in report["layouts"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            CARD,
+            "--card: has no effect with --calibration, which plans for one machine with its own measured times",
+        ),
+        (["--nodes", "2"], "--nodes: has no effect with --calibration"),
+        (["--efficiency", "0.4"], "--efficiency: has no effect with --calibration"),
+    ],
+)
+def test_assumptions_beside_measurements_are_refused(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_calibration(calibration(), tmp_path / "here.json")
+    said_ = said(capsys, *MEASURED, "--calibration", str(tmp_path / "here.json"), *options, code=2)
+    assert message in said_
+
+
+def test_a_precision_that_was_not_measured_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, run = tmp_path / "here.json", tmp_path / "run.toml"
+    write_calibration(calibration(), file)
+    said(capsys, *SMALL, "--write", str(run))
+    run.write_text(run.read_text().replace("[training]", '[training]\nprecision = "bf16"'))
+    assert "was measured in fp32, and the run trains in bf16" in said(
+        capsys, str(run), "--calibration", str(file), code=2
+    )
+
+
+def test_no_other_file_is_overwritten_by_a_calibration(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.json").write_text("{}")
+    for file, message in (("notes.json", "exists and is no calibration"), ("none/here.json", "is no folder")):
+        refused = said(capsys, *MEASURED, "--calibrate", "--calibration", str(tmp_path / file), code=2)
+        assert message in refused
