@@ -34,7 +34,7 @@ from megalite.planner.memory import largest_rank
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.step_time import StepTime, step_time
 
-SEED, CASES, STEPS, WARM_UP = 3215, 44, 7, 2
+SEED, CASES, STEPS, WARM_UP = 3215, 44, 6, 1
 
 
 def config_of(settings: Mapping[str, Any]) -> RunConfig:
@@ -81,7 +81,8 @@ def rows_of(
     for case, settings in drawn:
         config = config_of(settings)
         ranks = run_ranks(measured, config.layout.world_size, config)
-        seconds = statistics.median(max(step) for step in zip(*ranks, strict=True))
+        # Other work on the machine only ever makes a step slower.
+        seconds = min(max(step) for step in zip(*ranks, strict=True))
         row: dict[str, Any] = {"case": case, "layout": config.layout.text, "settings": settings}
         row |= {
             "measured": round(seconds, 5),

@@ -6,7 +6,7 @@ from functools import cached_property
 from math import ceil
 
 from megalite.errors import ConfigError, Problem
-from megalite.planner.calibration import Calibration, LinkKind, MeasuredRanks, WholeStepTime
+from megalite.planner.calibration import Calibration, LinkKind, MeasuredLinks, MeasuredRanks, WholeStepTime
 from megalite.planner.machine_rates import LayerWork, Passes, RankRates, link_seconds
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.shared_cores import makespan
@@ -164,7 +164,7 @@ class _Step:
                     again = self.rates.attended(run.shape, layer, self.work).forward
                 total += passes + Passes(0.0, again)
             if chunk == len(run.split.layers) - 1:
-                total += self.rates.head(run.shape, self.work)
+                total += self.rates.head(run.shape, self.work, run.model.chunked_loss)
             chunks.append(total)
         return chunks
 
@@ -190,6 +190,15 @@ class _Step:
             layer = Passes(2 * gather + 2 * scatter, 4 * gather + 2 * scatter)
         else:
             layer = Passes(1, 1).times(2 * self._link("all_reduce", hidden, ranks))
+        plain = 2 * self._link("all_reduce", hidden, ranks)
+        # Links alone, measured without work between them, do not know how long ranks wait for each other.
+        measured = self.rates.sums_of_layer(self._links(ranks), hidden, self.crowd)
+        if measured is not None:
+            found = measured.times(1 / self.crowd)
+            layer = Passes(
+                max(layer.forward, found.forward * layer.forward / plain),
+                max(layer.backward, found.backward * layer.backward / plain),
+            )
         chunks = []
         for chunk, layers in enumerate(run.split.layers):
             full = sum(
@@ -213,9 +222,11 @@ class _Step:
 
     def _link(self, kind: LinkKind, size: float, group: int) -> float:
         """Return the seconds of a collective in a group, in units of which `crowd` makes seconds again."""
+        return link_seconds(self._links(group), kind, size) / self.crowd
+
+    def _links(self, group: int) -> MeasuredLinks:
         links = self.machine.calibration.links
-        fitting = min(links, key=lambda link: (abs(link.ranks - self.ranks), abs(link.group - group)))
-        return link_seconds(fitting, kind, size) / self.crowd
+        return min(links, key=lambda link: (abs(link.ranks - self.ranks), abs(link.group - group)))
 
     @property
     def _message(self) -> float:

@@ -4,8 +4,8 @@ Only times are kept, as they were measured; planner/machine_rates.py makes rates
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -128,11 +128,15 @@ class MeasuredRanks:
 
 @dataclass(frozen=True)
 class MeasuredLinks:
-    """Times of collectives in groups of `group` ranks, while `ranks` ranks of this machine are in such groups."""
+    """Times of collectives in groups of `group` ranks, while `ranks` ranks of this machine are in such groups.
+
+    models: precision -> times of models that each group shares by tensor parallelism: what their sums take there.
+    """
 
     ranks: int
     group: int
     times: Sequence[LinkTime]
+    models: Mapping[str, Sequence[ModelTime]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -148,10 +148,12 @@ class RankRates:
             max(device.forward, host.forward), max(device.backward, host.backward), device.of_weights
         )
 
-    def head(self, shape: ModelShape, work: LayerWork) -> Passes:
-        """Return the seconds of embedding, final norm, head and loss."""
+    def head(self, shape: ModelShape, work: LayerWork, chunk: int = 0) -> Passes:
+        """Return the seconds of embedding, final norm, head and loss. chunk: tokens of `model.chunked_loss`, or 0."""
         rows = -(-shape.vocab_size // work.tensor)
-        device = self.product(work.tokens, shape.hidden_size, rows, trained=shape.adapter is None)
+        at_once = min(chunk or work.tokens, work.tokens)
+        device = self.product(at_once, shape.hidden_size, rows, trained=shape.adapter is None)
+        device = device.times(work.tokens / at_once)
         values = max(0.0, work.tokens * rows - self._least_logits)
         rest = Passes(*(values * _between(points, values) for points in self._losses))
         return self.together(device + rest, self.host_head)
@@ -170,9 +172,26 @@ class RankRates:
 
     @cached_property
     def _pairs(self) -> list[tuple[ModelTime, ModelTime]]:
-        """The same model with one layer and with more."""
-        single = {_sizes(time.model): time for time in self.measured.models if time.model.layers == 1}
-        return [(single[_sizes(time.model)], time) for time in self.measured.models if time.model.layers > 1]
+        return _paired(self.measured.models)
+
+    def sums_of_layer(self, links: MeasuredLinks, hidden_bytes: float, crowd: float) -> Passes | None:
+        """Return what a layer takes longer where a group shares it, for hidden states of so many bytes.
+
+        crowd: how much slower the ranks of `links` compute than those of these rates.
+        """
+        points: list[tuple[float, Passes]] = []
+        for one, several in _paired(links.models.get(self.measured.precision, ())):
+            model = one.model
+            tokens = model.rows * model.length
+            work = LayerWork(model.rows, model.length, links.group, tokens, self.value_bytes)
+            known = self.layer(model.shape, 0, work).times(crowd)
+            points.append((tokens * model.hidden * self.value_bytes, _less(_difference(several, one), known)))
+        if len(points) < 2:
+            return None
+        (least, small), (most, large) = points
+        share = (hidden_bytes - least) / (most - least)
+        sums = small + (large + small.times(-1)).times(share)
+        return Passes(max(sums.forward, 0.0), max(sums.backward, 0.0))
 
     @cached_property
     def host_layer(self) -> Passes:
@@ -234,6 +253,12 @@ class RankRates:
 
     def _work(self, model: ProbeModel) -> LayerWork:
         return LayerWork(model.rows, model.length, 1, model.rows * model.length, self.value_bytes)
+
+
+def _paired(times: Sequence[ModelTime]) -> list[tuple[ModelTime, ModelTime]]:
+    """Return the times of the same model with one layer and with more."""
+    single = {_sizes(time.model): time for time in times if time.model.layers == 1}
+    return [(single[_sizes(time.model)], time) for time in times if time.model.layers > 1]
 
 
 def _sizes(model: ProbeModel) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -132,18 +132,23 @@ def calibrate_rank(info: RankInfo, job: CalibrationJob) -> int:
 def group_times(job: CalibrationJob, ranks: int, device: torch.device) -> dict[str, Any]:
     """Return the times of a group as JSON has them; called on each of its ranks, in their process group."""
     probes = job.probes or (ON_CPU if device.type == "cpu" else ON_CARDS)
-    computing, kernels = [], ""
-    mesh = ParallelMesh.over_world(Layout(data=ranks), device)
-    for config in job.configs if job.computes else ():
-        chosen = known_kernels(
-            config, config.shape(job.vocabulary), DTYPES[config.training.precision], device
-        )
+    chosen: dict[str, KernelChoice] = {}
+    for config in job.configs:
+        precision = config.training.precision
+        chosen[precision] = known_kernels(config, config.shape(job.vocabulary), DTYPES[precision], device)
         set_tf32(device, config.training.tf32)
-        kernels = str(chosen)
-        computing.append(asdict(_computing(mesh, job, config.training.precision, chosen, probes)))
-    links = [asdict(measured) for measured in _links(ranks, device, probes)]
+    mesh = ParallelMesh.over_world(Layout(data=ranks), device)
+    computing = [
+        asdict(_computing(mesh, job, precision, kernels, probes))
+        for precision, kernels in (chosen.items() if job.computes else ())
+    ]
+    links = [asdict(measured) for measured in _links(ranks, device, probes, chosen)]
     mesh.barrier()
-    return {"computing": computing, "links": links, "kernels": kernels}
+    return {
+        "computing": computing,
+        "links": links,
+        "kernels": ", ".join(dict.fromkeys(map(str, chosen.values()))),
+    }
 
 
 def _computing(
@@ -174,8 +179,17 @@ def _computing(
     )
 
 
-def _links(ranks: int, device: torch.device, probes: Probes) -> Iterator[MeasuredLinks]:
+def _links(
+    ranks: int, device: torch.device, probes: Probes, chosen: Mapping[str, KernelChoice]
+) -> Iterator[MeasuredLinks]:
     """Yield the times of links among all ranks, and among pairs of them."""
+    tiny, *_, large = probes.models
+    shared = [replace(model, layers=layers) for model in (tiny, large) for layers in (1, model.layers)]
     for group in {ranks, 2} if ranks > 1 else ():
         mesh = ParallelMesh.over_world(Layout(tensor=group, data=ranks // group), device)
-        yield MeasuredLinks(ranks, group, list(link_times(mesh, probes.links)))
+        times = list(link_times(mesh, probes.links))
+        models = {}
+        for precision, kernels in chosen.items():
+            parts = PartTimes(mesh, precision, kernels, shared=True)
+            models[precision] = [parts.model(model) for model in shared]
+        yield MeasuredLinks(ranks, group, times, models)

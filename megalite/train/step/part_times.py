@@ -91,12 +91,16 @@ class RankClock:
 
 
 class PartTimes:
-    """Measures the parts in one precision. Every rank of the mesh makes one and calls it alike."""
+    """Measures the parts in one precision. Every rank of the mesh makes one and calls it alike.
 
-    def __init__(self, mesh: ParallelMesh, precision: str, kernels: KernelChoice):
+    shared: the ranks of a tensor axis share the models; else each rank has its own.
+    """
+
+    def __init__(self, mesh: ParallelMesh, precision: str, kernels: KernelChoice, *, shared: bool = False):
         self.precision, self.kernels = precision, kernels
         self.mesh, self.device, self.dtype = mesh, mesh.device, DTYPES[precision]
         self.clock, self.alone_mesh = RankClock(mesh), ParallelMesh.single(mesh.device)
+        self.model_mesh = mesh if shared else self.alone_mesh
 
     def product(self, tokens: int, inputs: int, outputs: int) -> ProductTime:
         hidden, grad = self._drawn(tokens, inputs), self._drawn(tokens, outputs)
@@ -186,7 +190,7 @@ class PartTimes:
             ModelOptions(self.dtype, operators=self.kernels.operators),
             OptimizerSettings(OptimizerConfig(name=optimizer)),
         )
-        return assemble(plan, self.alone_mesh, seed=0)
+        return assemble(plan, self.model_mesh, seed=0)
 
 
 class RandomLoader:
