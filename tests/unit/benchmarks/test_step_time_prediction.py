@@ -14,7 +14,7 @@ from benchmarks.step_time_configurations import configurations
 from benchmarks.step_time_prediction import CASES, compared
 from megalite.planner.calibration import Calibration
 
-# The claim of docs/planning.md, measured on a machine that did other work too. The goal is 0.15 for the largest as well.
+# The claim of docs/planning.md, measured on a machine that did other work too. The goal is 0.15 at worst.
 MEDIAN_ERROR, LARGEST_ERROR, CASES_KEPT = 0.15, 0.46, 40
 
 
