@@ -15,7 +15,7 @@ from megalite.errors import ConfigError, Problem
 from megalite.topology.shape import ModelShape
 
 VERSION = 1
-"""Of the file: another number has other fields or other meanings."""
+"""The version of the file: another one has other fields or other meanings."""
 LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "message"]
 
 

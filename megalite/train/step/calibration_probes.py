@@ -1,4 +1,4 @@
-"""What a calibration measures: the sizes of products, attention, models and collectives, for a CPU and for a card."""
+"""The sizes that a calibration measures: those of products, attention, models and collectives, for a CPU and for a card."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
