@@ -1,4 +1,4 @@
-"""The sizes that a calibration measures: those of products, attention, models and collectives, for a CPU and for a card."""
+"""The sizes that a calibration measures: of products, attention, models and collectives, on a CPU and on a card."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
