@@ -76,7 +76,9 @@ class _Step:
         """Yield each action once it is computed."""
         for step in self._program:
             if isinstance(step, ScheduledAction):
-                made = self._compute(step.action, self._needed(step))
+                needed = self._needed(step)
+                with progress.span("actions", step.action):
+                    made = self._compute(step.action, needed)
                 if step.gives is not None and made is not None:
                     self._made[step.gives] = made
                 yield step.action
@@ -159,7 +161,8 @@ class _Transfers:
         """Return the values of a message, whose receive was started."""
         values, work = self._coming.pop(message)
         progress.collective("recv", self._mesh.pp.role)
-        _finish(work)
+        with progress.span("waits", message):
+            _finish(work)
         return values
 
     def arrived(self, message: Message) -> None:
@@ -172,7 +175,8 @@ class _Transfers:
         if self._going:
             progress.collective("send", self._mesh.pp.role)
         for message in [*self._going]:
-            self.arrived(message)
+            with progress.span("sends", message):
+                self.arrived(message)
 
 
 def _group(mesh: ParallelMesh, source: int, target: int) -> RankGroup:

@@ -68,7 +68,8 @@ class TrainingLoop:
             self._reporter.start(validation, self._callbacks.validation_end(validation))
         self._reporter.begin(trainer.state.step)
         while (reason := self._reason_to_end()) is None:
-            self._step()
+            with self._reporter.traced(trainer.state.step + 1):
+                self._step()
         self._callbacks.train_end()
         return reason
 

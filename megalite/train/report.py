@@ -4,7 +4,8 @@ import math
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
 from statistics import median
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from megalite.config.sections.schema import RunConfig
+from megalite.launcher.control.step_trace import TRACES, TracedStepFacts
 from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
@@ -20,6 +22,7 @@ from megalite.monitor.jsonl import MetricsFile, read_metrics
 from megalite.monitor.memory import MemoryUse, device_memory, process_memory
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.profiler import HOW_TO_READ, StepProfile
+from megalite.monitor.step_tracer import StepTracer
 from megalite.monitor.tensorboard import TensorBoardFile
 from megalite.monitor.throughput import Throughput, gemm_flops_per_second
 from megalite.monitor.work import Work, working
@@ -62,6 +65,7 @@ class RunReporter:
         peak = _peak_flops_per_second(trainer.mesh, trainer.config, info)
         self._flops_per_token = cache(partial(flops_per_token, trainer.shape))
         self._throughput = Throughput(peak_flops_per_second=peak)
+        self._tracer = _tracer(trainer, info, metrics_file.parent / TRACES)
         self._metrics: MetricsFile | None = None
         self._curves: TensorBoardFile | None = None
         self.console: Console | None = None
@@ -120,6 +124,10 @@ class RunReporter:
                 self.warn(f"profile of step {step}, rank {rank}: {failure}")
         if ranks:
             self.say(f"profiled step {step}: {folder}; {HOW_TO_READ}")
+
+    def traced(self, step: int) -> AbstractContextManager[None]:
+        """Return the context of a step, with all that follows until the next: monitor.trace_steps traces it."""
+        return self._tracer.step(step)
 
     def saved(self, metrics: SaveMetrics) -> None:
         """Record a checkpoint that was published."""
@@ -249,6 +257,24 @@ class RunReporter:
                 next_command=generate if has_tokenizer else "",
             )
         )
+
+
+def _tracer(trainer: TrainStep, info: RankInfo, traces: Path) -> StepTracer:
+    config, rank = trainer.config, trainer.mesh.rank
+    layout, device = config.layout, trainer.mesh.device
+    facts = TracedStepFacts(
+        step=0,
+        rank=rank,
+        world_size=layout.world_size,
+        place=asdict(layout.coordinates(rank)),
+        host=info.node,
+        device=device.type,
+        schedule=config.parallel.schedule if layout.pipeline > 1 else "1f1b",
+        stages=layout.pipeline,
+        micro_batches=config.batch.micro_batches,
+        chunks=config.split.chunks_per_stage,
+    )
+    return StepTracer(config.monitor.trace_steps, traces, facts, device)
 
 
 def _validation_line(records: Sequence[Mapping[str, Any]]) -> str:

@@ -286,6 +286,9 @@ class MonitorConfig(Section):
     profile_ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Lenient] = Field(
         (0,), description="ranks that are profiled in these steps"
     )
+    trace_steps: Annotated[tuple[Count, ...], Lenient] = Field(
+        (), description="steps of which each rank writes a trace, for megalite timeline"
+    )
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,18 @@
 """The work of this process at this moment, for failure reports and heartbeats: last step, activity, last collective.
 
 A mark is one store of a number into memory, which costs nothing beside a collective. Ranks that a parent started keep
-the numbers in a file mapped into memory, so that the parent can read the marks of a rank that was killed.
+the numbers in a file mapped into memory, so that the parent can read the marks of a rank that was killed. In a traced
+step (monitor.trace_steps) each mark has a time stamp too.
 """
 
 import mmap
+from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from itertools import product
 from pathlib import Path
 from typing import TypedDict
 
+from megalite.launcher.control.step_trace import SpanKind, StepTrace
 from megalite.topology.axes import AXES, ROLES
 
 
@@ -24,6 +27,7 @@ class Activity(Enum):
     READING_BATCH = "waiting for the batch"
     FORWARD_BACKWARD = "forward and backward"
     REDUCING = "reducing gradients"
+    TOTALLING = "summing the step's totals"
     UPDATING = "updating the weights"
     BETWEEN_STEPS = "between two steps"
     VALIDATING = "validating"
@@ -60,6 +64,7 @@ _COLLECTIVE_NUMBERS = {collective: number for number, collective in enumerate(_C
 # The three numbers of a rank; steps are counted from 1, so that 0 means none.
 _STEP, _ACTIVITY, _COLLECTIVE = range(3)
 _RANK_BYTES = 3 * 8
+_UNTRACED = nullcontext()
 
 
 class Progress:
@@ -67,6 +72,7 @@ class Progress:
 
     def __init__(self) -> None:
         self._numbers = memoryview(bytearray(_RANK_BYTES)).cast("q")
+        self.trace: StepTrace | None = None
 
     @staticmethod
     def create_file(path: Path, ranks: int) -> None:
@@ -94,15 +100,22 @@ class Progress:
     def restart(self) -> None:
         """Forget all marks: a process may run one job after another."""
         self._numbers[:] = memoryview(bytes(_RANK_BYTES)).cast("q")
+        self.trace = None
 
     def finished(self, step: int) -> None:
         """Note the last finished step."""
         self._numbers[_STEP] = step + 1
-        self._numbers[_ACTIVITY] = _ACTIVITY_NUMBERS[Activity.BETWEEN_STEPS]
+        self.begin(Activity.BETWEEN_STEPS)
 
     def begin(self, activity: Activity) -> None:
         """Note what the rank does from now on."""
         self._numbers[_ACTIVITY] = _ACTIVITY_NUMBERS[activity]
+        if self.trace is not None:
+            self.trace.begin(activity.value)
+
+    def span(self, kind: SpanKind, of: tuple[str, int, int]) -> AbstractContextManager[None]:
+        """Note the time inside of the `with` block in a traced step: that of an action, or of a message's wait."""
+        return _UNTRACED if self.trace is None else self.trace.span(kind, of)
 
     def collective(self, call: str, role: str) -> None:
         """Note a collective that begins. role: of its group: an axis, a role of topology.axes, "world" or ""."""

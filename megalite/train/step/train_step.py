@@ -253,7 +253,7 @@ class TrainStep:
             except Exception as error:
                 # The next step raises it, once this one is done.
                 ahead.set_exception(error)
-            progress.begin(Activity.REDUCING)
+        progress.begin(Activity.TOTALLING)
         totals = total_over_ranks(self.mesh, shares, self.optimizer.squared_norm(), weight, flags())
         self._next = _NextBatch(samples, ahead, totals.next_weight) if more else None
         return totals

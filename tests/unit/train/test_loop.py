@@ -24,6 +24,7 @@ SILENT: dict[str, Any] = {
     "begin": lambda _: None,
     "profiled": lambda _: nullcontext(),
     "step": lambda *_: None,
+    "traced": lambda _: nullcontext(),
     "working": lambda title, *_: working(title, shown=False),
 }
 

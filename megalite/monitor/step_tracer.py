@@ -1,0 +1,67 @@
+"""Traces of chosen steps (monitor.trace_steps): each rank writes a small file of its own; nothing is gathered."""
+
+import time
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megalite.launcher.control.progress import progress
+from megalite.launcher.control.step_trace import (
+    HostClock,
+    StepTrace,
+    TraceClock,
+    TracedStepFacts,
+    host_seconds,
+)
+
+
+class StepTracer:
+    """Traces the chosen steps of one rank."""
+
+    def __init__(
+        self, steps: Collection[int], traces: Path, facts: TracedStepFacts, device: torch.device
+    ) -> None:
+        """traces: the folder of all traces. facts: of any step."""
+        self._steps, self._traces, self._facts, self._device = frozenset(steps), traces, facts, device
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Trace what happens inside of the `with` block if this step is one of the chosen; write it at the end."""
+        if step not in self._steps:
+            yield
+            return
+        progress.trace = trace = StepTrace(clock_of(self._device), progress.phase)
+        try:
+            yield
+        finally:
+            progress.trace = None
+        trace.finished(replace(self._facts, step=step)).write(self._traces)
+
+
+def clock_of(device: torch.device) -> TraceClock:
+    """Return a clock whose stamps are in the order of the device's work, which starts now."""
+    return HostClock() if device.type == "cpu" else _DeviceClock(device)
+
+
+class _DeviceClock:
+    """The clock of an accelerator: a stamp is an event of the current stream. Waits for the device once, to start."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        torch.accelerator.synchronize(device)
+        before = time.perf_counter()
+        self._base = self.stamp()
+        self._base.synchronize()
+        self.started_at = host_seconds((before + time.perf_counter()) / 2)
+
+    def stamp(self) -> torch.Event:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, stamp: torch.Event) -> float:
+        stamp.synchronize()
+        return float(self._base.elapsed_time(stamp)) / 1e3
