@@ -15,6 +15,7 @@ COMMANDS = {
     "init": "write a RUN.toml for your text; asks three questions",
     "train": "train a model on this machine, or as one rank of a launcher",
     "plan": "predict memory, speed and days on a cluster, and rank layouts",
+    "timeline": "draw a traced step: which stage waited for which, and the bubble",
     "launch": "start a run on several hosts, and supervise it",
     "generate": "continue a text with a trained model",
     "evaluate": "measure perplexity on text, or ask the tasks of lm_eval",

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 
 from megalite.topology.schedules import SCHEDULES, Action
@@ -15,6 +15,7 @@ class Costs:
 
     chunks: a factor for each chunk, in model order; None: 1 for all. Two schedules do the same work only if their
         factors have the same sum.
+    durations: the duration of each action instead, as it was measured; the other fields then have no part.
     """
 
     forward: float = 1
@@ -22,9 +23,12 @@ class Costs:
     input_gradient: float = 1
     weight_gradient: float = 1
     chunks: tuple[float, ...] | None = None
+    durations: Mapping[Action, float] | None = field(default=None, hash=False)
 
     def of(self, action: Action) -> float:
         """Return the duration of an action."""
+        if self.durations is not None:
+            return self.durations[action]
         kinds = {
             "F": self.forward,
             "B": self.backward,
@@ -45,10 +49,14 @@ class Timeline:
     stages: int
     costs: Costs
 
+    def ends(self, stage: int, action: Action) -> float:
+        """Return the time at which an action ends."""
+        return self.starts[stage, action] + self.costs.of(action)
+
     @property
     def length(self) -> float:
         """The time from the first start to the last end."""
-        return max(start + self.costs.of(action) for (_, action), start in self.starts.items())
+        return max(self.ends(*placed) for placed in self.starts)
 
     @property
     def bubble(self) -> float:

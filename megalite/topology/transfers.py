@@ -28,6 +28,11 @@ class Message(NamedTuple):
     chunk: int
     micro_batch: int
 
+    @property
+    def made_in(self) -> int:
+        """The chunk whose action makes the message."""
+        return self.chunk + (-1 if self.kind == "F" else 1)
+
 
 class Transfer(NamedTuple):
     """A message, the stage that starts to send it here, and the one that starts to receive it here."""
@@ -79,7 +84,7 @@ def stage_programs(orders: Sequence[Sequence[Action]], split: PipelineSplit) -> 
                 end = timeline.starts[stage, action] + timeline.costs.of(action)
                 makers[given] = _Maker(stage, place, end)
             if (needed := _needs(action, last)) is not None:
-                underway[_source(needed, split), stage].append((place, needed))
+                underway[split.stage_of(needed.made_in), stage].append((place, needed))
     # Each stage's steps with their places in the one order.
     steps: list[list[tuple[tuple[float, ...], ScheduledAction | Transfer]]] = [[] for _ in orders]
     for stage, order in enumerate(orders):
@@ -114,8 +119,3 @@ def _gives(action: Action, last: int) -> Message | None:
     if action.kind == FORWARD:
         return Message("F", action.chunk + 1, action.micro_batch)
     return Message("B", action.chunk - 1, action.micro_batch)
-
-
-def _source(message: Message, split: PipelineSplit) -> int:
-    """Return the stage that makes a message."""
-    return split.stage_of(message.chunk + (-1 if message.kind == "F" else 1))

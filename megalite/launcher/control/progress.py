@@ -12,7 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TypedDict
 
-from megalite.launcher.control.step_trace import SpanKind, StepTrace
+from megalite.launcher.control.step_trace import SpanKind, SpanOf, StepTrace
 from megalite.topology.axes import AXES, ROLES
 
 
@@ -113,7 +113,7 @@ class Progress:
         if self.trace is not None:
             self.trace.begin(activity.value)
 
-    def span(self, kind: SpanKind, of: tuple[str, int, int]) -> AbstractContextManager[None]:
+    def span(self, kind: SpanKind, of: SpanOf) -> AbstractContextManager[None]:
         """Note the time inside of the `with` block in a traced step: that of an action, or of a message's wait."""
         return _UNTRACED if self.trace is None else self.trace.span(kind, of)
 

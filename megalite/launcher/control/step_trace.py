@@ -1,11 +1,11 @@
 """The trace of one step on one rank: time stamps of its phases, of its schedule's actions and of its waits."""
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -16,6 +16,8 @@ _ANCHORS = 5
 _DIGITS = 7
 
 SpanKind = Literal["actions", "waits", "sends"]
+# Kind, chunk and micro batch of an action or a message.
+SpanOf = tuple[Literal["F", "B", "I", "W"], int, int]
 
 
 class TraceClock(Protocol):
@@ -79,18 +81,18 @@ class StepTrace:
     def __init__(self, clock: TraceClock, phase: str):
         self._clock = clock
         self._phases = [(phase, clock.stamp())]
-        self._spans: dict[SpanKind, list[tuple[Any, ...]]] = {"actions": [], "waits": [], "sends": []}
+        self._spans: dict[SpanKind, list[tuple[SpanOf, Any, Any]]] = {"actions": [], "waits": [], "sends": []}
 
     def begin(self, phase: str) -> None:
         """Note that a phase begins, and that the one before it ends."""
         self._phases.append((phase, self._clock.stamp()))
 
     @contextmanager
-    def span(self, kind: SpanKind, of: tuple[str, int, int]) -> Iterator[None]:
+    def span(self, kind: SpanKind, of: SpanOf) -> Iterator[None]:
         """Note the time inside of the `with` block, of an action or a message."""
         start = self._clock.stamp()
         yield
-        self._spans[kind].append((*of, start, self._clock.stamp()))
+        self._spans[kind].append((of, start, self._clock.stamp()))
 
     def finished(self, facts: "TracedStepFacts") -> "RankTrace":
         """Return the trace, which ends here. Waits for the device."""
@@ -99,13 +101,16 @@ class StepTrace:
         return RankTrace(
             **vars(facts),
             started_at=self._clock.started_at,
-            phases=[TracedPhase(*each, end) for each, (_, end) in zip(phases, phases[1:], strict=False)],
-            **{kind: [*map(self._timed, spans)] for kind, spans in self._spans.items()},
+            phases=[TracedPhase(*each, end) for each, (_, end) in pairwise(phases)],
+            actions=self._timed("actions"),
+            waits=self._timed("waits"),
+            sends=self._timed("sends"),
         )
 
-    def _timed(self, span: tuple[Any, ...]) -> TracedSpan:
-        *of, start, end = span
-        return TracedSpan(*of, self._seconds(start), self._seconds(end))
+    def _timed(self, kind: SpanKind) -> list[TracedSpan]:
+        return [
+            TracedSpan(*of, self._seconds(start), self._seconds(end)) for of, start, end in self._spans[kind]
+        ]
 
     def _seconds(self, stamp: Any) -> float:
         return round(self._clock.seconds(stamp), _DIGITS)
@@ -150,7 +155,7 @@ class RankTrace(TracedStepFacts):
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
         unfinished.write_text(json.dumps(asdict(self)) + "\n")
-        os.replace(unfinished, path)
+        unfinished.replace(path)
 
 
 def step_folder(traces: Path, step: int) -> Path:
