@@ -106,11 +106,11 @@ def _lines(step: TracedStep, timelines: list[PipelineTimeline], run: Path) -> It
     for wait in timeline.waits[:SHOWN_WAITS]:
         yield f"{wait_text(wait)}, {milliseconds(wait.travel)} of it after {label(wait.made_by)} had ended"
     yield from ("",) if timeline.waits else ()
-    yield f"{'phase':<26}{'mean':>12}{'longest':>12}"
+    yield f"{'phase':<26}{'mean':>14}{'longest':>14}"
     for name, seconds in _phases(step).items():
         longest = max(seconds, key=lambda rank: seconds[rank])
         mean, most = milliseconds(fmean(seconds.values())), milliseconds(seconds[longest])
-        yield f"{name:<26}{mean:>12}{most:>12} rank {longest}"
+        yield f"{name:<26}{mean:>14}{most:>14} rank {longest}"
     for host, offset in step.offsets.items():
         if offset:
             yield f"clock of {host}: {offset * 1e3:+.3f} ms, by the step's totals and messages"

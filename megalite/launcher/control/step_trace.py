@@ -4,7 +4,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
@@ -154,7 +154,7 @@ class RankTrace(TracedStepFacts):
         path = trace_file(traces, self.step, self.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(asdict(self)) + "\n")
+        unfinished.write_text(json.dumps(vars(self)) + "\n")
         unfinished.replace(path)
 
 
