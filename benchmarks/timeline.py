@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +113,12 @@ def _shortest(case: Case, timeline: PipelineTimeline) -> float:
 
 
 def measure(*, quick: bool) -> list[dict[str, Any]]:
-    unit, steps = (0.012, 2) if quick else (0.040, 4)
+    chunk_seconds, steps = (0.006, 2) if quick else (0.040, 4)
     worlds = [(2, 4)] if quick else [(4, 8), (8, 16)]
     rows, each_span = [], span_seconds()
     for shape in worlds:
-        cases = cases_of(*shape, unit)
+        # A message costs as much whatever a chunk sleeps: all chunks sleep alike.
+        cases = [replace(case, unit=chunk_seconds * case.chunks) for case in cases_of(*shape, chunk_seconds)]
         with tempfile.TemporaryDirectory(prefix="megalite-timeline-") as folder:
             ranks = run_ranks(trace_on_rank, shape[0], cases, steps, Path(folder))
             for number, case in enumerate(cases):

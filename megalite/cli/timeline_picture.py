@@ -192,5 +192,6 @@ def trace_events(step: TracedStep, timelines: list[PipelineTimeline]) -> dict[st
 def _event(
     name: str, category: str, base: float, start: float, end: float, own: Mapping[str, int]
 ) -> dict[str, Any]:
-    times = {"ts": round(base + start * 1e6, 1), "dur": round((end - start) * 1e6, 1)}
-    return {"name": name, "cat": category, "ph": "X", **times, **own}
+    # Both ends are rounded: Perfetto wants what lies in a phase to end with it.
+    first, last = round(base + start * 1e6, 3), round(base + end * 1e6, 3)
+    return {"name": name, "cat": category, "ph": "X", "ts": first, "dur": round(last - first, 3), **own}

@@ -28,14 +28,14 @@ class StepTracer:
         self._steps, self._traces, self._facts, self._device = frozenset(steps), traces, facts, device
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def step(self, step: int) -> Iterator[bool]:
         """Trace what happens inside of the `with` block if this step is one of the chosen; write it at the end."""
         if step not in self._steps:
-            yield
+            yield False
             return
         progress.trace = trace = StepTrace(clock_of(self._device), progress.phase)
         try:
-            yield
+            yield True
         finally:
             progress.trace = None
         trace.finished(replace(self._facts, step=step)).write(self._traces)

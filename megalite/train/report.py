@@ -4,7 +4,7 @@ import math
 import time
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -125,9 +125,13 @@ class RunReporter:
         if ranks:
             self.say(f"profiled step {step}: {folder}; {HOW_TO_READ}")
 
-    def traced(self, step: int) -> AbstractContextManager[None]:
-        """Return the context of a step, with all that follows until the next: monitor.trace_steps traces it."""
-        return self._tracer.step(step)
+    @contextmanager
+    def traced(self, step: int) -> Iterator[None]:
+        """Run a step and all that follows until the next, traced if monitor.trace_steps has the step."""
+        with self._tracer.step(step) as traced:
+            yield
+        if traced:
+            self.say(f"traced step {step}: megalite timeline {self._path.parent} --step {step}")
 
     def saved(self, metrics: SaveMetrics) -> None:
         """Record a checkpoint that was published."""

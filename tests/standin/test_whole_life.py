@@ -8,10 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from megalite.launcher.control.progress import Activity
+from megalite.planner.traces import read_step
 from tests.support.device_branches import ON_THE_STANDIN
 from tests.support.jobs import ROOT, Job, curve, tensor_hashes
 from tests.support.parity import FLOAT32_RTOL, assert_close
@@ -30,7 +33,7 @@ SETTINGS = (
         "--data.split",
         "[0.8, 0.2]",
     ),
-    *("--optimizer.decay_steps", "4", "--optimizer.warmup_steps", "1"),
+    *("--optimizer.decay_steps", "4", "--optimizer.warmup_steps", "1", "--monitor.trace_steps", "[2]"),
     *("--monitor.profile_steps", "[2]", "--monitor.profile_ranks", "[1]"),
 )
 PROMPT = (
@@ -63,6 +66,16 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
     return job
 
 
+def check_trace(folder: Path, device: str) -> None:
+    """The stamps of an accelerator are in the order of its work too."""
+    for rank in read_step(folder, 2).ranks:
+        spans = sorted(rank.actions, key=lambda span: span.start)
+        assert rank.device == device and [*spans] == [*rank.actions]
+        assert all(one.start < one.end <= other.start for one, other in pairwise(spans))
+        forward = next(phase for phase in rank.phases if phase.name == Activity.FORWARD_BACKWARD.value)
+        assert forward.start <= spans[0].start and spans[-1].end <= forward.end
+
+
 @pytest.mark.extended
 def test_a_run_on_an_accelerator_is_the_run_on_the_cpu(job: Job, tmp_path: Path) -> None:
     build.load()
@@ -81,6 +94,8 @@ def test_a_run_on_an_accelerator_is_the_run_on_the_cpu(job: Job, tmp_path: Path)
     }
     assert curve(on_device) == curve(on_cpu)
     assert tensor_hashes(on_device) == tensor_hashes(on_cpu)
+    for folder, device in ((on_cpu, "cpu"), (on_device, "standin")):
+        check_trace(folder, device)
     exported = [folder / "export" / "model.safetensors" for folder in (on_cpu, on_device)]
     assert exported[0].read_bytes() == exported[1].read_bytes()
     told = [

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from megalite.planner.bubble import bubble
+from megalite.topology.schedules import SCHEDULES
 from tests.support.parity import FLOAT32_RTOL, MEMORY_RTOL, about
 
 ROOT = Path(__file__).parents[3]
@@ -41,6 +43,20 @@ def test_pipeline_bubble(tmp_path: Path) -> None:
         assert row["fastest_step_seconds"] >= row["ideal_step_seconds"], row
         assert row["measured_bubble"] >= row["fastest_bubble"] >= row["ideal_bubble"] - 1e-4, row
     assert next(row for row in rows if row["schedule"] == "1f1b")["ideal_bubble"] == 0.2
+
+
+@pytest.mark.extended
+def test_timeline(tmp_path: Path) -> None:
+    """The durations depend on the machine, what is compared does not."""
+    rows = quick_rows("timeline", tmp_path)
+    assert {row["schedule"] for row in rows} == set(SCHEDULES)
+    for row in rows:
+        shape = (row["schedule"], row["stages"], row["micro_batches"], row["chunks"])
+        assert row["formula"] == about(round(bubble(*shape), 4)), row
+        assert row["shortest_over_sleep"] >= 0.999 and row["chunk_ms"] == 6, row
+        assert (
+            0 < row["simulated"] < 1 and abs(row["worst"]) >= abs(row["over"]) - 1e-4 and row["trace_us"] > 0
+        ), row
 
 
 @pytest.mark.slow
