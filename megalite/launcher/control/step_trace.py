@@ -118,7 +118,7 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class TracedStepFacts:
-    """What a traced step is of.
+    """The facts of a traced step.
 
     place: axis -> the rank's coordinate. schedule: the one that runs (1f1b on one stage). chunks: of each stage.
     """
