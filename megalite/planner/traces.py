@@ -24,7 +24,7 @@ from megalite.topology.transfers import Message
 
 _AGAIN = "train that step again with monitor.trace_steps, or choose another with --step"
 _RANK_TRACE = TypeAdapter(RankTrace)
-# What all ranks of a step have in common.
+# The facts that all ranks of a step share.
 _COMMON = ("step", "world_size", "schedule", "stages", "micro_batches", "chunks")
 
 
