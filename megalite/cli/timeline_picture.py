@@ -113,7 +113,9 @@ def _place(start: float, end: float, y: float, length: float) -> tuple[float, fl
 
 def _legend(timeline: PipelineTimeline, y: float) -> Iterator[str]:
     kinds = {action.kind for _, action in timeline.measured.starts}
-    shown = [(kind, kind, f": {word}") for kind, word in _WORDS.items() if kind in kinds]
+    shown: list[tuple[str, str, str]] = [
+        (kind, kind, f": {word}") for kind, word in _WORDS.items() if kind in kinds
+    ]
     shown.append(("wait", "waits", ""))
     if timeline.ranks[0].chunks > 1:
         shown.append(("", "paler", ": a later chunk"))

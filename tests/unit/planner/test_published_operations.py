@@ -1,6 +1,6 @@
 """FLOPs by the figures that others publish, each by its own convention, within 0.5 % of the published digits.
 
-What each table does not say cannot be checked: Megatron's tables give FLOP/s and no times, but in one sentence.
+Megatron's tables give FLOP/s and, but in one sentence, no times, so that nothing about these can be checked.
 """
 
 from dataclasses import replace
