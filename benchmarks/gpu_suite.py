@@ -337,7 +337,7 @@ PARTS: dict[str, Part] = {
     "ranks": Part(ranks, 150, on_cpu=True, needs=_COMMANDS),
     "selftest": Part(selftest, 75, on_cpu=True, needs=_COMMANDS),
     "checks": Part(checks, 75, on_cpu=True),
-    "parity": Part(parity, 120, needs=(*_TRAINING, "deepspeed", "pytest")),
+    "parity": Part(parity, 180, needs=(*_TRAINING, "deepspeed", "pytest")),
     "queues": Part(queues, 40, needs=("cupy",)),
     "times": Part(times, 240),
     "fused": Part(fused, 240, on_cpu=True, needs=_COMMANDS),

@@ -85,7 +85,10 @@ def parity(device: str, folder: Path, names: Sequence[str] = tuple(JOBS)) -> Ite
     """Yield a row for each job and dtype: how far the device's losses and norms are from the CPU's in float64."""
     file = folder / "references.json"
     command = [sys.executable, "-m", "benchmarks.gpu.parity", str(file), *names]
-    subprocess.run(command, cwd=ROOT, env=hidden_from_ranks("cpu"), check=True)
+    made = subprocess.run(command, cwd=ROOT, env=hidden_from_ranks("cpu"), stderr=subprocess.PIPE, text=True)
+    if made.returncode:
+        print(made.stderr, file=sys.stderr)
+        raise RuntimeError(f"the CPU's losses: exit code {made.returncode}: {made.stderr[-400:].strip()}")
     exact = json.loads(file.read_text())
     join("gloo" if device == "cpu" else f"cpu:gloo,{device}:nccl")
     for name in names:
