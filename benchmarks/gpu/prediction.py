@@ -13,7 +13,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -29,12 +28,15 @@ from megalite.data.batches.loader import StepLoader
 from megalite.errors import ConfigError
 from megalite.monitor.memory import device_memory, process_memory
 from megalite.parallel.mesh import ParallelMesh
+from megalite.planner.calibrated_step import CalibratedMachine, calibrated_seconds
 from megalite.planner.cluster import Cluster, card_named
 from megalite.planner.memory import largest_rank
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.step_time import step_time
 from megalite.selftest.decide import KernelChoice, agreed_kernels
 from megalite.train.step import train_step
+from megalite.train.step.calibrate import calibrate
+from megalite.train.step.calibration_probes import Probes
 from megalite.train.step.precision import DTYPES
 
 STEPS, WARM_UP, CALIBRATION = 5, 2, "calibration"
@@ -97,7 +99,7 @@ def prediction(
             torch.accelerator.memory.empty_cache()
         yield {"case": name, **row, "seconds": round(time.monotonic() - started, 1)}
     if device == "cuda" and runs:
-        yield {"case": CALIBRATION} | _calibrated(runs)
+        yield {"case": CALIBRATION} | calibrated(runs, case_config({}, tiny=False))
 
 
 def case_config(settings: Mapping[str, Any], *, tiny: bool) -> RunConfig:
@@ -150,22 +152,23 @@ def _row(run: PlannedRun, measured: dict[str, Any], device: str) -> dict[str, An
     return row | {"time_error": round(seconds.total / measured["step_seconds"] - 1, 4)}
 
 
-def _calibrated(runs: Mapping[str, PlannedRun]) -> dict[str, Any]:
-    """Return a calibration of this machine, about a minute, and the seconds of a step that it predicts by case."""
+def calibrated(
+    runs: Mapping[str, PlannedRun], config: RunConfig, probes: Probes | None = None
+) -> dict[str, Any]:
+    """Return a calibration of this machine, about a minute, and the seconds of a step that it predicts by case.
+
+    config: a run of the precision and the operators to measure.
+    """
     try:
-        # A version of megalite may have none.
-        measure = import_module("megalite.train.step.calibrate").calibrate
-        calibrated_step = import_module("megalite.planner.calibrated_step")
-        config = case_config({}, tiny=False)
-        calibration = measure([config], int(config.model.vocab_size), platform.node())
-        machine = calibrated_step.CalibratedMachine(calibration, cards_per_node=1)
+        calibration = calibrate([config], int(config.model.vocab_size), platform.node(), probes)
+        machine = CalibratedMachine(calibration, cards_per_node=1)
     except Exception as error:
         traceback.print_exc()
         return {"left_out": f"{type(error).__name__}: {error}"[:300]}
     seconds: dict[str, float] = {}
     for name, run in runs.items():
         with suppress(ConfigError):  # another precision
-            seconds[name] = round(sum(calibrated_step.calibrated_seconds(run, machine).values()), 4)
+            seconds[name] = round(sum(calibrated_seconds(run, machine).values()), 4)
     return {"calibrated": seconds, "calibration": asdict(calibration)}
 
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -166,6 +166,11 @@ def write_calibration(calibration: Calibration, file: Path) -> None:
     file.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
 
 
+def calibration_of(content: Any) -> Calibration:
+    """Return the calibration of which `asdict`, or JSON, gave the content. Raises pydantic.ValidationError."""
+    return TypeAdapter(Calibration).validate_python(content)
+
+
 def read_calibration(file: Path) -> Calibration:
     """Read a calibration file. Raises ConfigError if the file is missing, broken or of another version."""
     remedy = f"measure this machine anew: megalite plan MODEL --calibrate --calibration {file}"
@@ -183,7 +188,7 @@ def read_calibration(file: Path) -> Calibration:
     if version != VERSION:
         raise refused(f"has version {version}, and this megalite reads version {VERSION}")
     try:
-        return TypeAdapter(Calibration).validate_python(content)
+        return calibration_of(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))

@@ -7,16 +7,11 @@ import pytest
 import torch
 
 from megalite.config.load import load_run
-from megalite.planner.calibration import MeasuredRanks, ProbeModel
+from megalite.planner.calibration import MeasuredRanks
 from megalite.train.step.calibrate import CalibrationJob, MeasuredMachine, group_times, this_machine
-from megalite.train.step.calibration_probes import Probes
 from tests.support.ranks import RankPool
+from tests.unit.planner.calibrated import PROBES
 
-MODEL = ProbeModel(1, 8, 16, 16, 2, 2, 32)
-LARGE = ProbeModel(1, 8, 32, 16, 2, 2, 32)
-PROBES = Probes(
-    (4, 8), (4, 8), ((1, 8, 2, 4),), (MODEL, LARGE), (MODEL, LARGE), (MODEL, LARGE), (MODEL,), (64,), 2
-)
 SETTINGS = {
     "model.hidden_size": 16,
     "model.intermediate_size": 32,

@@ -18,7 +18,7 @@ from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import bind_rank
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, connect, disconnect
-from megalite.planner.calibration import Calibration, MeasuredLinks, MeasuredRanks
+from megalite.planner.calibration import Calibration, MeasuredLinks, MeasuredRanks, calibration_of
 from megalite.selftest.decide import KernelChoice, known_kernels
 from megalite.selftest.trust import card_name
 from megalite.topology.axes import Layout
@@ -88,15 +88,17 @@ def calibrate(
         computing += answered["computing"]
         links += answered["links"]
         kernels = answered["kernels"] or kernels
-    return Calibration(
-        machine_name,
-        machine.device,
-        machine.units,
-        machine.memory,
-        torch.__version__,
-        kernels,
-        [MeasuredRanks(**measured) for measured in computing],
-        [MeasuredLinks(**measured) for measured in links],
+    return calibration_of(
+        {
+            "machine": machine_name,
+            "device": machine.device,
+            "units": machine.units,
+            "memory": machine.memory,
+            "torch": torch.__version__,
+            "kernels": kernels,
+            "computing": computing,
+            "links": links,
+        }
     )
 
 

@@ -23,9 +23,12 @@ from megalite.ops.choice import COMPILED
 from megalite.planner.memory import largest_rank
 from megalite.planner.planned_run import PlannedRun
 from megalite.selftest.registry import Entry, compiled
+from megalite.train.step import calibrate
+from megalite.train.step.calibrate import MeasuredMachine
 from tests.support.faulty_operators import WrongGradient, unsteady, unwritten
 from tests.support.kernels import needs_library
 from tests.support.ranks import RankPool
+from tests.unit.planner.calibrated import PROBES
 
 ROOT = Path(__file__).parents[3]
 
@@ -457,6 +460,18 @@ def test_the_planner_is_compared_with_training() -> None:
     report = {"date": "2026-01-02", "chip": "CPU", "seconds": 1, "prediction": [plain, calibrated]}
     [line] = [line for line in gpu_suite.markdown(report).splitlines() if line.startswith("| Llama, plain")]
     assert line.startswith(f"| Llama, plain torch | {peak} |") and line.endswith(f"| {2 * step} | +100.0% |")
+
+
+def test_a_calibration_predicts_the_cases_once_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrate, "this_machine", lambda: MeasuredMachine(False, "cpu", 1, 2**34, {1: True}))
+    config = prediction.case_config(prediction.CASES["Llama, plain torch"], tiny=True)
+    runs = {"tiny": PlannedRun.of(config, int(config.model.vocab_size), on_cpu=True, plain_torch=True)}
+    threads = torch.get_num_threads()
+    try:
+        found = prediction.calibrated(runs, config, PROBES)
+    finally:
+        torch.set_num_threads(threads)
+    assert found["calibrated"]["tiny"] > 0 and found["calibration"]["machine"]
 
 
 @pytest.mark.parametrize("name", prediction.CASES)

@@ -17,6 +17,7 @@ from megalite.planner.calibration import (
 from megalite.planner.machine_rates import LayerWork, Passes, products_of, traffic
 from megalite.topology.parameters import model_parameters
 from megalite.topology.shape import ModelShape
+from megalite.train.step.calibration_probes import Probes
 
 PRODUCT, ATTENTION, BYTE, LOGIT, VALUE, LAYER, HEAD, STEP = 1e-10, 2e-11, 3e-10, 4e-9, 5e-9, 1e-4, 2e-4, 3e-3
 """Seconds of a multiplication in a product and in attention, of a byte of traffic, a logit, an updated value; of a
@@ -26,6 +27,21 @@ LATENCY, LINK_BYTE, ZERO_VALUE = 5e-5, 1e-9, 7e-9
 
 SMALL = ProbeModel(1, 16, 64, 64, 4, 5, 128)
 """Its traffic and its logits are part of what a layer and a head take whatever their size."""
+
+
+_TINY, _WIDER = ProbeModel(1, 8, 16, 16, 2, 2, 32), ProbeModel(1, 8, 32, 16, 2, 2, 64)
+PROBES = Probes(
+    (4, 8),
+    (4, 8),
+    ((1, 8, 2, 4),),
+    (_TINY, _WIDER),
+    (_TINY, _WIDER),
+    (_TINY, _WIDER),
+    (_TINY, _WIDER),
+    (64,),
+    2,
+)
+"""Sizes that any device measures in a moment."""
 
 
 def calibration() -> Calibration:
