@@ -156,8 +156,8 @@ def _attention_core(run: PlannedRun, widths: Widths) -> dict[str, float]:
     """Return what attention keeps beside query, key, value and output."""
     size, rows = run.weight_bytes, run.tokens * widths.heads
     core = {"statistics of attention": float(rows * run.exact_bytes)}
-    if run.on_cpu and (run.plain_torch or size < 4) and widths.query > widths.key_value:
-        # torch's kernel for the host takes one key-value head a query head.
+    if widths.query > widths.key_value and (run.plain_torch if size >= 4 else run.on_cpu):
+        # torch's kernels in float32, and all of them on the host, take one key-value head a query head.
         core["repeated keys and values"] = 2.0 * run.tokens * widths.query * size
     if run.model.attention_dropout and run.plain_torch:
         keys = run.sequence_length + run.shape.prefix_tokens

@@ -108,6 +108,28 @@ def test_a_layer_of_another_form_keeps_other_tensors() -> None:
     assert geglu == swiglu + 2 * TOKENS * INNER
 
 
+@pytest.mark.parametrize(
+    ("precision", "on_cpu", "plain_torch", "repeats"),
+    [
+        ("fp32", False, True, True),
+        ("fp32", True, True, True),
+        ("fp32", True, False, False),
+        ("bf16", False, True, False),
+        ("bf16", True, False, True),
+    ],
+)
+def test_attention_keeps_grouped_heads_repeated(
+    precision: str, on_cpu: bool, plain_torch: bool, repeats: bool
+) -> None:
+    def kept(key_value_heads: int) -> float:
+        shape = replace(SHAPE, num_key_value_heads=key_value_heads)
+        run = plan(shape, precision=precision, on_cpu=on_cpu, plain_torch=plain_torch)
+        return layer_activations(run, "none").kept
+
+    size = 4 if precision == "fp32" else 2
+    assert kept(2) - kept(8) == 2 * TOKENS * (repeats * H - (H - H // 4)) * size
+
+
 def test_tensor_and_sequence_parallel_cut_a_layer() -> None:
     layout = Layout(tensor=2)
     stats = 4 * TOKENS * (4 + 2)
