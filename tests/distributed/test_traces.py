@@ -10,7 +10,6 @@ import pytest
 
 from benchmarks.pipeline_bubble import Case, cases_of
 from benchmarks.timeline import trace_on_rank
-from megalite.parallel.schedule import _Step
 from megalite.planner.timeline import pipeline_timelines
 from megalite.planner.traces import TracedStep, read_step
 from megalite.topology.schedule_timeline import orders_of
@@ -61,42 +60,24 @@ def test_a_trace_is_that_of_its_schedule(ranks, tmp_path: Path, number: int) -> 
         check(case, read_step(tmp_path / "0", step))
 
 
-@contextmanager
-def one_action_held(action: Action, let_go: Path) -> Iterator[None]:
-    """Have an action of this rank wait for a file."""
-    compute = _Step._compute
-
-    def held(self, which, needed):
-        if which == action:
-            while not let_go.exists():
-                time.sleep(0.001)
-        return compute(self, which, needed)
-
-    _Step._compute = held
-    try:
-        yield
-    finally:
-        _Step._compute = compute
-
-
 def trace_held(cases: list[Case], folder: Path) -> None:
     """Trace a step in which stage 1 holds its backward of micro batch 1 until stage 0 waits for it."""
     import torch.distributed as dist
 
     from megalite.launcher.control.progress import progress
 
-    if dist.get_rank() == 1:
-        with one_action_held(Action("B", 1, 1), folder / "let-go"):
-            trace_on_rank(cases, 1, folder)
-        return
-    span = progress.span
+    span, let_go = progress.span, folder / "let-go"
 
-    def noted(kind, of):
+    @contextmanager
+    def held(kind, of) -> Iterator[None]:
         if kind == "waits" and of == Message("B", 0, 1):
-            (folder / "let-go").touch()
-        return span(kind, of)
+            let_go.touch()
+        with span(kind, of):
+            while (dist.get_rank(), kind, of) == (1, "actions", Action("B", 1, 1)) and not let_go.exists():
+                time.sleep(0.001)
+            yield
 
-    progress.span = noted  # type: ignore[method-assign]
+    progress.span = held  # type: ignore[method-assign]
     try:
         trace_on_rank(cases, 1, folder)
     finally:

@@ -43,6 +43,10 @@ NARROW_LOSS, ZERO_NARROW_LOSS = 2e-2, 2e-3
 ADAM_UPDATES = 100
 # Python floats (times, learning rates, shares) computed by equivalent formulas.
 FIGURE_RTOL = 1e-6
+# A second since 1970 in a float has steps of 0.24 us, and a traced time is the sum or difference of a few.
+STAMP_SECONDS = 2e-6
+# Places in a picture, in percent of its width: a tenth of a pixel.
+PICTURE_PERCENT = 0.01
 # Figures that vendors publish with two or three digits.
 PUBLISHED_RTOL = 0.02
 # Shares of a peak that papers publish with three digits.
@@ -180,3 +184,8 @@ def assert_mean(values: Any, expected: float, *, deviation: float = 1.0, what: s
 def about(expected: Any, rtol: float = FIGURE_RTOL) -> Any:
     """Return an approximate value for `==`: a float, or a list or dict of floats, computed by another formula."""
     return pytest.approx(expected, rel=rtol)
+
+
+def read_off(expected: Any, resolution: float = STAMP_SECONDS) -> Any:
+    """Return an approximate value for `==`, as `about`, of a clock or a picture with an absolute resolution."""
+    return pytest.approx(expected, rel=FIGURE_RTOL, abs=resolution)

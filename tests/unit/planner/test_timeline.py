@@ -15,6 +15,7 @@ from megalite.planner.timeline import PipelineTimeline, pipeline_timelines
 from megalite.planner.traces import TracedStep, read_step
 from megalite.topology.schedule_timeline import Costs, bubble_fraction, ideal_timeline
 from megalite.topology.schedules import SCHEDULES, Action
+from tests.support.parity import read_off
 from tests.unit.planner.traced import STARTED_AT, played, rank_trace, write_run
 
 SIZES = [(name, 4, 8, schedule.default_chunks) for name, schedule in SCHEDULES.items()]
@@ -28,10 +29,6 @@ def timeline_of(folder: Path, ranks: list[RankTrace]) -> PipelineTimeline:
     return timeline
 
 
-def near(value: float) -> Any:
-    return pytest.approx(value, rel=1e-6, abs=1e-6)
-
-
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: size[0])
 def test_a_step_that_runs_as_its_costs_say_has_the_bubble_of_its_simulation(
     tmp_path: Path, size: tuple[str, int, int, int]
@@ -40,17 +37,19 @@ def test_a_step_that_runs_as_its_costs_say_has_the_bubble_of_its_simulation(
     costs = Costs(1, 1.75, 0.75, 1.25, BY_CHUNK[: stages * chunks])
     timeline = timeline_of(tmp_path, played(*size, costs))
     right = ideal_timeline(*size, costs)
-    assert timeline.measured.bubble == near(right.bubble) and timeline.simulated.bubble == near(right.bubble)
-    assert timeline.measured.starts == pytest.approx(right.starts, abs=1e-5)
-    assert timeline.formula == bubble(*size) and timeline.ideal.bubble == near(bubble_fraction(*size))
+    assert timeline.measured.bubble == read_off(right.bubble) and timeline.simulated.bubble == read_off(
+        right.bubble
+    )
+    assert timeline.measured.starts == read_off(right.starts)
+    assert timeline.formula == bubble(*size) and timeline.ideal.bubble == read_off(bubble_fraction(*size))
     # All three do the same work.
     lengths = [
         (1 - row.bubble) * row.length for row in (timeline.ideal, timeline.simulated, timeline.measured)
     ]
-    assert lengths == [near(lengths[0])] * 3
+    assert lengths == [read_off(lengths[0])] * 3
     for shares in timeline.stages:
         parts = (shares.busy, shares.waits, shares.between, shares.after)
-        assert sum(parts) == near(timeline.measured.length) and min(parts) > -1e-5
+        assert sum(parts) == read_off(timeline.measured.length) and min(parts) > -1e-5
 
 
 def two_stages() -> list[RankTrace]:
@@ -79,11 +78,11 @@ def two_stages() -> list[RankTrace]:
 
 def check_two_stages(folder: Path) -> None:
     timeline = timeline_of(folder, two_stages())
-    assert timeline.measured.length == near(25)
-    assert timeline.measured.bubble == near(1 - (9 + 18) / 50)
+    assert timeline.measured.length == read_off(25)
+    assert timeline.measured.bubble == read_off(1 - (9 + 18) / 50)
     # The means: F 2 and 2.5, B 2.5 and 6.5. Stage 1 is never without work: 2 + 2 * 9 + 2.5.
-    assert timeline.simulated.length == near(22.5) and timeline.simulated.bubble == near(1 - 27 / 45)
-    assert timeline.formula == near(1 / 3)
+    assert timeline.simulated.length == read_off(22.5) and timeline.simulated.bubble == read_off(1 - 27 / 45)
+    assert timeline.formula == read_off(1 / 3)
     said = [(wait.stage, wait.action, wait.source, wait.made_by) for wait in timeline.waits]
     assert said == [
         (0, Action("B", 0, 0), 1, Action("B", 1, 0)),
@@ -92,12 +91,26 @@ def check_two_stages(folder: Path) -> None:
         (1, Action("F", 1, 0), 0, Action("F", 0, 0)),
         (1, Action("F", 1, 1), 0, Action("F", 0, 1)),
     ]
-    assert [wait.seconds for wait in timeline.waits] == [near(8.5), near(6.5), near(2.5), near(0)]
-    assert [wait.travel for wait in timeline.waits] == [near(0.5), near(0.5), near(0.5), near(0)]
+    assert [wait.seconds for wait in timeline.waits] == [
+        read_off(8.5),
+        read_off(6.5),
+        read_off(2.5),
+        read_off(0),
+    ]
+    assert [wait.travel for wait in timeline.waits] == [
+        read_off(0.5),
+        read_off(0.5),
+        read_off(0.5),
+        read_off(0),
+    ]
     waits, between, after = zip(
         *((each.waits, each.between, each.after) for each in timeline.stages), strict=True
     )
-    assert waits == (near(15), near(2.5)) and between == (near(1), near(0)) and after == (near(0), near(4.5))
+    assert (
+        waits == (read_off(15), read_off(2.5))
+        and between == (read_off(1), read_off(0))
+        and after == (read_off(0), read_off(4.5))
+    )
 
 
 def test_known_waits_have_their_culprits(tmp_path: Path) -> None:
@@ -138,8 +151,8 @@ def test_one_stage_has_no_bubble_of_its_schedule(tmp_path: Path) -> None:
     }
     timeline = timeline_of(tmp_path, [rank_trace("1f1b", (1, 2, 1), 0, actions)])
     assert (timeline.formula, timeline.waits) == (0, ())
-    assert timeline.simulated.bubble == near(0) and timeline.measured.bubble == near(1 / 8)
-    assert timeline.stages[0].between == near(1)
+    assert timeline.simulated.bubble == read_off(0) and timeline.measured.bubble == read_off(1 / 8)
+    assert timeline.stages[0].between == read_off(1)
 
 
 def tensor_parallel(ranks: list[RankTrace]) -> list[RankTrace]:
@@ -160,7 +173,7 @@ def tensor_parallel(ranks: list[RankTrace]) -> list[RankTrace]:
 def test_the_slowest_pipeline_comes_first(tmp_path: Path) -> None:
     timelines = pipeline_timelines(read_step(write_run(tmp_path, tensor_parallel(two_stages()))))
     assert [[rank.rank for rank in timeline.ranks] for timeline in timelines] == [[1, 3], [0, 2]]
-    assert [timeline.measured.length for timeline in timelines] == [near(26), near(25)]
+    assert [timeline.measured.length for timeline in timelines] == [read_off(26), read_off(25)]
 
 
 def on_two_hosts(offset: float, leaves_late: float = 0.0) -> list[RankTrace]:
@@ -179,7 +192,7 @@ def on_two_hosts(offset: float, leaves_late: float = 0.0) -> list[RankTrace]:
 @pytest.mark.parametrize("offset", [0.0, 3.5, -60.0])
 def test_clocks_of_two_hosts_are_put_in_line(tmp_path: Path, offset: float, leaves_late: float) -> None:
     step = read_step(write_run(tmp_path, on_two_hosts(offset, leaves_late)))
-    assert step.offsets == {"a": 0, "b": near(-offset - leaves_late)}
+    assert step.offsets == {"a": 0, "b": read_off(-offset - leaves_late)}
     if not leaves_late:
         assert figures(step) == figures_of_one_host(tmp_path)
 
@@ -188,12 +201,12 @@ def test_clocks_of_two_hosts_are_put_in_line(tmp_path: Path, offset: float, leav
 def test_messages_bound_the_clocks(tmp_path: Path, leaves_late: float) -> None:
     """Each message travels for half a second, so the clocks cannot be further apart."""
     step = read_step(write_run(tmp_path, on_two_hosts(3.5, leaves_late)))
-    assert step.offsets["b"] == near(-3.5 + (-0.5 if leaves_late > 0 else 0.5))
+    assert step.offsets["b"] == read_off(-3.5 + (-0.5 if leaves_late > 0 else 0.5))
 
 
 def figures(step: TracedStep) -> list[Any]:
     [timeline] = pipeline_timelines(step)
-    return [near(timeline.measured.bubble), *(near(wait.travel) for wait in timeline.waits)]
+    return [read_off(timeline.measured.bubble), *(read_off(wait.travel) for wait in timeline.waits)]
 
 
 def figures_of_one_host(folder: Path) -> list[Any]:
