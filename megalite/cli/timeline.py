@@ -28,9 +28,10 @@ def run(arguments: Sequence[str]) -> int:
     step = read_step(options.run, options.step)
     timelines = pipeline_timelines(step)
     picture, events = _files(options.run, step, options.out)
-    title, bubbles = _title(timelines[0]), _bubbles(timelines[0])
-    _write(picture, timeline_svg(timelines[0], title, [_sizes(timelines[0]), bubbles]))
-    _write(events, json.dumps(trace_events(step, timelines)) + "\n")
+    if options.out is not None or not options.json:
+        title, bubbles = _title(timelines[0]), _bubbles(timelines[0])
+        _write(picture, timeline_svg(timelines[0], title, [_sizes(timelines[0]), bubbles]))
+        _write(events, json.dumps(trace_events(step, timelines)) + "\n")
     if options.json:
         print(json.dumps(_report(step, timelines), indent=2))
         return 0
@@ -47,13 +48,19 @@ def _parser() -> Parser:
     add_value(parser, "--step", whole_number(1), "N", "the traced step (default: the last one)")
     about = "the picture, SVG (default: beside the traces); its events for Perfetto are written beside it"
     add_value(parser, "--out", Path, "FILE", about)
-    parser.add_argument("--json", action="store_true", help="print all figures as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print all figures as JSON; files only with --out"
+    )
     return parser
 
 
 def _files(run: Path, step: TracedStep, out: Path | None) -> tuple[Path, Path]:
     """Return the paths of the picture and of the events."""
     if out is not None:
+        if out.suffix != ".svg":
+            named = out.parent / f"{out.stem or 'timeline'}.svg"
+            problem = Problem("--out", f"{out} does not end in .svg, and the picture is SVG", f"use {named}")
+            raise ConfigError([problem], "the command line")
         return out, out.with_suffix(".trace.json")
     folder = step_folder(run / TRACES, step.facts.step)
     return folder / "timeline.svg", folder / "trace.json"

@@ -15,6 +15,7 @@ from megalite.launcher.control.step_trace import TRACES, step_folder, trace_file
 from megalite.topology.schedule_timeline import Costs, ideal_timeline
 from megalite.topology.schedules import SCHEDULES
 from tests.support.jobs import Job
+from tests.support.parity import PICTURE_PERCENT, STAMP_SECONDS, about, read_off
 from tests.unit.planner.traced import STEP, played, write_run
 
 SIZE = ("interleaved_zero_bubble", 3, 6, 2)
@@ -99,7 +100,7 @@ def test_boxes_stand_where_their_actions_ran(traced: Path, capsys: pytest.Captur
         )
         simulated, measured = places[3 * stage + 1 : 3 * stage + 3]
         for row in (simulated, measured):
-            assert row == [(pytest.approx(x, abs=0.01), pytest.approx(w, abs=0.01)) for x, w in right]
+            assert row == [read_off(place, PICTURE_PERCENT) for place in right]
 
 
 def test_events_have_a_process_a_stage_and_a_thread_a_rank(
@@ -117,8 +118,8 @@ def test_events_have_a_process_a_stage_and_a_thread_a_rank(
         if event.get("cat") == "action"
     }
     assert ran == {
-        (stage, f"{action.kind}{action.micro_batch} chunk {action.chunk}"): pytest.approx(
-            (start * 1e6, timeline.costs.of(action) * 1e6), abs=1
+        (stage, f"{action.kind}{action.micro_batch} chunk {action.chunk}"): read_off(
+            (start * 1e6, timeline.costs.of(action) * 1e6), 1e6 * STAMP_SECONDS
         )
         for (stage, action), start in timeline.starts.items()
     }
@@ -126,10 +127,12 @@ def test_events_have_a_process_a_stage_and_a_thread_a_rank(
 
 
 def test_json_has_all_figures(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = sorted(traced.rglob("*"))
     report = json.loads(said(capsys, traced, "--json"))
+    assert sorted(traced.rglob("*")) == files, "it writes only with --out"
     [pipeline] = report["pipelines"]
-    assert pipeline["bubble"]["measured"] == pytest.approx(ideal_timeline(*SIZE, COSTS).bubble, abs=1e-5)
-    assert pipeline["costs"]["I"]["3"] == pytest.approx(0.025, abs=1e-6)
+    assert pipeline["bubble"]["measured"] == read_off(ideal_timeline(*SIZE, COSTS).bubble)
+    assert pipeline["costs"]["I"]["3"] == read_off(0.025)
     largest = pipeline["waits"][0]
     assert (
         largest["made_by"]["kind"] in "FBI"
@@ -198,6 +201,8 @@ FAULTS: list[tuple[Callable[[Path], None], list[str], list[str]]] = [
         ["--out", "/nowhere/a.svg"],
         ["--out: /nowhere/a.svg cannot be written", "name another"],
     ),
+    (lambda _: None, ["--out", "a.png"], ["--out: a.png does not end in .svg", "use a.svg"]),
+    (lambda _: None, ["--out", "/"], ["--out: / does not end in .svg", "use /timeline.svg"]),
 ]
 
 
@@ -230,7 +235,7 @@ def test_a_real_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         "--training.steps",
         "4",
     )
-    job.run(run, *flags, "--monitor.trace_steps", "[2, 3, 9]", "--deepspeed.zero_optimization.stage", "0")
+    job.run(run, *flags, "--monitor.trace_steps", "[2, 3]", "--deepspeed.zero_optimization.stage", "0")
     shown = said(capsys, run)
     assert "step 3: interleaved_1f1b, 2 stages of 2 chunks, 8 micro batches" in shown
     # Step 3 saves a checkpoint.
@@ -247,5 +252,5 @@ def test_a_real_run_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert sorted(pipeline["ranks"] for pipeline in report["pipelines"]) == [[0, 2], [1, 3]]
     for pipeline in report["pipelines"]:
         bubble = pipeline["bubble"]
-        assert bubble["formula"] == pytest.approx(1 / 17) and 0 < bubble["simulated"] < bubble["measured"] < 1
+        assert bubble["formula"] == about(1 / 17) and 0 < bubble["simulated"] < bubble["measured"] < 1
     assert "step 9 was not traced; use one of 2, 3, or" in said(capsys, run, "--step", "9", code=2)
