@@ -1,4 +1,4 @@
-"""Rules over [monitor]: the steps and ranks that are profiled."""
+"""Rules over [monitor]: the steps that are profiled or traced, and the ranks that are profiled."""
 
 from collections.abc import Iterator
 
@@ -8,11 +8,12 @@ from megalite.errors import Problem
 from megalite.topology.axes import Layout
 
 
-def profiled_steps_are_of_the_run(run: CheckedRun) -> Iterator[Problem]:
-    last, steps = run.training.steps, run.monitor.profile_steps
-    if steps and last is not None and (later := [step for step in steps if step > last]):
-        message = f"step {later[0]} never comes: the last one is training.steps = {last}"
-        yield Problem("monitor.profile_steps", message, f"use steps from 1 to {last}")
+def chosen_steps_are_of_the_run(run: CheckedRun) -> Iterator[Problem]:
+    last, monitor = run.training.steps, run.monitor
+    for key, steps in (("profile_steps", monitor.profile_steps), ("trace_steps", monitor.trace_steps)):
+        if last is not None and (later := [step for step in steps if step > last]):
+            message = f"step {later[0]} never comes: the last one is training.steps = {last}"
+            yield Problem(f"monitor.{key}", message, f"use steps from 1 to {last}")
 
 
 def profiled_ranks_are_of_the_run(run: CheckedRun) -> Iterator[str]:

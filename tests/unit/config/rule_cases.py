@@ -298,11 +298,14 @@ FAMILY_CASES = [
 
 HELD_OUT = {"data.split": [0.9, 0.1]}
 VALIDATION_CASES = [
-    Case(
-        "profiled_steps_are_of_the_run",
-        {"monitor.profile_steps": [10, 11]},
-        "monitor.profile_steps: step 11 never comes: the last one is training.steps = 10; use steps from 1 to 10",
-        {"monitor.profile_steps": [1, 10]},
+    *(
+        Case(
+            "chosen_steps_are_of_the_run",
+            {f"monitor.{key}": [10, 11]},
+            f"monitor.{key}: step 11 never comes: the last one is training.steps = 10; use steps from 1 to 10",
+            {f"monitor.{key}": [1, 10]},
+        )
+        for key in ("profile_steps", "trace_steps")
     ),
     Case(
         "validation_has_text",
