@@ -8,6 +8,9 @@ from megalite.planner.memory import largest_rank
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.step_time import step_time
 
+# A process on the CPU keeps up to 0.1 GiB beside its tensors: threads, heaps, libraries that are loaded late.
+_LEAST_CPU_MEMORY = 512 * 2**20
+
 
 @dataclass(frozen=True)
 class RunPrediction:
@@ -33,13 +36,14 @@ class RunPrediction:
     def compared(self, memory: float | None, seconds: float | None) -> str:
         """Return the line at the end of a run, "" if nothing is measured: what was predicted, measured, and the error.
 
-        memory: bytes of the fullest rank. seconds: the median of the steps. None: not measured.
+        memory: bytes of the fullest rank. seconds: the median of the steps. None: not measured. On a CPU the memory of
+        a small run is left out, which is mostly the process's own.
         """
         parts = []
-        if memory:
+        if memory and not (self.on_cpu and self.memory < _LEAST_CPU_MEMORY):
             sizes = f"{memory_text(self.memory)}, measured {memory_text(memory)}"
             reason = ", a CPU process keeps freed memory too" if self.on_cpu and memory > self.memory else ""
-            parts.append(f"memory of the fullest rank {sizes} ({_error(self.memory, memory)}{reason})")
+            parts.append(f"memory of the largest rank {sizes} ({_error(self.memory, memory)}{reason})")
         if seconds and self.seconds is not None:
             times = f"{self.seconds:.3g} s, measured {seconds:.3g} s"
             parts.append(f"step {times} ({_error(self.seconds, seconds)})")

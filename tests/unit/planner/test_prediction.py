@@ -37,12 +37,19 @@ def test_without_a_known_card_only_memory_is_predicted() -> None:
 def test_the_error_has_its_sign_and_is_of_what_was_measured() -> None:
     prediction = replace(predict_run(plan(), None, 1, 1), memory=3 * 2.0**30, seconds=0.5)
     assert prediction.compared(4 * 2.0**30, 0.4) == (
-        "predicted: memory of the fullest rank 3.0 GiB, measured 4.0 GiB (25.0% too low); step 0.5 s, measured 0.4 s "
+        "predicted: memory of the largest rank 3.0 GiB, measured 4.0 GiB (25.0% too low); step 0.5 s, measured 0.4 s "
         "(25.0% too high)"
     )
     assert prediction.compared(None, 0.4).startswith("predicted: step 0.5 s")
     assert prediction.compared(0, None) == "" and replace(prediction, seconds=None).compared(None, 0.4) == ""
     assert "keeps freed memory too" in replace(prediction, on_cpu=True).compared(4 * 2.0**30, None)
+
+
+def test_a_small_run_on_a_cpu_is_not_compared_with_the_process_around_it() -> None:
+    small = replace(predict_run(plan(), None, 1, 1), memory=2.0**20, on_cpu=True)
+    assert small.compared(60 * 2.0**20, None) == ""
+    assert "too low" in replace(small, on_cpu=False).compared(60 * 2.0**20, None)
+    assert replace(small, memory=2.0**29).compared(2.0**29, None).endswith("measured 0.5 GiB (0.0% too low)")
 
 
 def test_the_tokens_are_those_of_all_replicas() -> None:

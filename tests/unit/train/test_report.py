@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -33,25 +34,37 @@ INFO = RankInfo(
 )
 
 
-def reporter(tmp_path: Path, device: str, *settings: str) -> RunReporter:
+def trainer_on(device: str, *settings: str, **mesh: Any) -> Any:
+    """Return rank 0's trainer as a reporter sees it. mesh: attributes that its mesh has too."""
     words = ["--tokenizer.path", "x", "--data.source", "x", "--training.precision", "bf16", *settings]
     words += ["--training.steps", "2", "--training.sequence_length", "12", "--training.micro_batch_size", "1"]
     words += ["--training.micro_batches", "1", "--model.preset", "tiny"]
-    mesh = SimpleNamespace(
+    config = load_run(None, words).config
+    on_rank = SimpleNamespace(
         rank=0,
         device=torch.device(device),
+        layout=config.layout,
         max_over_world=float,
         sum_over_world=lambda values: [4 * each for each in values],
         barrier=lambda: None,
     )
-    trainer = SimpleNamespace(
-        mesh=mesh,
-        config=load_run(None, words).config,
+    vars(on_rank).update(mesh)
+    return SimpleNamespace(
+        mesh=on_rank,
+        config=config,
         total_steps=2,
         shape=tiny_shape(),
         state=SimpleNamespace(step=0),
+        kernels=SimpleNamespace(name="fused"),
     )
-    return RunReporter(trainer, INFO, tmp_path / "metrics.jsonl", tmp_path)  # type: ignore[arg-type]
+
+
+def reporter_of(trainer: Any, tmp_path: Path) -> RunReporter:
+    return RunReporter(trainer, INFO, tmp_path / "metrics.jsonl", tmp_path)
+
+
+def reporter(tmp_path: Path, device: str, *settings: str) -> RunReporter:
+    return reporter_of(trainer_on(device, *settings), tmp_path)
 
 
 def step(number: int) -> StepReport:
@@ -165,14 +178,15 @@ def test_each_group_of_parameters_has_its_rate_in_the_files(
 
 def profiling(tmp_path: Path, *settings: str) -> tuple[RunReporter, list[str]]:
     """Return rank 0's reporter of four ranks, and what it hands in for the others to see."""
-    made, gathered = reporter(tmp_path, "cpu", "--monitor.profile_steps", "[2]", *settings), list[str]()
+    gathered = list[str]()
 
     def gather(value: str) -> list[str]:
         gathered.append(value)
         return [value, "", "", "the disk is full"]
 
-    made._mesh.gather_objects = gather  # type: ignore[method-assign]
-    made._mesh.layout = SimpleNamespace(world_size=4)  # type: ignore[misc, assignment]
+    trainer = trainer_on("cpu", "--monitor.profile_steps", "[2]", *settings, gather_objects=gather)
+    made = reporter_of(trainer, tmp_path)
+    trainer.mesh.layout = SimpleNamespace(world_size=4)
     return made, gathered
 
 
@@ -208,8 +222,13 @@ def test_a_step_that_fails_is_not_gathered_over_ranks(tmp_path: Path) -> None:
     assert not gathered
 
 
-def compared(made: RunReporter, seconds: list[float], at_start: MemoryUse) -> None:
-    made._prediction = RunPrediction(2.0**30, 2.0, 1000, "assumed", False)
+def compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trainer: Any, seconds: list[float], at_start: MemoryUse
+) -> None:
+    prediction = RunPrediction(2.0**30, 2.0, 1000, "assumed", False)
+    monkeypatch.setattr(module, "predict_run", lambda *_: prediction)
+    made = reporter_of(trainer, tmp_path)
+    made.predict(trainer)
     for number, duration in enumerate(seconds, start=1):
         made.step(replace(step(number), step_seconds=duration), None, {})
     made.compare(at_start)
@@ -221,10 +240,10 @@ def test_the_end_compares_the_median_step_and_the_peak_of_the_whole_run(
     """A device's peaks are since the call before; neither the first step nor a profiled one counts."""
     peaks = iter([2**31, 2**20, 2**20, 2**20, 2**20, 2**20])
     on_gpu.setattr(module, "device_memory", lambda device: MemoryUse(0, next(peaks), 0))
-    made = reporter(tmp_path, "cuda", "--monitor.profile_steps", "[2]")
-    compared(made, [9.0, 8.0, 1.0, 1.0, 3.0], MemoryUse(2**29, 2**29))
+    trainer = trainer_on("cuda", "--monitor.profile_steps", "[2]")
+    compared(on_gpu, tmp_path, trainer, [9.0, 8.0, 1.0, 1.0, 3.0], MemoryUse(2**29, 2**29))
     assert capsys.readouterr().out.splitlines()[-1] == (
-        "predicted: memory of the fullest rank 1.0 GiB, measured 2.0 GiB (50.0% too low); "
+        "predicted: memory of the largest rank 1.0 GiB, measured 2.0 GiB (50.0% too low); "
         "step 2 s, measured 1 s (100.0% too high)"
     )
 
@@ -241,10 +260,12 @@ def test_a_cpu_counts_from_the_start_unless_the_inputs_took_more(
 ) -> None:
     monkeypatch.setattr(module, "process_memory", lambda: MemoryUse(2**30, 2**31))
     monkeypatch.setattr(module, "gemm_flops_per_second", lambda dtype: 1e12)
-    compared(reporter(tmp_path, "cpu"), [1.0, 1.0], MemoryUse(2**29, peak_at_start))
+    compared(monkeypatch, tmp_path, trainer_on("cpu"), [1.0, 1.0], MemoryUse(2**29, peak_at_start))
     assert said in capsys.readouterr().out.splitlines()[-1]
 
 
-def test_a_start_without_a_step_compares_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    compared(reporter(tmp_path, "cpu"), [], MemoryUse(1, 1))
-    assert "predicted" not in capsys.readouterr().out
+def test_a_start_without_a_step_compares_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared(monkeypatch, tmp_path, trainer_on("cpu"), [], MemoryUse(1, 1))
+    assert "measured" not in capsys.readouterr().out
