@@ -1,4 +1,4 @@
-"""Traces of chosen steps (monitor.trace_steps): each rank writes a small file of its own; nothing is gathered."""
+"""Traces of chosen steps (monitor.trace_steps): each rank writes a small file of its own."""
 
 import time
 from collections.abc import Collection, Iterator
@@ -15,16 +15,18 @@ from megalite.launcher.control.step_trace import (
     TraceClock,
     TracedStepFacts,
     host_seconds,
+    step_folder,
 )
 
 
 class StepTracer:
-    """Traces the chosen steps of one rank."""
+    """Traces the chosen steps of one rank. A file that cannot be written ends no run: `failure` says why."""
 
     def __init__(
         self, steps: Collection[int], traces: Path, facts: TracedStepFacts, device: torch.device
     ) -> None:
         """traces: the folder of all traces. facts: of any step."""
+        self.failure = ""
         self._steps, self._traces, self._facts, self._device = frozenset(steps), traces, facts, device
 
     @contextmanager
@@ -38,7 +40,11 @@ class StepTracer:
             yield True
         finally:
             progress.trace = None
-        trace.finished(replace(self._facts, step=step)).write(self._traces)
+        finished, self.failure = trace.finished(replace(self._facts, step=step)), ""
+        try:
+            finished.write(self._traces)
+        except OSError as error:
+            self.failure = f"{step_folder(self._traces, step)} is not complete: {error.strerror}"
 
 
 def clock_of(device: torch.device) -> TraceClock:

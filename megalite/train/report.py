@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from megalite.config.sections.schema import RunConfig
-from megalite.launcher.control.step_trace import TRACES, TracedStepFacts
+from megalite.errors import listed
+from megalite.launcher.control.progress import Activity, progress
+from megalite.launcher.control.step_trace import TRACES, TracedStepFacts, step_folder
 from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
@@ -61,6 +63,7 @@ class RunReporter:
         self._costs: dict[str, Any] = {}  # of a save, for the next step's record
         self._started = time.perf_counter()
         self._path = metrics_file
+        self._profiles = metrics_file.parent / "profiles"
         self._monitor = trainer.config.monitor
         peak = _peak_flops_per_second(trainer.mesh, trainer.config, info)
         self._flops_per_token = cache(partial(flops_per_token, trainer.shape))
@@ -98,7 +101,16 @@ class RunReporter:
         return self.console.working(title, unit, total)
 
     def begin(self, step: int) -> None:
-        """Show that the steps begin. step: the steps that are done."""
+        """Show that the steps begin, and which chosen ones a resumed run has behind it. step: those that are done."""
+        folders = {"profile_steps": self._profiles, "trace_steps": self._path.parent / TRACES}
+        for key, folder in folders.items():
+            steps = [
+                n for n in getattr(self._monitor, key) if n <= step and not step_folder(folder, n).exists()
+            ]
+            if steps:
+                self.say(
+                    f"monitor.{key}: {listed([*map(str, steps)])} came before this start, and left nothing"
+                )
         if self.console is not None:
             self.console.start(step)
 
@@ -111,27 +123,38 @@ class RunReporter:
         if step not in self._monitor.profile_steps:
             yield
             return
-        folder = self._path.parent / "profiles" / f"step-{step:06}"
+        folder = step_folder(self._profiles, step)
         ranks = [rank for rank in self._monitor.profile_ranks if rank < self._mesh.layout.world_size]
         profile = None
         if self._mesh.rank in ranks:
             profile = StepProfile(self._mesh.device, folder, self._mesh.rank)
+        progress.begin(Activity.PROFILING)
         with nullcontext() if profile is None else profile:
             yield
-        failures = self._mesh.gather_objects("" if profile is None else profile.failure) or []
-        for rank, failure in enumerate(failures):
-            if failure:
-                self.warn(f"profile of step {step}, rank {rank}: {failure}")
+            progress.begin(Activity.PROFILING)
+        self._any_failed(f"profile of step {step}", "" if profile is None else profile.failure)
+        progress.begin(Activity.BETWEEN_STEPS)
         if ranks:
             self.say(f"profiled step {step}: {folder}; {HOW_TO_READ}")
 
     @contextmanager
     def traced(self, step: int) -> Iterator[None]:
-        """Run a step and all that follows until the next, traced if monitor.trace_steps has the step."""
+        """Run a step and all that follows until the next, traced if monitor.trace_steps has the step.
+
+        Collective behind a traced step, so that rank 0 can say what failed.
+        """
         with self._tracer.step(step) as traced:
             yield
-        if traced:
+        if traced and not self._any_failed(f"trace of step {step}", self._tracer.failure):
             self.say(f"traced step {step}: megalite timeline {self._path.parent} --step {step}")
+
+    def _any_failed(self, title: str, failure: str) -> bool:
+        """Warn of each rank's failure; return whether there is one, on rank 0. Collective. failure: of this rank."""
+        failures = self._mesh.gather_objects(failure) or []
+        for rank, text in enumerate(failures):
+            if text:
+                self.warn(f"{title}, rank {rank}: {text}")
+        return any(failures)
 
     def saved(self, metrics: SaveMetrics) -> None:
         """Record a checkpoint that was published."""

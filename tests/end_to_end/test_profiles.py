@@ -1,10 +1,12 @@
-"""A run that cannot write a profile trains on, and a resumed one profiles a later step."""
+"""A run that cannot write a profile or a trace trains on, and a resumed one makes those of a later step."""
 
 from pathlib import Path
 
 import pytest
 
 from megalite.cli import main
+from megalite.launcher.control.progress import Activity
+from megalite.planner.traces import read_step
 from tests.support.jobs import training_here
 from tests.support.tiny_run import SETTINGS, write_token_files
 
@@ -16,22 +18,32 @@ def train(*flags: str) -> int:
         return main(["train", "run.toml", *settings, *flags])
 
 
-def test_a_profile_that_fails_ends_no_run_and_a_later_step_of_the_resumed_run_has_one(
+def test_what_cannot_be_written_ends_no_run_and_a_later_step_of_the_resumed_run_leaves_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write_token_files(tmp_path)
     Path("run").mkdir()
-    Path("run/profiles").write_text("in the way")
-    assert train("--training.steps=2", "--monitor.profile_steps=[1]") == 0
-    folder = Path("run/profiles/step-000001")
+    folders = {"profile": Path("run/profiles"), "trace": Path("run/traces")}
+    for folder in folders.values():
+        folder.write_text("in the way")
+    assert train("--training.steps=2", "--monitor.profile_steps=[1]", "--monitor.trace_steps=[1]") == 0
+    said = capsys.readouterr().out
+    for name, folder in folders.items():
+        place = folder / "step-000001"
+        assert f"warning: {name} of step 1, rank 0: {place} is not complete: Not a directory" in said
+        folder.unlink()
+    assert "traced step 1" not in said
     assert (
-        f"warning: profile of step 1, rank 0: {folder} is not complete: Not a directory"
-        in capsys.readouterr().out
+        train("--training.steps=4", "--monitor.profile_steps=[1, 4]", "--monitor.trace_steps=[1, 2, 4]") == 0
     )
-    Path("run/profiles").unlink()
-    assert train("--training.steps=4", "--monitor.profile_steps=[1, 4]") == 0
     said = capsys.readouterr().out
     assert "resumed after step 2" in said and "differ from the checkpoint's: training.steps 2 -> 4" in said
     assert "profiled step 4: run/profiles/step-000004; " in said and "profiled step 1:" not in said
-    assert [folder.name for folder in Path("run/profiles").iterdir()] == ["step-000004"]
+    assert "monitor.profile_steps: 1 came before this start, and left nothing" in said
+    assert "monitor.trace_steps: 1, 2 came before this start, and left nothing" in said
+    for folder in folders.values():
+        assert [step.name for step in folder.iterdir()] == ["step-000004"]
+    # The profile has a phase of its own in the trace of its step, before the step and behind it.
+    phases = [phase.name for phase in read_step(Path("run"), 4).facts.phases]
+    assert phases.count(Activity.PROFILING.value) == 2 and len(phases) > 5

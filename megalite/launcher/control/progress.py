@@ -30,6 +30,7 @@ class Activity(Enum):
     TOTALLING = "summing the step's totals"
     UPDATING = "updating the weights"
     BETWEEN_STEPS = "between two steps"
+    PROFILING = "starting or writing the profile"
     VALIDATING = "validating"
     SAVING = "saving a checkpoint"
     EXPORTING = "exporting"

@@ -70,6 +70,16 @@ def test_a_step_that_fails_leaves_no_file(tracer: StepTracer, tmp_path: Path) ->
     assert progress.trace is None and not trace_file(tmp_path / "traces", 3, 0).exists()
 
 
+def test_a_file_that_cannot_be_written_ends_no_run(tracer: StepTracer, tmp_path: Path) -> None:
+    (tmp_path / "traces").write_text("in the way")
+    make_step(tracer, 3)
+    folder = tmp_path / "traces" / "step-000003"
+    assert tracer.failure == f"{folder} is not complete: Not a directory"
+    (tmp_path / "traces").unlink()
+    make_step(tracer, 5)
+    assert tracer.failure == "" and trace_file(tmp_path / "traces", 5, 0).exists()
+
+
 def test_a_cpu_has_the_clock_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = clock_of(torch.device("cpu"))
     assert isinstance(clock, HostClock)
