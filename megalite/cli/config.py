@@ -22,7 +22,7 @@ from megalite.config.sections.toml import format_key, format_value, setting_line
 from megalite.config.sources.presets import PRESETS
 from megalite.errors import ConfigError
 from megalite.planner.machine import memory_beyond_any_machine, memory_problems
-from megalite.planner.memory import STATE_BYTES, memory_line
+from megalite.planner.memory import STATE_BYTES, memory_line, state_equations
 from megalite.topology.parameters import parameter_count
 
 _COLUMN = 40
@@ -90,6 +90,7 @@ def _explanation(loaded: LoadedRun, run_file: str) -> Iterator[str]:
         yield memory_line(known, rows) + (
             ' (with training.precision = "bf16")' if known is not config else ""
         )
+        yield from (f"  {equation}" for equation in state_equations(known, rows))
 
 
 def _table(name: str, table: Mapping[str, Any], loaded: LoadedRun) -> Iterator[str]:

@@ -198,6 +198,19 @@ def memory_line(
     return f"memory{where}: {kinds_text(largest, config.optimizer.name)}"
 
 
+def state_equations(config: RunConfig, vocab_size: int) -> Iterator[str]:
+    """Yield for each state of the largest rank "weights 2,000 bytes = 500 values * 4 bytes"; of a known precision.
+
+    The values are this rank's: its tensor slices and layers, with ZeRO its share of them. None for offloaded states.
+    """
+    run = PlannedRun.of(config, vocab_size)
+    memory, exact = largest_rank(run), run.exact_bytes
+    sizes = {"weights": run.weight_bytes, "gradients": run.gradient_bytes, "masters": exact, "moments": exact}
+    for kind, size in sizes.items():
+        if number := memory.kinds[kind]:
+            yield f"{kind} {round(number):,} bytes = {round(number / size):,} values * {size} bytes"
+
+
 def kinds_text(memory: RankMemory, optimizer: str, *, largest_first: bool = False) -> str:
     """Return the memory by kind: "weights 2.1 GiB, gradients ..., adamw ..., activations ..., logits ..."."""
     sizes = {

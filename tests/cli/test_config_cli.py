@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -296,3 +297,16 @@ def test_explain_shows_equations_with_lines_of_the_run_file(capsys: pytest.Captu
     )
     assert "micro_batch_size 1 (--training.micro_batch_size)" in shown
     assert "memory of the largest rank: weights " in shown and "[training]" not in shown
+
+
+def test_explain_has_the_bytes_of_each_state_by_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks of bf16 with ZeRO 1: each has all weights and gradients, half of the masters, two moments of these."""
+    layout = ("--parallel.tensor", "1", "--parallel.pipeline", "1", "--parallel.data", "2")
+    sizes = ("--training.precision", "bf16", "--training.micro_batch_size", "1", "--model.vocab_size", "512")
+    assert main(["config", "show", str(QUICKSTART), "--explain", *layout, *sizes]) == 0
+    shown = capsys.readouterr().out
+    [count] = re.findall(r"^parameters = (\d+)", shown, re.M)
+    values = {"weights": (1, 2), "gradients": (1, 4), "masters": (1 / 2, 4), "moments": (2 / 2, 4)}
+    for kind, (share, size) in values.items():
+        number = int(int(count) * share)
+        assert f"\n  {kind} {number * size:,} bytes = {number:,} values * {size} bytes\n" in shown, shown
