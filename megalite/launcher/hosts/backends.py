@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from megalite.errors import LaunchError
@@ -37,7 +38,7 @@ class Job:
     def local(self) -> bool:
         return self.source == "local"
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         return sum(len(host.slots) for host in self.hosts)
 

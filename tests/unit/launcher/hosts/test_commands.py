@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -233,3 +234,19 @@ def test_the_users_arguments_for_deepspeeds_launcher_do_not_replace_ours(typed):
     alone = BACKENDS["deepspeed-mpich"](JOB, MPICH).commands[0].argv
     [without] = [word for word in alone if word.startswith("--launcher_args")]
     assert ours == f"{without} --x 'a b'" and "--launcher_args" not in argv and "--save_pid" in argv
+
+
+class CountedHosts(tuple[Placed, ...]):
+    """Hosts that count how often they are gone through."""
+
+    passes = 0
+
+    def __iter__(self) -> Iterator[Placed]:
+        type(self).passes += 1
+        return super().__iter__()
+
+
+def test_a_command_for_each_host_does_not_go_through_all_hosts() -> None:
+    hosts = CountedHosts(Placed(f"n{number}", (0, 1), 2 * number, False) for number in range(50))
+    commands = BACKENDS["ssh"](replace(JOB, hosts=hosts), Programs()).commands
+    assert len(commands) == 50 and CountedHosts.passes <= 3
