@@ -4,6 +4,7 @@ Read off DeepSpeed 0.19.8: runtime/zero/stage_1_and_2.py, stage3.py and partitio
 settings that train/optimizer/deepspeed.py hands it.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -84,7 +85,7 @@ def zero_buffers(run: PlannedRun, stage: int, counts: ValueCounts) -> ZeroBuffer
             host=2 * share * offloads,
         )
     sizes = _trained_sizes(run.shape, run.split, stage, _ranks(run))
-    own = size * max(_overlapping(sizes, run.copies), default=0)
+    own = size * largest_overlap(sizes, run.copies)
     if offloads:
         stays = run.weight_bytes * (largest + int(asked["reduce_bucket_size"]))
         host = run.weight_bytes * largest + own + (size + run.weight_bytes) * counts.trained / run.copies
@@ -109,18 +110,25 @@ def straddling(run: PlannedRun, bucket: float, every_gradient: float) -> float:
     return min(every_gradient, every_gradient / run.copies + 2 * max(bucket, COLLECTIVE_BYTES))
 
 
-def _overlapping(sizes: tuple[int, ...], copies: int) -> list[int]:
-    """Return, for each partition of the flat weights, the values of the whole weights that it has a part of."""
+@lru_cache(maxsize=4096)
+def largest_overlap(sizes: tuple[int, ...], copies: int) -> int:
+    """Return the most values of whole weights that a partition of the flat weights has parts of.
+
+    Only partitions about the ends of weights have parts of several, so thousands of others are not looked at.
+    """
+    if not sizes:
+        return 0
     ends = list(accumulate(sizes))
-    share = ends[-1] / copies if ends else 0.0
-    return [
-        sum(
-            size
-            for size, end in zip(sizes, ends, strict=True)
-            if end > rank * share and end - size < (rank + 1) * share
-        )
-        for rank in range(copies)
-    ]
+    starts = [0, *ends[:-1]]
+    share = ends[-1] / copies
+    most = max(sizes)
+    for rank in {int(end / share) + beside for end in ends for beside in (-1, 0, 1)}:
+        if not 0 <= rank < copies:
+            continue
+        first, after = bisect_right(ends, rank * share), bisect_left(starts, (rank + 1) * share)
+        if first < after:
+            most = max(most, ends[after - 1] - starts[first])
+    return most
 
 
 @lru_cache(maxsize=256)
