@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from megalite.topology.schedule_timeline import bubble_fraction
+from megalite.topology.schedule_timeline import ideal_timeline
 from megalite.topology.schedules import SCHEDULES
 
 
@@ -15,7 +15,12 @@ def bubble(name: str, stages: int, micro_batches: int, chunks: int) -> float:
     if reason := SCHEDULES[name].problem(stages, micro_batches, chunks):
         raise ValueError(reason)
     formula = published_bubble(name, stages, micro_batches, chunks)
-    return bubble_fraction(name, stages, micro_batches, chunks) if formula is None else formula
+    if formula is not None:
+        return formula
+    simulated = SCHEDULES[name].repeating_micro_batches(stages, micro_batches)
+    work = 3 * chunks  # of a micro batch on a stage
+    length = ideal_timeline(name, stages, simulated, chunks).length + work * (micro_batches - simulated)
+    return 1 - work * micro_batches / length
 
 
 def published_bubble(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:

@@ -56,12 +56,20 @@ class LiveState(NamedTuple):
     begun: tuple[bool, ...]
 
 
-@lru_cache(maxsize=4096)
 def schedule_states(
     name: str, stage: int, stages: int, micro_batches: int, chunks: int
 ) -> tuple[LiveState, ...]:
     """Return the states of a stage under a schedule in which the most is alive: no other one of the same action has
     as much or more."""
+    if not SCHEDULES[name].keeps_all:
+        micro_batches = SCHEDULES[name].repeating_micro_batches(stages, micro_batches)
+    return _fullest_states(name, stage, stages, micro_batches, chunks)
+
+
+@lru_cache(maxsize=4096)
+def _fullest_states(
+    name: str, stage: int, stages: int, micro_batches: int, chunks: int
+) -> tuple[LiveState, ...]:
     states = set(live_states(SCHEDULES[name].order(stage, stages, micro_batches, chunks)))
     most: dict[tuple[Any, ...], list[LiveState]] = {}
     for state in sorted(states, key=lambda state: -sum(state.kept) - sum(state.deferred)):

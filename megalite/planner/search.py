@@ -23,7 +23,7 @@ from megalite.topology.sharding import divisors
 from megalite.topology.stages import pipeline_split
 
 # GPipe and breadth-first keep every micro batch, and take as long as 1F1B and interleaved 1F1B, which do not.
-_SCHEDULES = tuple(name for name in SCHEDULES if name not in ("gpipe", "looped_bfs"))
+_SCHEDULES = tuple(name for name, schedule in SCHEDULES.items() if not schedule.keeps_all)
 # The origin that messages name.
 _ORIGINS = {"deepspeed.zero_optimization": "planned"}
 _MOST_STAGES = 64

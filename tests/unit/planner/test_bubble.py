@@ -62,3 +62,27 @@ def test_other_numbers_are_simulated() -> None:
 def test_numbers_that_the_schedule_refuses() -> None:
     with pytest.raises(ValueError, match="fewer than the 8 that dualpipev needs"):
         bubble("dualpipev", 4, 6, 2)
+
+
+def test_rounds_that_repeat_are_not_simulated_and_change_no_bubble() -> None:
+    for name, stages, batches in product(SCHEDULES, (2, 3, 5), (11, 17, 26, 60)):
+        assert_the_bubble_is_simulated(name, stages, batches)
+    for name, schedule in SCHEDULES.items():
+        sizes = product(range(1, 65), (63, 64, 100, 1001, 10**6))
+        assert all(schedule.repeating_micro_batches(*size) <= min(size[1], 4 * size[0]) for size in sizes), (
+            name
+        )
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_bubble_is_the_simulation_of_every_size_up_to_16_stages_and_64_micro_batches(name: str) -> None:
+    for stages, batches in [*product(range(2, 17), range(1, 65)), (4, 1003), (16, 300)]:
+        assert_the_bubble_is_simulated(name, stages, batches)
+
+
+def assert_the_bubble_is_simulated(name: str, stages: int, batches: int) -> None:
+    chunks = SCHEDULES[name].default_chunks
+    if SCHEDULES[name].problem(stages, batches, chunks) is None:
+        simulated = bubble_fraction(name, stages, batches, chunks)
+        assert bubble(name, stages, batches, chunks) == about(simulated), (stages, batches)

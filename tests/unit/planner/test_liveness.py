@@ -1,9 +1,12 @@
 """The bytes that are alive at each moment of a schedule, for a chunk of round numbers."""
 
+from collections.abc import Iterator, Sequence
+from itertools import product
+
 import pytest
 
 from megalite.planner.activations import Activations
-from megalite.planner.liveness import ChunkMemory, live_states, schedule_states, stage_moments
+from megalite.planner.liveness import ChunkMemory, LiveState, live_states, schedule_states, stage_moments
 from megalite.topology.schedule_timeline import in_flight_chunks
 from megalite.topology.schedules import SCHEDULES, Action
 
@@ -77,3 +80,43 @@ def test_the_fullest_states_are_those_of_the_schedule(name: str) -> None:
 
 def _of_stage(actions: tuple[Action, ...]) -> dict[int, ChunkMemory]:
     return {chunk: CHUNKS[chunk] for chunk in {action.chunk for action in actions}}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_states_of_repeated_rounds_are_those_of_few(name: str) -> None:
+    for stages, batches in product((2, 3, 5), (11, 17, 26, 60)):
+        assert_the_states_are_those_of_whole_orders(name, stages, batches)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_states_are_those_of_every_size_up_to_16_stages_and_64_micro_batches(name: str) -> None:
+    for stages, batches in [*product(range(2, 17), range(1, 65)), (4, 1003), (16, 300)]:
+        assert_the_states_are_those_of_whole_orders(name, stages, batches)
+
+
+def assert_the_states_are_those_of_whole_orders(name: str, stages: int, batches: int) -> None:
+    """The states of which no other has more are compared; a schedule that keeps all micro batches repeats no state."""
+    schedule = SCHEDULES[name]
+    chunks = schedule.default_chunks
+    if schedule.keeps_all or schedule.problem(stages, batches, chunks):
+        return
+    few = schedule.repeating_micro_batches(stages, batches)
+    for stage in range(stages):
+        whole, short = (
+            set(live_states(schedule.order(stage, stages, number, chunks))) for number in (batches, few)
+        )
+        assert whole == short, (stages, stage, batches)
+
+
+def test_a_schedule_of_thousands_of_micro_batches_orders_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = []
+
+    def counted(order: Sequence[Action]) -> Iterator[LiveState]:
+        lengths.append(len(order))
+        return live_states(order)
+
+    monkeypatch.setattr("megalite.planner.liveness.live_states", counted)
+    for name in (name for name, schedule in SCHEDULES.items() if not schedule.keeps_all):
+        schedule_states(name, 1, 6, 6 * 1009, SCHEDULES[name].default_chunks)
+    assert len(lengths) == 5 and max(lengths) <= 6 * 4 * 2 * 3
