@@ -169,14 +169,17 @@ def rank_tables(layout: Layout) -> Iterator[str]:
             place = RankPlace(layout, layout.world_size // STAGES * stage + tensor)
             sizes = [np.prod(place.local_shape(parameter), dtype=int) for parameter in parameters]
             ends = np.cumsum(sizes).tolist()
+            regions_of = [
+                [
+                    region
+                    for region in place.slices(parameter)
+                    if place.is_first_holder(parameter, region[0]) and place.is_first_stage(parameter)
+                ]
+                for parameter in parameters
+            ]
             for data, held in enumerate(balanced_split(ends[-1], layout.data)):
                 rows = of_rank[data * TENSOR + tensor]
-                for turn, (parameter, end, size) in enumerate(zip(parameters, ends, sizes, strict=True)):
-                    regions = [
-                        region
-                        for region in place.slices(parameter)
-                        if place.is_first_holder(parameter, region[0]) and place.is_first_stage(parameter)
-                    ]
+                for turn, (regions, end, size) in enumerate(zip(regions_of, ends, sizes, strict=True)):
                     whole = range(end - int(size), end)
                     if turn % layout.data == data:
                         rows += _rows(regions, whole, whole, ("weight",))
@@ -401,8 +404,7 @@ def main() -> None:
         for data in sizes:
             layout = layout_of(data)
             for step, run in steps(layout, Path(name)).items():
-                # Few cards have thousands of micro batches each, whose schedules take minutes.
-                if (chosen is None or step in chosen) and not (step == "planned" and data < DATA[1]):
+                if chosen is None or step in chosen:
                     figures = measured(run)
                     row = {"ranks": layout.world_size, "step": step, "seconds": round(figures.seconds, 3)}
                     rows.append({**row, "megabytes": round(figures.megabytes, 1), "note": figures.note})
