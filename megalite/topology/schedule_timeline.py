@@ -1,12 +1,13 @@
 """Check and simulation of schedules: deadlocks, the start of each action, the activations in memory."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import chain, product
 
 from megalite.topology.schedules import SCHEDULES, Action
 from megalite.topology.stages import PipelineSplit
+
+_DURATIONS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,8 @@ class Costs:
         """Return the duration of an action."""
         if self.durations is not None:
             return self.durations[action]
-        kinds = {
-            "F": self.forward,
-            "B": self.backward,
-            "I": self.input_gradient,
-            "W": self.weight_gradient,
-        }
-        return kinds[action.kind] * (1 if self.chunks is None else self.chunks[action.chunk])
+        duration: float = getattr(self, _DURATIONS[action.kind])
+        return duration * (1 if self.chunks is None else self.chunks[action.chunk])
 
 
 UNIT = Costs()
@@ -93,13 +89,13 @@ def play(orders: Sequence[Sequence[Action]], costs: Costs = UNIT) -> Timeline:
     Transfers take no time. Raises ValueError for a missing or repeated action, and for a deadlock, with the action at
     which each stage waits.
     """
-    every = [action for order in orders for action in order]
+    every = list(chain.from_iterable(orders))
     chunks = 1 + max(action.chunk for action in every)
     micro_batches = 1 + max(action.micro_batch for action in every)
     if unfinished := list(_unfinished(orders, chunks, micro_batches)):
         raise ValueError("; ".join(unfinished))
     starts: dict[tuple[int, Action], float] = {}
-    ends: dict[Action, float] = {}
+    ends: dict[tuple[str, int, int], float] = {}
     free_at: list[float] = [0] * len(orders)
     position = [0] * len(orders)
     moved = True
@@ -108,12 +104,16 @@ def play(orders: Sequence[Sequence[Action]], costs: Costs = UNIT) -> Timeline:
         for stage, order in enumerate(orders):
             while position[stage] < len(order):
                 action = order[position[stage]]
-                needed = list(_needs(action, chunks))
-                if any(each not in ends for each in needed):
+                start = free_at[stage]
+                try:
+                    for needed in _needs(action, chunks):
+                        start = max(start, ends[needed])
+                except KeyError:
                     break
-                start = max([free_at[stage], *(ends[each] for each in needed)])
                 starts[stage, action] = start
-                free_at[stage] = ends[_as_needed(action)] = start + costs.of(action)
+                kind, chunk, micro_batch = action
+                end = start + costs.of(action)
+                free_at[stage] = ends["I" if kind == "B" else kind, chunk, micro_batch] = end
                 position[stage] += 1
                 moved = True
     waiting = [
@@ -126,22 +126,15 @@ def play(orders: Sequence[Sequence[Action]], costs: Costs = UNIT) -> Timeline:
     return Timeline(starts, len(orders), costs)
 
 
-def _needs(action: Action, chunks: int) -> Iterator[Action]:
-    """Yield the actions that must have ended before `action` starts, with I in place of B."""
+def _needs(action: Action, chunks: int) -> tuple[tuple[str, int, int], ...]:
+    """Return the actions that must have ended before `action` starts, with I in place of B."""
     kind, chunk, micro_batch = action
     if kind == "W":
-        yield Action("I", chunk, micro_batch)
-    elif kind == "F":
-        if chunk > 0:
-            yield Action("F", chunk - 1, micro_batch)
-    else:
-        yield Action("F", chunk, micro_batch)
-        if chunk < chunks - 1:
-            yield Action("I", chunk + 1, micro_batch)
-
-
-def _as_needed(action: Action) -> Action:
-    return action._replace(kind="I") if action.kind == "B" else action
+        return (("I", chunk, micro_batch),)
+    if kind == "F":
+        return (("F", chunk - 1, micro_batch),) if chunk > 0 else ()
+    own = ("F", chunk, micro_batch)
+    return (own, ("I", chunk + 1, micro_batch)) if chunk < chunks - 1 else (own,)
 
 
 def check_order(orders: Sequence[Sequence[Action]], split: PipelineSplit, micro_batches: int) -> list[str]:
@@ -167,9 +160,11 @@ def check_order(orders: Sequence[Sequence[Action]], split: PipelineSplit, micro_
 
 def _unfinished(orders: Sequence[Sequence[Action]], chunks: int, micro_batches: int) -> Iterator[str]:
     """Yield a message for each (chunk, micro batch) that does not run exactly once forward and once backward."""
-    times = Counter(action for order in orders for action in order)
+    ran: dict[tuple[int, int], str] = {}
+    for kind, chunk, micro_batch in chain.from_iterable(orders):
+        ran[chunk, micro_batch] = ran.get((chunk, micro_batch), "") + kind
     for chunk, micro_batch in product(range(chunks), range(micro_batches)):
-        done = "".join(kind * times[Action(kind, chunk, micro_batch)] for kind in ("F", "B", "I", "W"))
+        done = "".join(sorted(ran.get((chunk, micro_batch), ""), key="FBIW".index))
         if done not in ("FB", "FIW"):
             did = done or "nothing"
             yield f"micro batch {micro_batch} in chunk {chunk} runs as {did}, which is neither FB nor FIW"
