@@ -39,19 +39,19 @@ class Reading:
         return key in self.keys and self.keys[key] in ON
 
     def take(self, key: str, settings: Mapping[str, Any], reason: str = "") -> None:
-        """KeyAnswer a key that means the same here; reason: a note behind it. No settings: it already is so here."""
+        """Answer a key that means the same here; reason: a note behind it. No settings: it already is so here."""
         self._answer(key, Outcome.TAKEN, settings, reason)
 
     def change(self, key: str, settings: Mapping[str, Any], reason: str) -> None:
-        """KeyAnswer a key whose setting of ours has another meaning or value. reason: the difference."""
+        """Answer a key whose setting of ours has another meaning or value. reason: the difference."""
         self._answer(key, Outcome.CHANGED, settings, reason)
 
     def no_effect(self, key: str, reason: str) -> None:
-        """KeyAnswer a key that changes nothing here. reason: why."""
+        """Answer a key that changes nothing here. reason: why."""
         self._answer(key, Outcome.NO_EFFECT, {}, reason)
 
     def refuse(self, key: str, reason: str, remedy: str, *, numbers: bool = True) -> None:
-        """KeyAnswer a key that cannot be taken. numbers: whether the training computes other numbers without it."""
+        """Answer a key that cannot be taken. numbers: whether the training computes other numbers without it."""
         if key not in self.answered:
             self.answered.add(key)
             written, value = self.names.get(key, key), self.keys.get(key)
@@ -171,7 +171,7 @@ def computed(readers: Mapping[Callable[[Reading, str, Any], None], str]) -> dict
 
 
 def apply_rules(reading: Reading, rules: Mapping[str, KeyRule]) -> None:
-    """KeyAnswer every key by its rule. A key without one, or with an unusable value, is refused."""
+    """Answer every key by its rule. A key without one, or with an unusable value, is refused."""
     for key, value in reading.keys.items():
         if key in reading.answered:
             continue

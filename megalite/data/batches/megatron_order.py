@@ -27,7 +27,6 @@ from megalite.data.files.fingerprint import content_fingerprint
 from megalite.data.files.token_file import TokenFile, idx_path
 from megalite.errors import DataError
 
-LARGEST_SEED = 2**32 - 1
 _VERSION = 1  # of the files below; another number builds them anew
 _SEPARATE_LAST_EPOCH = 0.80
 _SURPLUS = 0.005  # further samples of a blended set (mid_level_dataset_surplus)

@@ -9,7 +9,6 @@ import torch
 from megalite.convert.foreign.unpickle import Foreign, load_pickle
 from megalite.errors import CheckpointError
 
-NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _MOST_VALUES = 50_000
 """Values after shared ones are written out, which a small file can make billions of."""
 _LONGEST = 1 << 14

@@ -206,11 +206,6 @@ def read_saving(reading: Reading, key: str, value: Any) -> None:
         reading.take(key, {"checkpoint.every": whole(value)})
 
 
-def _has_validation(reading: Reading) -> bool:
-    split = reading.account.settings.get("data.split", [1.0, 0.0, 0.0])
-    return reading.has("valid_data_paths") or (reading.has("data_path") and split[1] > 0)
-
-
 def read_evaluation(reading: Reading, key: str, value: Any) -> None:
     count = whole(value)
     if count == 0 or not (reading.has("data_path") or reading.has("valid_data_paths")):
