@@ -29,7 +29,6 @@ class ContextSizes:
     query: float
     key_value: float
     spread: float
-    heads: float
 
     @classmethod
     def of(cls, run: PlannedRun) -> "ContextSizes":
@@ -45,7 +44,6 @@ class ContextSizes:
             heads * shape.head_dim / tensor,
             shared * both / tensor,
             spread * both / tensor,
-            heads / tensor,
         )
 
 
@@ -89,11 +87,6 @@ def context_working(sizes: ContextSizes, method: ContextMethod, *, recomputed: b
     if method == "ring":
         return 2 * sizes.tokens * sizes.key_value
     return context_kept(sizes, method) if recomputed else 0.0
-
-
-def context_scores(sizes: ContextSizes, sequence_length: int) -> float:
-    """Return the scores that each rank works on: the same number on all of them."""
-    return sizes.tokens * sizes.heads * sequence_length / 2
 
 
 def context_problems(run: PlannedRun, layout: Layout, *, sequence_parallel: bool) -> Iterator[Problem]:
