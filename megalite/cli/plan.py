@@ -78,10 +78,6 @@ def run(arguments: Sequence[str]) -> int:
 def _axes(options: argparse.Namespace, base: PlanBase) -> PlannedAxes:
     """Return the axes that are planned and not trained. Raises ConfigError where cards or options cannot have them."""
     axes = PlannedAxes(options.context, options.context_method, options.expert, options.expert_tensor)
-    cards = options.nodes * (options.cards_per_node or 8)
-    if cards % axes.context:
-        message = f"{axes.context} does not divide {cards:,} cards"
-        raise ConfigError([Problem("--context", message, "use a divisor")])
     formulas = bool(axes.text) or base.mixture is not None
     for name, why in (
         ("write", "so that no file can say the plan"),
@@ -91,6 +87,13 @@ def _axes(options: argparse.Namespace, base: PlanBase) -> PlannedAxes:
         if formulas and getattr(options, name):
             message = f"a run has no experts, latent attention or context parallelism yet, {why}"
             raise ConfigError([Problem(f"--{name}", message, f"plan without --{name}")])
+    if axes.text and options.fit:
+        message = "has no effect on one card, which --fit plans for"
+        raise ConfigError([Problem("--context" if axes.context > 1 else "--expert", message, "leave it out")])
+    cards = (options.nodes or 1) * (options.cards_per_node or 8)  # a measured machine has no number of nodes
+    if cards % axes.context:
+        message = f"{axes.context} does not divide {cards:,} cards"
+        raise ConfigError([Problem("--context", message, "use a divisor")])
     return axes
 
 

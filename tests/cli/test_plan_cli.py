@@ -305,6 +305,25 @@ def test_sequences_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     assert "the model has no experts" in said(capsys, *SMALL, "--expert", "2", code=1)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--expert", "2", "--calibrate"], "--calibrate: a run has no experts, latent attention or context"),
+        (["--context", "2", "--calibration", "none.json"], "so that nothing was measured of them"),
+        (["--expert-tensor", "2", *CARD, "--fit"], "--expert: has no effect on one card"),
+        (["--context", "2", *CARD, "--fit"], "--context: has no effect on one card"),
+    ],
+)
+def test_axes_that_are_planned_only_go_without_other_options(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in said(capsys, "small", *options, code=2)
+
+
+def test_a_mixture_is_not_planned_by_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "so that nothing is measured" in said(capsys, mixture_file(tmp_path), "--calibrate", code=2)
+
+
 def test_train_refuses_the_mixture_that_plan_knows(tmp_path: Path) -> None:
     settings = {"model.hf_config": mixture_file(tmp_path), "training.steps": 1}
     with pytest.raises(ConfigError, match='is of model_type "deepseek_v2"'):
