@@ -15,6 +15,7 @@ from megalite.planner.memory import kinds_text, stage_memory
 from megalite.planner.operations import ParameterCount, token_operations
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.search import LayoutSearch, PlannedLayout, needs_too_much
+from megalite.planner.step_time import StepTime
 from megalite.topology.experts import MixtureShape
 from megalite.topology.shape import ModelShape
 
@@ -36,7 +37,7 @@ def plan_lines(
     yield cluster.assumptions
     yield ""
     if found.fitting:
-        yield from _best_lines(found.fitting[0], config, rows, cluster, options)
+        yield from _best_lines(found.fitting[0], config, operations, cluster, options)
         yield ""
         yield f"{'tokens/s':>12}{'memory':>11}  layout"
         for layout in found.fitting[:_SHOWN]:
@@ -47,19 +48,19 @@ def plan_lines(
 
 
 def _best_lines(
-    best: PlannedLayout, config: RunConfig, rows: int, cluster: Machine, options: argparse.Namespace
+    best: PlannedLayout, config: RunConfig, operations: int, cluster: Machine, options: argparse.Namespace
 ) -> Iterator[str]:
-    length, time, memory = config.training.sequence_length, best.time, best.memory
-    speed = config.batch.global_batch_size * length / time.total
+    time, memory = best.time, best.memory
+    speed = config.batch.global_batch_size * config.training.sequence_length / time.total
     peak = cluster.peak(config.training.precision)
     assert peak is not None
-    share = speed * token_operations(config.shape(rows), length).model / (peak * cluster.cards)
+    share = speed * operations / (peak * cluster.cards)
     yield f"best: {_layout_text(best)}"
     yield f"  memory  {memory_text(memory.peak)} of {cluster.memory_bytes // GIB} GiB on the fullest card"
     yield f"          {kinds_text(memory, config.optimizer.name)}"
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in vars(time).items() if seconds >= 0.005)
     yield f"  step    {time.total:.2f} s: {parts}"
-    yield from _axes_lines(best.run)
+    yield from _axes_lines(best.run, best.time)
     yield f"  speed   {speed:,.0f} tokens/s, {speed / cluster.cards:,.0f} a card, MFU {share:.0%}"
     if options.tokens:
         seconds = options.tokens / speed
@@ -85,15 +86,17 @@ def _model_text(config: RunConfig, shape: ModelShape) -> str:
     return ", ".join(words)
 
 
-def _axes_lines(run: PlannedRun) -> Iterator[str]:
+def _axes_lines(run: PlannedRun, time: StepTime) -> Iterator[str]:
     """Yield what a card sends for its experts and its part of the sequences, in a layer and micro batch."""
     if run.axes.expert > 1:
         sent = exchanged_values(run, recomputed=run.training.recompute == "full") * run.weight_bytes
-        yield f"  experts {memory_text(sent)} of tokens sent by a card a layer and micro batch"
+        words = "of tokens sent by a card a layer and micro batch"
+        yield f"  experts {memory_text(sent)} {words}, {time.experts:.2f} s a step"
     if run.axes.context > 1:
         again, method = run.training.recompute != "none", run.axes.context_method
         sent = context_traffic(ContextSizes.of(run), method, recomputed=again) * run.weight_bytes
-        yield f"  context {memory_text(sent)} of keys and values sent by a card a layer and micro batch"
+        words = "of keys and values sent by a card a layer and micro batch"
+        yield f"  context {memory_text(sent)} {words}, {time.context:.2f} s a step"
 
 
 def _refusal_lines(found: LayoutSearch, cluster: Machine) -> Iterator[str]:

@@ -134,8 +134,8 @@ def search(
     planned: list[PlannedLayout] = []
     refused: list[RefusedLayout] = []
     for choice in every_choice(ranks, cluster):
-        problem = next(layout_problems(_with_choice(checked, config, choice)), None)
-        problem = problem or next(axes_problems(base, choice), None)
+        problem = next(axes_problems(base, choice), None)  # these take less time than the rules of a run
+        problem = problem or next(layout_problems(_with_choice(checked, config, choice)), None)
         if problem is not None:
             refused.append(RefusedLayout(choice, problem))
         else:

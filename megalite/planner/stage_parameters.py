@@ -1,5 +1,6 @@
 """How many values of the parameters, of the trained ones and of the optimizer's state a rank of each stage has."""
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -89,9 +90,16 @@ def chunk_counts(run: PlannedRun, chunk: int) -> ValueCounts:
     if run.shape.adapter is None and not isinstance(run.shape, MixtureShape):
         return _layer_counts(run.shape, 0, ranks, kept).times(len(layers))
     counts = ValueCounts()
-    for layer in layers:  # an adapter may name single layers, and a mixture has two kinds
-        counts += _layer_counts(run.shape, alike(run.shape, layer), ranks, kept)
+    # An adapter may name single layers, and a mixture has two kinds.
+    for layer, number in _numbers(run.shape, layers).items():
+        counts += _layer_counts(run.shape, layer, ranks, kept).times(number)
     return counts
+
+
+@lru_cache(maxsize=1024)
+def _numbers(shape: ModelShape, layers: range) -> Counter[int]:
+    """Return the first layer of each kind -> the number of layers like it."""
+    return Counter(alike(shape, layer) for layer in layers)
 
 
 def _kept(optimizer: OptimizerConfig) -> _Kept:
