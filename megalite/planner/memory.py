@@ -21,6 +21,7 @@ from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import ValueCounts, ZeroShares, chunk_counts, stage_counts
 from megalite.planner.zero_buffers import (
     ZeroBuffers,
+    largest_of_layer,
     largest_values,
     partitioned_stage,
     straddling,
@@ -167,7 +168,8 @@ def _end(
     )
     # Without ZeRO's flat weights torch's SGD on the host goes through them one by one.
     by_one = run.on_cpu and not run.zero_stage and run.optimizer.name == "sgd"
-    of_update = max(one if by_one else record.working * updated, record.working_on_largest * one)
+    of_matrix = record.working_on_matrix * run.exact_bytes * largest_of_layer(run)
+    of_update = max(one if by_one else record.working * updated, record.working_on_largest * one, of_matrix)
     if partitioned_stage(run) == 1 and run.zero_stage:
         # Its share moves out of the sums, which are freed then.
         return max(

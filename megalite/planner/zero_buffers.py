@@ -32,14 +32,15 @@ class ZeroBuffers:
     """Bytes on a rank; all zero without DeepSpeed.
 
     gathered: of weights, from their forward to their backward. prefetched: of the buffer that weights are gathered in,
-    during a forward. table: of the gathered embedding, until the end of a backward. first, later: of gradients beside
-    the rank's share, at the end of the first backward and of each later one. bucket: of gradients that are reduced,
-    with the copy that is. update: of copies of the share while weights are updated. buffers: that stay.
-    host: that stay beside an optimizer state on the host.
+    during a forward; at_once: once, before its first layer, or again and again. table: of the gathered embedding,
+    until the end of a backward. first, later: of gradients beside the rank's share, at the end of the first backward
+    and of each later one. bucket: of gradients that are reduced, with the copy that is. update: of copies of the share
+    while weights are updated. buffers: that stay. host: that stay beside an optimizer state on the host.
     """
 
     gathered: float = 0.0
     prefetched: float = 0.0
+    at_once: bool = False
     table: float = 0.0
     first: float = 0.0
     later: float = 0.0
@@ -74,10 +75,13 @@ def zero_buffers(run: PlannedRun, stage: int, counts: ValueCounts) -> ZeroBuffer
     if run.zero_stage == 3:
         live = min(counts.weights, int(asked.get("stage3_max_live_parameters", _MOST_LIVE)))
         ahead = int(asked.get("stage3_prefetch_bucket_size", _PREFETCHED))
+        # The embedding is waited for before the others are asked for.
+        others = live - min(live, table_values(run))
         table = run.weight_bytes * table_values(run) * trains(run, EMBEDDING)
         return ZeroBuffers(
             run.weight_bytes * live,
-            run.weight_bytes * min(live, ahead),
+            run.weight_bytes * min(others, ahead),
+            others <= ahead,
             table,
             # One gradient alone is reduced where it lies.
             bucket=filled * (2 if filled > size * largest else 1),
@@ -143,7 +147,12 @@ def largest_values(run: PlannedRun, stage: int) -> int:
     """Return the values of the largest trained weight of a stage; its layers are as the model's first and last one."""
     chunks, last = run.split.chunks_of(stage), len(run.split.layers) - 1
     names = [name for name, chunk in ((EMBEDDING, 0), (HEAD, last)) if chunk in chunks and trains(run, name)]
-    return max(_largest_of_layer(run.shape, _ranks(run)), table_values(run) if names else 0)
+    return max(largest_of_layer(run), table_values(run) if names else 0)
+
+
+def largest_of_layer(run: PlannedRun) -> int:
+    """Return the values of the largest trained weight of a layer on a rank."""
+    return _largest_of_layer(run.shape, _ranks(run))
 
 
 def _ranks(run: PlannedRun) -> tuple[int, int]:

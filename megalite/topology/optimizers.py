@@ -81,7 +81,8 @@ class OptimizerRecord:
     betas, eps and momentum that it reads; every optimizer reads the others. momentum: its default where it has one.
     whole_matrices: it computes with whole matrices, which ZeRO's partitions cut through. native: DeepSpeed has a
     compiled form of it, deepspeed.native_optimizer. working: values that an update makes meanwhile, a trained weight;
-    working_on_largest: the same for each value of the largest weight, where weights are updated one by one.
+    working_on_largest, working_on_matrix: the same for each value of the largest weight, or of the largest one of a
+    layer, where weights are updated one by one.
     deepspeed: its form in DeepSpeed's JSON; None: DeepSpeed has none,
     or one of another rule. note: for the description of `optimizer.name`.
     """
@@ -94,6 +95,7 @@ class OptimizerRecord:
     native: bool = False
     working: int = 0
     working_on_largest: int = 0
+    working_on_matrix: int = 0
     deepspeed: DeepSpeedForm | None = None
     note: str = ""
 
@@ -170,7 +172,7 @@ _EVERY = (
         ("betas", "eps", "momentum"),
         momentum=0.95,
         whole_matrices=True,
-        working_on_largest=3,
+        working_on_matrix=3,
         note="adamw for embeddings, head, norms and biases",
     ),
 )
