@@ -124,7 +124,9 @@ def main() -> None:
     parser = report.parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=SEED)
     parser.add_argument("--cases", default="", help="numbers of the configurations to run; default: all")
-    parser.add_argument("--again", type=Path, help="file of measurements to predict again")
+    parser.add_argument(
+        "--again", type=Path, help="file of measurements to predict again, and to add --cases to"
+    )
     arguments = report.arguments_of(parser)
     facts, seed = report.machine(), arguments.seed
     drawn = list(enumerate(configurations(random.Random(seed), CASES)))
@@ -134,10 +136,12 @@ def main() -> None:
     if arguments.again:
         kept = json.loads(arguments.again.read_text())
         facts, seed = {name: kept[name] for name in facts}, kept["seed"]
-        drawn, rows = [], [predicted(row) for row in kept["rows"]]
+        rows = [predicted(row) for row in kept["rows"]]
+        drawn = drawn if arguments.cases else []
     for row in measure(drawn[:3] if arguments.quick else drawn):
         print(f"{row['case']:2} {row['measured']:11,} {row['predicted']:11,} bytes", flush=True)
         rows.append(row)
+    rows.sort(key=lambda row: cast(int, row["case"]))
     shown = [
         {**row, "measured": round(row["measured"] / MIB), "predicted": round(row["predicted"] / MIB)}
         for row in rows
