@@ -124,7 +124,7 @@ def stage_moments(states: Sequence[LiveState], chunks: Mapping[int, ChunkMemory]
             with_loss = loss + of_loss.kept + of_loss.forward
             moments.append(StageMoment(activations + layers.kept + working, with_loss, gathered))
             if zero.prefetched:
-                of_layers = activations + (0.0 if zero.at_once else layers.kept + layers.forward)
+                of_layers = activations + layers.kept + layers.forward
                 moments.append(StageMoment(of_layers, loss, gathered + zero.prefetched))
         elif state.kind == WEIGHT:
             moments.append(StageMoment(activations, loss, gradients))

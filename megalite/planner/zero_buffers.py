@@ -32,7 +32,7 @@ class ZeroBuffers:
     """Bytes on a rank; all zero without DeepSpeed.
 
     gathered: of weights, from their forward to their backward. prefetched: of the buffer that weights are gathered in,
-    during a forward; at_once: once, before its first layer, or again and again. table: of the gathered embedding,
+    during a forward, until the last of them is used. table: of the gathered embedding,
     until the end of a backward. first, later: of gradients beside the rank's share, at the end of the first backward
     and of each later one. bucket: of gradients that are reduced, with the copy that is. update: of copies of the share
     while weights are updated. buffers: that stay. host: that stay beside an optimizer state on the host.
@@ -40,7 +40,6 @@ class ZeroBuffers:
 
     gathered: float = 0.0
     prefetched: float = 0.0
-    at_once: bool = False
     table: float = 0.0
     first: float = 0.0
     later: float = 0.0
@@ -81,7 +80,6 @@ def zero_buffers(run: PlannedRun, stage: int, counts: ValueCounts) -> ZeroBuffer
         return ZeroBuffers(
             run.weight_bytes * live,
             run.weight_bytes * min(others, ahead),
-            others <= ahead,
             table,
             # One gradient alone is reduced where it lies.
             bucket=filled * (2 if filled > size * largest else 1),

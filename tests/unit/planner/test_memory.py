@@ -8,15 +8,14 @@ import pytest
 
 from megalite.config.sections.schema import ModelComputeSettings, OptimizerConfig
 from megalite.planner import memory as planner_memory
-from megalite.planner.activations import Activations, layer_activations, layer_tensors
-from megalite.planner.liveness import ChunkMemory, LiveState, stage_moments
+from megalite.planner.activations import layer_activations, layer_tensors
+from megalite.planner.liveness import LiveState
 from megalite.planner.memory import RankMemory, stage_counts, stage_memory, stage_states
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import ValueCounts
 from megalite.planner.zero_buffers import ZeroBuffers, zero_buffers
 from megalite.topology.adapter import Lora, Prefix
 from megalite.topology.axes import Layout
-from megalite.topology.schedules import FORWARD
 from megalite.topology.shape import ModelShape
 from tests.support.parity import about
 from tests.unit.planner.plans import SHAPE, plan
@@ -234,21 +233,11 @@ def test_zero_2_and_3_reduce_a_bucket_of_gradients_beside_the_copy_that_is_reduc
 def test_zero_3_has_weights_gathered_and_the_buffer_that_they_come_in() -> None:
     run = plan(layout=Layout(data=2), zero_stage=3)
     of_zero = zero_buffers(run, 0, stage_counts(run, 0))
-    # The embedding comes first, by itself; then all others in one buffer, before a layer keeps anything.
+    # The embedding comes first, by itself; then all others in one buffer.
     assert of_zero.gathered == of_zero.prefetched + 2 * V * H == 2 * ONE_PROCESS
-    assert of_zero.at_once
     limits = {"stage": 3, "stage3_max_live_parameters": 2 * V * H, "stage3_prefetch_bucket_size": 10}
     of_zero = zero_buffers(replace(run, zero=limits), 0, stage_counts(run, 0))
-    assert (of_zero.gathered, of_zero.prefetched) == (2 * 2 * V * H, 2 * 10) and not of_zero.at_once
-
-
-def test_weights_that_come_at_once_come_before_any_layer_keeps_something() -> None:
-    state = LiveState(FORWARD, 0, (0,), (0,), (False,))
-    layers = Activations(kept=100.0, forward=10.0)
-    for at_once, most in ((True, 50.0), (False, 160.0)):
-        zero = ZeroBuffers(gathered=0.0, prefetched=50.0, at_once=at_once)
-        moments = stage_moments([state], {0: ChunkMemory(layers, zero=zero)})
-        assert [moment.total for moment in moments] == [110.0, most]
+    assert (of_zero.gathered, of_zero.prefetched) == (2 * 2 * V * H, 2 * 10)
 
 
 def test_muon_works_on_a_matrix_of_a_layer_at_a_time() -> None:
