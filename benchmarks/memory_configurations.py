@@ -86,8 +86,8 @@ _MOST_FLOPS = {"fp32": 4e10, "bf16": 1e10}
 
 def configurations(generator: random.Random, cases: int) -> list[dict[str, Any]]:
     """Return the settings of so many configurations; each value of an axis is in about as many as any other."""
-    columns = {name: _column(generator, values, cases) for name, values in AXES.items()}
-    tables = [_column(generator, each, cases) for each in (LAYOUTS, FAMILIES, ADAPTERS, RECOMPUTE, DROPOUT)]
+    columns = {name: column(generator, values, cases) for name, values in AXES.items()}
+    tables = [column(generator, each, cases) for each in (LAYOUTS, FAMILIES, ADAPTERS, RECOMPUTE, DROPOUT)]
     rows = []
     for case in range(cases):
         layout, family, adapter, recompute, dropout = (table[case] for table in tables)
@@ -118,10 +118,11 @@ def predicted_peak(config: RunConfig) -> tuple[float, dict[str, float]]:
     return memory.peak + memory.host, memory.kinds | {"host": memory.host}
 
 
-def _column(generator: random.Random, values: Sequence[Any], cases: int) -> list[Any]:
-    column = [values[index % len(values)] for index in range(cases)]
-    generator.shuffle(column)
-    return column
+def column(generator: random.Random, values: Sequence[Any], cases: int) -> list[Any]:
+    """Return so many of the values in an order that is drawn, each about as often as any other."""
+    drawn = [values[index % len(values)] for index in range(cases)]
+    generator.shuffle(drawn)
+    return drawn
 
 
 def _agreed(row: dict[str, Any], generator: random.Random) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from megalite.config.sections.schema import RunConfig
 from megalite.data.batches.loader import StepLoader
 from megalite.monitor.memory import process_memory
 from megalite.parallel.mesh import ParallelMesh
-from megalite.parallel.step_batch import StepBatch
+from megalite.train.step.part_times import RandomLoader
 from megalite.train.step.precision import DTYPES
 from megalite.train.step.train_step import TrainStep
 
@@ -43,22 +43,6 @@ TINY = {
     "model.intermediate_size": 64,
     "training.sequence_length": 16,
 }
-
-
-class RandomLoader:
-    """Gives this rank's rows of a global batch of random ids."""
-
-    def __init__(self, config: RunConfig, mesh: ParallelMesh):
-        self._config, self._mesh = config, mesh
-
-    def step_batch(self, consumed_samples: int, *, dtype: torch.dtype) -> StepBatch:
-        plan, length = self._config.batch, self._config.training.sequence_length
-        count = plan.global_batch_size // plan.data
-        ids = torch.randint(int(self._config.model.vocab_size), (count, length))
-        positions = torch.arange(length).repeat(count, 1)
-        return StepBatch(
-            ids, positions, ids.roll(-1, dims=1), torch.ones(ids.shape, dtype=dtype), torch.arange(count)
-        )
 
 
 def peak(config: RunConfig, tiny: RunConfig) -> int:

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu.training import MODEL, SEQUENCE_LENGTH, SEQUENCES, TINY
-from benchmarks.memory_prediction import RandomLoader, resolved
+from benchmarks.memory_configurations import resolved
 from megalite.checkpoint.manifest import Base
 from megalite.config.sections.adapter_section import AdapterConfig
 from megalite.config.sections.schema import RunConfig
@@ -37,6 +37,7 @@ from megalite.selftest.decide import KernelChoice, agreed_kernels
 from megalite.train.step import train_step
 from megalite.train.step.calibrate import calibrate
 from megalite.train.step.calibration_probes import Probes
+from megalite.train.step.part_times import RandomLoader
 from megalite.train.step.precision import DTYPES
 
 STEPS, WARM_UP, CALIBRATION = 5, 2, "calibration"
