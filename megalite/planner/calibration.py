@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from megalite.errors import ConfigError, Problem
+from megalite.topology.adapter import PROJECTIONS, Lora
 from megalite.topology.shape import ModelShape
 
 VERSION = 1
@@ -45,7 +46,10 @@ class AttentionTime:
 
 @dataclass(frozen=True)
 class ProbeModel:
-    """A Llama with tied tables and as many key-value heads as heads, and its micro batch of [rows, length] tokens."""
+    """A Llama with tied tables and as many key-value heads as heads, and its micro batch of [rows, length] tokens.
+
+    lora: the rank of the adapters of its linears, which alone are trained then; 0: it has none.
+    """
 
     rows: int
     length: int
@@ -54,6 +58,7 @@ class ProbeModel:
     heads: int
     layers: int
     vocabulary: int
+    lora: int = 0
 
     @property
     def shape(self) -> ModelShape:
@@ -67,6 +72,7 @@ class ProbeModel:
             head_dim=self.hidden // self.heads,
             max_position_embeddings=self.length,
             tie_word_embeddings=True,
+            adapter=Lora(self.lora, self.lora, PROJECTIONS) if self.lora else None,
         )
 
 

@@ -24,6 +24,8 @@ from megalite.topology.parameters import Parameter, layer_parameters
 from megalite.topology.place import RankPlace
 from megalite.topology.shape import ModelShape
 
+_LOW_RANK = "lora.A"
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -76,11 +78,14 @@ def products_of(shape: ModelShape, layer: int, tensor: int) -> list[tuple[int, i
 
 
 def _products(parameters: Iterable[Parameter], tensor: int) -> Iterable[tuple[int, int, bool]]:
-    place = RankPlace(Layout(tensor=tensor), 0)
+    place, low = RankPlace(Layout(tensor=tensor), 0), 0
     for parameter in parameters:
         size = place.local_shape(parameter)
+        if parameter.name.endswith(_LOW_RANK):
+            low = size[0]
         if len(size) == 2 and not parameter.name.endswith("prefix.weight"):
-            yield size[1], size[0], parameter.trained
+            # B of a fused weight has a block for each of its parts, which meet the outputs of A side by side.
+            yield low if parameter.name.endswith("lora.B") else size[1], size[0], parameter.trained
 
 
 class RankRates:
@@ -122,7 +127,8 @@ class RankRates:
             moved.forward * _between(self._traffic[0], moved.forward),
             moved.backward * _between(self._traffic[1], moved.backward),
         )
-        return self.together(device + rest, self.host_layer)
+        adapters = sum(parameter.name.endswith(_LOW_RANK) for parameter in layer_parameters(shape, layer))
+        return self.together(device + rest, self.host_layer + self._host_adapter.times(adapters))
 
     def device_part(self, shape: ModelShape, layer: int, work: LayerWork) -> Passes:
         """Return the seconds of a layer's products and attention."""
@@ -172,7 +178,7 @@ class RankRates:
 
     @cached_property
     def _pairs(self) -> list[tuple[ModelTime, ModelTime]]:
-        return _paired(self.measured.models)
+        return _paired([time for time in self.measured.models if not time.model.lora])
 
     def sums_of_layer(self, links: MeasuredLinks, hidden_bytes: float, crowd: float) -> Passes | None:
         """Return what a layer takes longer where a group shares it, for hidden states of so many bytes.
@@ -203,6 +209,16 @@ class RankRates:
             if self.queued
             else _less(whole, self.device_part(one.model.shape, 0, self._work(one.model)))
         )
+
+    @cached_property
+    def _host_adapter(self) -> Passes:
+        """The seconds that a low-rank adapter of one linear adds to `host_layer`."""
+        for one, several in _paired([time for time in self.measured.models if time.model.lora]):
+            shape, work = one.model.shape, self._work(one.model)
+            adapters = sum(parameter.name.endswith(_LOW_RANK) for parameter in layer_parameters(shape, 0))
+            known = self.host_layer if self.queued else self.host_layer + self.device_part(shape, 0, work)
+            return _less(_difference(several, one), known).times(1 / adapters)
+        return Passes()  # of a calibration that has not measured it
 
     @cached_property
     def host_head(self) -> Passes:
@@ -262,7 +278,15 @@ def _paired(times: Sequence[ModelTime]) -> list[tuple[ModelTime, ModelTime]]:
 
 
 def _sizes(model: ProbeModel) -> tuple[int, ...]:
-    return (model.rows, model.length, model.hidden, model.intermediate, model.heads, model.vocabulary)
+    return (
+        model.rows,
+        model.length,
+        model.hidden,
+        model.intermediate,
+        model.heads,
+        model.vocabulary,
+        model.lora,
+    )
 
 
 def _difference(several: ModelTime, one: ModelTime) -> Passes:

@@ -157,7 +157,8 @@ def _computing(
     mesh: ParallelMesh, job: CalibrationJob, precision: str, kernels: KernelChoice, probes: Probes
 ) -> MeasuredRanks:
     parts = PartTimes(mesh, precision, kernels)
-    single = [replace(model, layers=1) for model in probes.models]
+    models = [*probes.models, *probes.adapted]
+    single = [replace(model, layers=1) for model in models]
     zeros = (0, 1, 2, 3) if find_spec("deepspeed") and mesh.layout.world_size > 1 else (0,)
     return MeasuredRanks(
         mesh.layout.world_size,
@@ -166,7 +167,7 @@ def _computing(
         parts.alone(probes.models[1]) if mesh.layout.world_size > 1 else 1.0,
         [parts.product(*sizes) for sizes in probes.products],
         [parts.attention(*sizes) for sizes in probes.attention],
-        [parts.model(model) for pair in zip(single, probes.models, strict=True) for model in pair],
+        [parts.model(model) for pair in zip(single, models, strict=True) for model in pair],
         [
             parts.update(model, name)
             for name in OPTIMIZERS

@@ -1,19 +1,22 @@
 """The sizes that a calibration measures: of products, attention, models and collectives, on a CPU and on a card."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from megalite.planner.calibration import ProbeModel
+
+_SMALLEST = ProbeModel(1, 16, 64, 64, 4, 5, 128)
+_ADAPTED = replace(_SMALLEST, lora=16)
 
 
 @dataclass(frozen=True)
 class Probes:
     """tokens, features: the sizes of products, every tokens with every pair of features.
 
-    attention: rows, length, heads, head_dim. models: each is measured with one layer and with as many as it says.
-    updated: a small and a large model for the optimizers; updated_slowly: for those that multiply matrices. steps: a
-    small and a large model for whole steps, with one micro batch and with `micro_batches`. links: bytes.
+    attention: rows, length, heads, head_dim. models, adapted: each is measured with one layer and with as many as it
+    says. updated: a small and a large model for the optimizers; updated_slowly: for those that multiply matrices.
+    steps: a small and a large model for whole steps, with one micro batch and with `micro_batches`. links: bytes.
     """
 
     tokens: Sequence[int]
@@ -25,6 +28,7 @@ class Probes:
     steps: Sequence[ProbeModel]
     links: Sequence[int]
     micro_batches: int = 4
+    adapted: Sequence[ProbeModel] = (_ADAPTED,)
 
     @property
     def products(self) -> list[tuple[int, int, int]]:
@@ -32,7 +36,6 @@ class Probes:
         return list(product(self.tokens, self.features, self.features))
 
 
-_SMALLEST = ProbeModel(1, 16, 64, 64, 4, 5, 128)
 ON_CPU = Probes(
     tokens=(64, 512),
     features=(16, 128, 512, 2048),

@@ -1,5 +1,6 @@
 """A calibration of an imagined machine of two cores, whose every time follows from a few rates."""
 
+from dataclasses import replace
 from itertools import product
 
 from megalite.planner.calibration import (
@@ -22,7 +23,7 @@ from megalite.train.step.calibration_probes import Probes
 PRODUCT, ATTENTION, BYTE, LOGIT, VALUE, LAYER, HEAD, STEP = 1e-10, 2e-11, 3e-10, 4e-9, 5e-9, 1e-4, 2e-4, 3e-3
 """Seconds of a multiplication in a product and in attention, of a byte of traffic, a logit, an updated value; of a
 layer, a head and a step whatever their size."""
-LATENCY, LINK_BYTE, ZERO_VALUE = 5e-5, 1e-9, 7e-9
+LATENCY, LINK_BYTE, ZERO_VALUE, ADAPTER = 5e-5, 1e-9, 7e-9, 3e-5
 
 
 SMALL = ProbeModel(1, 16, 64, 64, 4, 5, 128)
@@ -44,18 +45,21 @@ PROBES = Probes(
 """Sizes that any device measures in a moment."""
 
 
-def calibration() -> Calibration:
+def calibration(adapter: float = 0.0) -> Calibration:
+    """Return the measured machine. adapter: the seconds that an adapter of a linear adds, forward and backward each."""
     links = [MeasuredLinks(ranks, group, _links()) for ranks, group in ((2, 2), (4, 4), (4, 2))]
-    return Calibration("here", "cpu", 2, 2**34, "2.13.0", "fused", [_ranks(1, 2), _ranks(2, 1)], links)
+    computing = [_ranks(1, 2, adapter), _ranks(2, 1, adapter)]
+    return Calibration("here", "cpu", 2, 2**34, "2.13.0", "fused", computing, links)
 
 
-def _ranks(ranks: int, threads: int) -> MeasuredRanks:
+def _ranks(ranks: int, threads: int, adapter: float) -> MeasuredRanks:
     small, large = SMALL, ProbeModel(1, 64, 128, 256, 4, 3, 512)
     models = [
         _model_time(ProbeModel(*_sizes(model, layers)))
         for model in (small, large)
         for layers in (1, model.layers)
     ]
+    models += [_adapted(layers, adapter) for layers in (1, 5)]
     sizes = product((16, 64), (16, 1024), (16, 1024))
     products = [ProductTime(*each, *[PRODUCT * each[0] * each[1] * each[2]] * 3) for each in sizes]
     attention = [
@@ -106,6 +110,17 @@ def _model_time(model: ProbeModel) -> ModelTime:
     tokens = model.rows * model.length
     time = passes(model.shape, LayerWork(model.rows, model.length, 1, tokens, 4))
     return ModelTime(model, time.forward, time.backward)
+
+
+def _adapted(layers: int, adapter: float) -> ModelTime:
+    """Return the time of layers with adapters, which alone are trained."""
+    model = replace(SMALL, layers=layers, lora=4)
+    scores = ATTENTION * SMALL.hidden * SMALL.length**2
+    forward = backward = LAYER + 4 * adapter
+    for inputs, outputs, trained in products_of(model.shape, 0, 1):
+        forward += PRODUCT * SMALL.length * inputs * outputs
+        backward += PRODUCT * SMALL.length * inputs * outputs * (1 + trained)
+    return ModelTime(model, layers * (forward + scores), layers * (backward + 2 * scores))
 
 
 def _step_time(model: ProbeModel, micro_batches: int, zero: int, ranks: int) -> WholeStepTime:

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, replace
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,20 @@ import pytest
 from megalite.errors import ConfigError
 from megalite.planner.calibrated_step import CalibratedMachine
 from megalite.planner.calibration import read_calibration, write_calibration
-from megalite.planner.machine_rates import LayerWork, Passes
+from megalite.planner.machine_rates import LayerWork, Passes, products_of
 from megalite.planner.memory import largest_rank
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.shared_cores import makespan
 from megalite.planner.stage_parameters import stage_counts
 from megalite.planner.step_time import StepTime, step_time
+from megalite.topology.adapter import PROJECTIONS, Lora
 from megalite.topology.axes import Layout
+from megalite.topology.collective_sizes import BUCKET_BYTES
 from megalite.topology.schedule_timeline import ideal_timeline, orders_of
 from megalite.topology.schedules import SCHEDULES, Action
+from tests.support.parity import about
 from tests.unit.planner import calibrated
-from tests.unit.planner.plans import plan
+from tests.unit.planner.plans import SHAPE, plan
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
@@ -74,10 +78,10 @@ def test_one_rank_takes_the_time_of_its_parts() -> None:
     run = plan(**FP32)
     compute = run.micro_batches * (micro_batch(run).forward + micro_batch(run).backward)
     time = predicted(run)
-    assert time.compute == pytest.approx(compute, rel=1e-6)
-    assert time.update == pytest.approx(calibrated.VALUE * values(run), rel=1e-6)
-    assert time.fixed == pytest.approx(calibrated.STEP, rel=1e-6)
-    assert time.total == pytest.approx(compute + time.update + time.fixed)
+    assert time.compute == about(compute)
+    assert time.update == about(calibrated.VALUE * values(run))
+    assert time.fixed == about(calibrated.STEP)
+    assert time.total == about(compute + time.update + time.fixed)
 
 
 def test_full_recomputation_repeats_the_forward_of_the_layers() -> None:
@@ -85,16 +89,16 @@ def test_full_recomputation_repeats_the_forward_of_the_layers() -> None:
     layers = replace(run.shape, num_hidden_layers=16)
     both = micro_batch(replace(run, shape=layers)).forward - micro_batch(run).forward  # of eight layers more
     repeated = run.micro_batches * both
-    assert predicted(again).compute - predicted(run).compute == pytest.approx(repeated, rel=1e-6)
+    assert predicted(again).compute - predicted(run).compute == about(repeated)
 
 
 def test_more_ranks_than_cores_take_turns() -> None:
     two, four = (plan(layout=Layout(data=ranks), **FP32) for ranks in (2, 4))
-    assert predicted(four).compute == pytest.approx(2 * predicted(two).compute)
+    assert predicted(four).compute == about(2 * predicted(two).compute)
     gradients = 4 * values(two)
-    assert predicted(two).data == pytest.approx(
-        calibrated.LATENCY + calibrated.LINK_BYTE * gradients, rel=0.02
-    )
+    buckets = ceil(gradients / BUCKET_BYTES)
+    sums = buckets * calibrated.LATENCY + calibrated.LINK_BYTE * gradients
+    assert predicted(two).data == about(sums)
 
 
 def test_tensor_parallel_ranks_wait_for_their_sums() -> None:
@@ -108,7 +112,7 @@ def test_tensor_parallel_ranks_wait_for_their_sums() -> None:
 def test_zero_takes_what_its_steps_took() -> None:
     run = plan(layout=Layout(data=2), zero_stage=1, **FP32)
     time = predicted(run)
-    assert time.update == pytest.approx(calibrated.STEP + calibrated.ZERO_VALUE * values(run), rel=0.01)
+    assert time.update == about(calibrated.STEP + calibrated.ZERO_VALUE * values(run))
     assert time.fixed == time.data == 0
 
 
@@ -123,7 +127,7 @@ def test_stages_with_their_own_cores_follow_the_ideal_timeline(name: str) -> Non
     seconds = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
     orders = orders_of(*shape)
     length = makespan(orders, lambda action: seconds[action.kind], 0.0, lambda computing: 1.0)
-    assert length == pytest.approx(ideal_timeline(*shape).length)
+    assert length == about(ideal_timeline(*shape).length)
     slower = makespan(orders, lambda action: seconds[action.kind], 0.25, lambda computing: 1.0)
     assert slower >= length + 6 * 0.25
 
@@ -135,7 +139,7 @@ def test_on_one_core_stages_leave_nothing_idle() -> None:
     def seconds(action: Action) -> float:
         return 3.0 if action.kind == "B" else 1.0
 
-    assert makespan(orders, seconds, 0.0, lambda computing: 1 / computing) == pytest.approx(work)
+    assert makespan(orders, seconds, 0.0, lambda computing: 1 / computing) == about(work)
 
 
 def test_the_alone_pace_counts_while_others_wait() -> None:
@@ -145,3 +149,15 @@ def test_the_alone_pace_counts_while_others_wait() -> None:
     run = plan(layout=Layout(pipeline=2), **FP32)
     before, after = (step_time(run, each, largest_rank(run)).total for each in (machine, faster))
     assert after < before
+
+
+def test_an_adapter_takes_its_products_and_what_it_was_measured_to_add() -> None:
+    run = plan(replace(SHAPE, adapter=Lora(4, 8.0, PROJECTIONS)), **FP32)
+    # A and B of the fused queries, keys and values: B has a block for each.
+    assert products_of(run.shape, 0, 1)[1:3] == [(64, 3 * 4, True), (3 * 4, 3 * 64, True)]
+    without, with_ = (
+        step_time(run, CalibratedMachine(calibrated.calibration(seconds), 2), largest_rank(run)).compute
+        for seconds in (0.0, calibrated.ADAPTER)
+    )
+    linears = 4 * run.shape.num_hidden_layers * run.micro_batches
+    assert with_ - without == about(2 * linears * calibrated.ADAPTER)
