@@ -4,6 +4,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.memory_configurations import column
+
 _ZERO = "deepspeed.zero_optimization.stage"
 LAYOUTS: tuple[dict[str, Any], ...] = (
     {},
@@ -52,21 +54,19 @@ AXES: dict[str, tuple[Any, ...]] = {
 _MOST_FLOPS = {"fp32": 1.5e10, "bf16": 5e9}
 
 
-def configurations(generator: random.Random, cases: int) -> list[dict[str, Any]]:
+def configurations(
+    generator: random.Random, cases: int, precisions: Sequence[str] = ("fp32",)
+) -> list[dict[str, Any]]:
     """Return the settings of so many configurations; each value of an axis is in about as many as any other.
 
+    precisions: the values of that axis; one that stands there twice is drawn twice as often.
     lora: the rank of an adapter, which is no setting of a run without weights to start from; 0: none.
     """
-    columns = {name: _column(generator, values, cases) for name, values in AXES.items()}
-    layouts = _column(generator, LAYOUTS, cases)
+    axes = AXES | {"training.precision": tuple(precisions)}
+    columns = {name: column(generator, values, cases) for name, values in axes.items()}
+    layouts = column(generator, LAYOUTS, cases)
     rows = [{name: column[case] for name, column in columns.items()} | layouts[case] for case in range(cases)]
     return [_agreed(row, generator) for row in rows]
-
-
-def _column(generator: random.Random, values: Sequence[Any], cases: int) -> list[Any]:
-    column = [values[index % len(values)] for index in range(cases)]
-    generator.shuffle(column)
-    return column
 
 
 def _agreed(row: dict[str, Any], generator: random.Random) -> dict[str, Any]:
