@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megalite.cli.arguments import Parser, number_above_zero, whole_number
-from megalite.cli.plan_calibration import MEASURED, calibrated_machine
+from megalite.cli.plan_calibration import calibrated_machine
 from megalite.cli.plan_cluster import take_cluster
 from megalite.cli.plan_lines import fit_lines, plan_lines, plan_report, table_lines
 from megalite.cli.plan_model import PLANNED_ROWS, PlanBase, base_flags, run_file
 from megalite.config.sections.derived import vocabulary
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.environment import variables
+from megalite.planner.calibration import DEFAULT_FILE
 from megalite.planner.cluster import Cluster, Machine, card_named
 from megalite.planner.context import CONTEXT_METHODS
 from megalite.planner.planned_run import PlannedAxes
@@ -138,7 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--write", type=Path, metavar="FILE", help="write the best layout's RUN.toml")
     add("--json", action="store_true", help="print the plan as JSON")
     add("--calibrate", action="store_true", help="measure this machine for a minute, and plan for it")
-    about = f"the measurement: read, or written by --calibrate (default there: {MEASURED})"
+    about = f"the measurement: read, or written by --calibrate (default there: {DEFAULT_FILE})"
     add("--calibration", type=Path, metavar="FILE", help=about)
     add(
         "--price",

@@ -11,9 +11,8 @@ from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.environment import prepare_process
 from megalite.planner.calibrated_step import CalibratedMachine
-from megalite.planner.calibration import Calibration, read_calibration, write_calibration
+from megalite.planner.calibration import DEFAULT_FILE, Calibration, read_calibration, write_calibration
 
-MEASURED = "calibration.json"
 # Option -> its default; they say what a measured machine has measured.
 _ASSUMED = {
     "card": None,
@@ -54,7 +53,7 @@ def calibrated_machine(
 
 def _measure(options: argparse.Namespace, config: RunConfig, rows: int) -> tuple[RunConfig, Calibration]:
     """Measure this machine and write the file."""
-    file = options.calibration or Path(MEASURED)
+    file = options.calibration or Path(DEFAULT_FILE)
     _require_replaceable(file)
     prepare_process()
 

@@ -8,11 +8,12 @@ from math import ceil
 from megalite.errors import ConfigError, Problem
 from megalite.planner.calibration import Calibration, LinkKind, MeasuredLinks, MeasuredRanks, WholeStepTime
 from megalite.planner.machine_rates import LayerWork, Passes, RankRates, link_seconds
-from megalite.planner.planned_run import PlannedRun
+from megalite.planner.planned_run import PlannedAxes, PlannedRun
 from megalite.planner.shared_cores import makespan
 from megalite.planner.stage_parameters import stage_counts
 from megalite.topology.collective_sizes import BUCKET_BYTES
 from megalite.topology.dtypes import PRECISIONS
+from megalite.topology.experts import MixtureShape
 from megalite.topology.parameters import stage_parameters
 from megalite.topology.schedule_timeline import orders_of
 from megalite.topology.schedules import Action
@@ -83,7 +84,13 @@ class CalibratedMachine:
 
 
 def calibrated_seconds(run: PlannedRun, machine: CalibratedMachine) -> Mapping[str, float]:
-    """Return the seconds of a step by part, as `StepTime` has them. Raises ConfigError without the run's precision."""
+    """Return the seconds of a step by part, as `StepTime` has them. Raises ConfigError for what was not measured.
+
+    That is another precision, experts, latent attention and context parallelism.
+    """
+    if isinstance(run.shape, MixtureShape) or run.axes != PlannedAxes():
+        message = "has no times of experts, latent attention and context parallelism"
+        raise ConfigError([Problem("--calibration", message, "leave it out: plan with --card")])
     return _Step(run, machine).parts
 
 

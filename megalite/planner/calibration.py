@@ -17,6 +17,8 @@ from megalite.topology.shape import ModelShape
 
 VERSION = 1
 """The version of the file: another one has other fields or other meanings."""
+DEFAULT_FILE = "calibration.json"
+"""In the working folder; `megalite plan --calibrate` writes it and `megalite train` looks for it."""
 LinkKind = Literal["all_reduce", "all_gather", "reduce_scatter", "message"]
 
 

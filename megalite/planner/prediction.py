@@ -1,9 +1,14 @@
-"""The prediction that a run is compared with: memory of its fullest rank, and the time of a step on a known card."""
+"""The prediction that a run is compared with: memory of its fullest rank, time of a step on a card or as measured."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from socket import gethostname
 
 from megalite.config.output.summary import memory_text
-from megalite.planner.cluster import FACTS, Cluster
+from megalite.errors import ConfigError
+from megalite.planner.calibrated_step import CalibratedMachine
+from megalite.planner.calibration import DEFAULT_FILE, Calibration, read_calibration
+from megalite.planner.cluster import FACTS, Cluster, Machine
 from megalite.planner.memory import largest_rank
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.step_time import step_time
@@ -50,17 +55,46 @@ class RunPrediction:
         return f"predicted: {'; '.join(parts)}" if parts else ""
 
 
-def predict_run(run: PlannedRun, card: str | None, nodes: int, cards_per_node: int) -> RunPrediction:
-    """Return the prediction of a run. card: its name in torch; None, or one that is not known: no time."""
+def calibration_here(device: str, precision: str, torch: str) -> Calibration | None:
+    """Return the calibration in the working folder if it was measured on this host and device, with this torch.
+
+    device: "cpu" or the card's name in torch. None without one, or where it has no times in this precision.
+    """
+    try:
+        found = read_calibration(Path(DEFAULT_FILE))
+    except ConfigError:
+        return None
+    same = (found.machine, found.device, found.torch) == (gethostname(), device, torch)
+    return found if same and precision in found.precisions else None
+
+
+def predict_run(
+    run: PlannedRun, card: str | None, nodes: int, cards_per_node: int, calibration: Calibration | None = None
+) -> RunPrediction:
+    """Return the prediction of a run: on one node by its calibration, else by the card's data sheet.
+
+    card: its name in torch; None, or one that is not known: no time without a calibration.
+    """
     memory = largest_rank(run)
+    machine, basis = _machine(run, card, nodes, cards_per_node, calibration)
+    seconds = None if machine is None else step_time(run, machine, memory).total
     tokens = run.micro_batches * run.tokens * run.layout.data
+    return RunPrediction(memory.peak, seconds, tokens, basis, run.on_cpu)
+
+
+def _machine(
+    run: PlannedRun, card: str | None, nodes: int, cards_per_node: int, calibration: Calibration | None
+) -> tuple[Machine | None, str]:
+    """Return the machine and what its times stand on; None if they are not known."""
+    if calibration is not None and nodes == 1:
+        measured = CalibratedMachine(calibration, cards_per_node)
+        return measured, measured.assumptions
     name = "" if card is None else card.removeprefix("NVIDIA ")
     if name not in FACTS or Cluster(name).peak(run.precision) is None:
-        return RunPrediction(memory.peak, None, tokens, "", run.on_cpu)
+        return None, ""
     cluster = Cluster(name, nodes, cards_per_node)
     rates = f"{cluster.efficiency:.0%} of the {name}'s peak, links at {cluster.link_efficiency:.0%}"
-    basis = f"assumed: products at {rates}"
-    return RunPrediction(memory.peak, step_time(run, cluster, memory).total, tokens, basis, run.on_cpu)
+    return cluster, f"assumed: products at {rates}"
 
 
 def _error(predicted: float, measured: float) -> str:

@@ -30,7 +30,7 @@ from megalite.monitor.throughput import Throughput, gemm_flops_per_second
 from megalite.monitor.work import Work, working
 from megalite.parallel.mesh import ParallelMesh
 from megalite.planner.planned_run import PlannedRun
-from megalite.planner.prediction import RunPrediction, predict_run
+from megalite.planner.prediction import RunPrediction, calibration_here, predict_run
 from megalite.topology.flops import flops_per_token
 from megalite.train.step.precision import DTYPES
 from megalite.train.step.state import StepReport
@@ -225,14 +225,14 @@ class RunReporter:
             self._reserved_bytes = int(self._mesh.max_over_world(memory.reserved_bytes))
 
     def predict(self, trainer: TrainStep) -> None:
-        """Predict memory and time of a step, and say the time where the card is known."""
+        """Predict memory and time of a step, and say the time where the card or a calibration is known."""
         mesh, device = trainer.mesh, trainer.mesh.device
         on_cpu, plain = device.type == "cpu", trainer.kernels.name == "reference"
         run = PlannedRun.of(trainer.config, trainer.shape.vocab_size, on_cpu=on_cpu, plain_torch=plain)
         nodes = mesh.layout.world_size // self._ranks_a_node
-        self._prediction = predict_run(
-            run, None if on_cpu else _device_name(device), nodes, self._ranks_a_node
-        )
+        name = _device_name(device)
+        calibration = calibration_here(name, run.precision, torch.__version__)
+        self._prediction = predict_run(run, None if on_cpu else name, nodes, self._ranks_a_node, calibration)
         if self._prediction.line:
             self.say(self._prediction.line)
 

@@ -1,13 +1,20 @@
 """The prediction at the start of a run, and the lines at its end that compare it with what was measured."""
 
 from dataclasses import replace
+from pathlib import Path
+from socket import gethostname
 
+import pytest
+
+from megalite.planner.calibrated_step import CalibratedMachine
+from megalite.planner.calibration import DEFAULT_FILE, write_calibration
 from megalite.planner.cluster import Cluster
 from megalite.planner.memory import largest_rank
-from megalite.planner.prediction import predict_run
+from megalite.planner.prediction import calibration_here, predict_run
 from megalite.planner.step_time import step_time
 from megalite.topology.axes import Layout
 from tests.support.parity import about
+from tests.unit.planner.calibrated import calibration
 from tests.unit.planner.plans import plan
 
 CARD = "H100 80GB HBM3"
@@ -32,6 +39,26 @@ def test_without_a_known_card_only_memory_is_predicted() -> None:
         assert prediction.seconds is None and prediction.line == "" and prediction.memory > 0
     # It has no tensor cores for bf16.
     assert predict_run(plan(), "Tesla T4", 1, 1).line == ""
+
+
+def test_the_calibration_of_this_machine_is_found_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert calibration_here("cpu", "fp32", "2.13.0") is None
+    here = replace(calibration(), machine=gethostname())
+    write_calibration(here, tmp_path / DEFAULT_FILE)
+    for other in (("H200", "fp32", "2.13.0"), ("cpu", "bf16", "2.13.0"), ("cpu", "fp32", "2.12.0")):
+        assert calibration_here(*other) is None
+    found = calibration_here("cpu", "fp32", "2.13.0")
+    assert found is not None
+    run = plan(layout=Layout(data=2), precision="fp32", on_cpu=True)
+    prediction = predict_run(run, None, 1, 2, found)
+    assert prediction.seconds == step_time(run, CalibratedMachine(here, 2), largest_rank(run)).total
+    assert prediction.line.endswith(f"(measured on {gethostname()} with torch 2.13.0)")
+    assert predict_run(run, None, 2, 1, found).line == ""  # it knows no network
+    write_calibration(calibration(), tmp_path / DEFAULT_FILE)
+    assert calibration_here("cpu", "fp32", "2.13.0") is None
 
 
 def test_the_error_has_its_sign_and_is_of_what_was_measured() -> None:
