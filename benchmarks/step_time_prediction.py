@@ -1,7 +1,7 @@
 """Predicted and measured seconds of a training step on the host, over configurations drawn by a seed.
 
     python -m benchmarks.step_time_prediction [--quick] [--seed N] [--cases 0:20] [--precisions fp32 fp32 bf16]
-        [--calibration FILE]
+        [--calibration FILE] [--seconds 690]
     python -m benchmarks.step_time_prediction --again FILE
 
 The machine is calibrated as `megalite plan --calibrate` does, unless a file of it is given; the prediction knows
@@ -15,9 +15,11 @@ import multiprocessing
 import random
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from math import inf
 from pathlib import Path
 from socket import gethostname
 from typing import Any, cast
@@ -25,7 +27,7 @@ from unittest import mock
 
 from benchmarks import report
 from benchmarks.memory_configurations import resolved
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import PRELOADED, run_ranks
 from benchmarks.step_time_configurations import configurations
 from megalite.config.sections.adapter_section import AdapterConfig
 from megalite.config.sections.schema import RunConfig
@@ -140,21 +142,27 @@ def main() -> None:
     parser.add_argument("--cases", default=f"0:{CASES}", help="first:last of the configurations")
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     parser.add_argument("--calibration", type=Path, metavar="FILE")
+    parser.add_argument("--seconds", type=float, default=inf, help="after these, no further configuration")
     parser.add_argument("--again", type=Path, metavar="FILE", help="a result whose rows to predict again")
     arguments = report.arguments_of(parser)
     if arguments.again:
         again(arguments.again)
         return
+    started = time.monotonic()
     prepare_process()
     calibration = _calibration(arguments.calibration, arguments.precisions)
     facts = report.machine()
     first, last = map(int, arguments.cases.split(":"))
     generator = random.Random(arguments.seed)
     drawn = list(enumerate(configurations(generator, CASES, arguments.precisions)))[first:last]
+    PRELOADED.append("megalite.train.step.part_times")
     rows = []
     for row in rows_of(drawn[:3] if arguments.quick else drawn, calibration):
         show(row)
         rows.append(row)
+        if time.monotonic() - started > arguments.seconds:
+            print(f"{len(rows)} of {len(drawn)} cases: the time is over")
+            break
     show_errors(rows)
     settings = {"seed": arguments.seed, "precisions": arguments.precisions, "unit": "seconds"}
     settings |= {"calibration": asdict(calibration)}

@@ -10,12 +10,12 @@ import pytest
 
 from benchmarks.report import RESULTS
 from benchmarks.step_time_configurations import configurations
-from benchmarks.step_time_prediction import CASES, compared
+from benchmarks.step_time_prediction import CASES, GOAL, compared
 from megalite.planner.calibration import calibration_of
 from tests.support.parity import about
 
-# The claim of docs/planning.md, measured on a machine that did other work too. The goal is 0.15 at worst.
-MEDIAN_ERROR, LARGEST_ERROR, CASES_KEPT = 0.15, 0.46, 40
+# The claims of docs/planning.md: the median, the largest, and how many are within the goal of each single one.
+MEDIAN_ERROR, LARGEST_ERROR, WITHIN_GOAL, CASES_KEPT = GOAL, 0.45, 28, 40
 
 
 @pytest.fixture(scope="module")
@@ -38,3 +38,4 @@ def test_the_predictions_follow_from_the_kept_calibration(table: Any) -> None:
         assert again["predicted"] == about(row["predicted"]), f"case {row['case']}: see --again"
         errors.append(abs(again["error"]))
     assert median(errors) <= MEDIAN_ERROR and max(errors) <= LARGEST_ERROR
+    assert sum(error <= GOAL for error in errors) >= WITHIN_GOAL
