@@ -30,7 +30,7 @@ SMALL = ProbeModel(1, 16, 64, 64, 4, 5, 128)
 """Its traffic and its logits are part of what a layer and a head take whatever their size."""
 
 
-_TINY, _WIDER = ProbeModel(1, 8, 16, 16, 2, 2, 32), ProbeModel(1, 8, 32, 16, 2, 2, 64)
+_TINY, _WIDER = ProbeModel(1, 8, 16, 16, 4, 2, 32), ProbeModel(1, 8, 32, 16, 4, 2, 64)
 PROBES = Probes(
     (4, 8),
     (4, 8),
