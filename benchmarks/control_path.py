@@ -83,7 +83,7 @@ CONSUMED = 10**9
 
 @dataclass(frozen=True)
 class Figures:
-    """What one step took. note: counts that explain it."""
+    """The seconds and bytes of one step. note: counts that explain it."""
 
     seconds: float
     megabytes: float

@@ -90,9 +90,7 @@ def overview() -> str:
     commands = [f"  {name:<{width}}{line}" for name, line in COMMANDS.items()]
     return "\n".join(
         [
-            "usage: megalite COMMAND ...",
-            "",
-            "A 3D-parallel runtime for training large language models.",
+            "megalite COMMAND ...: a 3D-parallel runtime for training large language models",
             "",
             *commands,
             "",
