@@ -16,6 +16,7 @@ ON_THE_STANDIN = {
     "monitor/memory.py:device_memory",
     "monitor/profiler.py:StepProfile._start",
     "monitor/profiler.py:StepProfile._write",
+    "monitor/step_tracer.py:_DeviceClock.__init__",
     "monitor/step_tracer.py:clock_of",
     "generation/sampling.py:_most_likely",
     "generation/sampling.py:_rows_at_once",
