@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.gpu.operators import Form, Operator
 from megalite.ops.choice import COMPILED
 from megalite.selftest.check import inputs_of
-from megalite.selftest.clock import hold, host_seconds
+from megalite.selftest.clock import device_seconds, host_seconds
 
 LEAST, SECONDS, LAUNCHED = 10, 0.15, 20
 COPIED = 1 << 30  # bytes: many times the largest cache
@@ -22,10 +22,10 @@ PRODUCT = 8192
 def milliseconds(work: Callable[[], Any]) -> float:
     """The median of a few launches, each between two events of a device that waits until all of it is queued."""
     host = host_seconds(work)
-    torch.cuda.synchronize()
-    first = _timed(work, host)
-    count = max(LEAST, min(200, int(SECONDS * 1e3 / max(first, 1e-3))))
-    return statistics.median(_timed(work, host) for _ in range(count))
+    device = torch.device("cuda")
+    first = device_seconds(work, device, host)
+    count = max(LEAST, min(200, int(SECONDS / max(first, 1e-6))))
+    return statistics.median(device_seconds(work, device, host) for _ in range(count)) * 1e3
 
 
 def host_microseconds(work: Callable[[], Any]) -> float:
@@ -37,16 +37,6 @@ def host_microseconds(work: Callable[[], Any]) -> float:
         spent.append(time.perf_counter() - started)
         torch.cuda.synchronize()
     return statistics.median(spent) * 1e6
-
-
-def _timed(work: Callable[[], Any], host: float) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    hold(torch.device("cuda"), host)
-    start.record()
-    work()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def ceilings() -> list[dict[str, Any]]:

@@ -109,6 +109,7 @@ TESTED = {
         "test_operators_prove_themselves_on_an_accelerator",
     ): (
         "selftest/clock.py:_seconds",
+        "selftest/clock.py:device_seconds",
         "selftest/worker.py:main",
     ),
     (

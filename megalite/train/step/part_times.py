@@ -29,7 +29,7 @@ from megalite.planner.calibration import (
     UpdateTime,
     WholeStepTime,
 )
-from megalite.selftest.clock import hold
+from megalite.selftest.clock import device_seconds
 from megalite.selftest.decide import KernelChoice
 from megalite.topology.stages import pipeline_split
 from megalite.train.assemble import TrainingPlan, assemble
@@ -75,19 +75,13 @@ class RankClock:
             started = time.perf_counter()
             work()
             return time.perf_counter() - started
+        if held:
+            return device_seconds(work, device)
         torch.accelerator.synchronize(device)
-        if not held:
-            started = time.perf_counter()
-            work()
-            torch.accelerator.synchronize(device)
-            return time.perf_counter() - started
-        start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
-        hold(device)
-        start.record()
+        started = time.perf_counter()
         work()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
+        torch.accelerator.synchronize(device)
+        return time.perf_counter() - started
 
 
 class PartTimes:
