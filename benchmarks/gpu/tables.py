@@ -176,6 +176,7 @@ def _prediction_table(report: Mapping[str, Any]) -> list[str]:
     for row in found:
         if "peak_bytes" not in row:
             said = row.get("failed", row.get("left_out", f"{len(calibrated)} step times predicted from it"))
+            said += f"; {row['note']}" if "note" in row else ""
             rows.append([row["case"], said, *[""] * 9])
             continue
         sizes = [
