@@ -90,8 +90,8 @@ class PackedShards(Sequence[Shard]):
         place = range(len(self))[place]
         region, (start, stop) = self._regions[place], self._flats[2 * place : 2 * place + 2]
         flat = None if start < 0 else (start, stop)
-        key = self._keys.get(place) or self._key(flat)
-        digest = self._texts.get(place) or self._hashes[32 * place : 32 * place + 32].hex()
+        key = self._keys.get(place, self._key(flat))
+        digest = self._texts.get(place, self._hashes[32 * place : 32 * place + 32].hex())
         return Shard(self._files[place], key, region.offsets, region.shape, flat, digest)
 
     def __eq__(self, other: object) -> bool:

@@ -238,6 +238,7 @@ def _shards(count: int) -> list[Shard]:
 def test_packed_shards_are_those_that_were_packed_whatever_their_keys_and_hashes() -> None:
     shards = _shards(5)
     odd = [replace(shards[0], key="weight/b"), replace(shards[1], sha256="AB"), replace(shards[2], flat=None)]
+    odd += [replace(shards[3], key=""), replace(shards[4], sha256="")]
     packed = PackedShards([*shards, *odd])
     assert packed == (*shards, *odd) and list(packed[4:6]) == [shards[4], odd[0]] and packed[-1] == odd[-1]
     assert packed != shards and hash(packed) == hash((*shards, *odd))
