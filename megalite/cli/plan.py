@@ -21,6 +21,7 @@ from megalite.planner.cluster import Cluster, Machine, card_named
 from megalite.planner.context import CONTEXT_METHODS
 from megalite.planner.planned_run import PlannedAxes
 from megalite.planner.search import search
+from megalite.topology.sharding import divisors
 
 _COMMON = (
     "model --nodes --card --cards-per-node --hostfile --tokens --sequence-length --batch --fit --table --write --json "
@@ -94,7 +95,8 @@ def _axes(options: argparse.Namespace, base: PlanBase) -> PlannedAxes:
     cards = (options.nodes or 1) * (options.cards_per_node or 8)  # a measured machine has no number of nodes
     if cards % axes.context:
         message = f"{axes.context} does not divide {cards:,} cards"
-        raise ConfigError([Problem("--context", message, "use a divisor")])
+        fits = max(size for size in divisors(cards) if size <= axes.context)
+        raise ConfigError([Problem("--context", message, f"use {fits}")])
     return axes
 
 

@@ -17,6 +17,7 @@ from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import ZeroShares, stage_counts
 from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
+from megalite.topology.sharding import divisors
 
 IMBALANCE = 1.3
 """The rows of the fullest rank over the mean, once the router is trained; before, up to the number of expert ranks."""
@@ -153,7 +154,13 @@ def expert_problems(run: PlannedRun, layout: Layout, *, sequence_parallel: bool)
     ranks, size = layout.data * axes.context * layout.tensor, axes.expert * axes.expert_tensor
     if ranks % size:
         message = f"expert {axes.expert} x expert tensor {axes.expert_tensor} does not divide a stage's {ranks} ranks"
-        yield Problem("--expert", message, "use a divisor")
+        fits = [
+            size
+            for size in divisors(ranks)
+            if size <= axes.expert and ranks % (size * axes.expert_tensor) == 0
+        ]
+        remedy = f"use {fits[-1]}" if fits else "use --expert 1 and --expert-tensor 1"
+        yield Problem("--expert", message, remedy)
     if axes.expert > experts.num_experts:
         message = f"{axes.expert} ranks cannot share {experts.num_experts} experts"
         yield Problem("--expert", message, f"use at most {experts.num_experts}")
