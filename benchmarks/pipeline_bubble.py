@@ -37,7 +37,6 @@ from megalite.parallel.pipeline import PipelineRunner, PipelineShapes, weight_sh
 from megalite.parallel.step_batch import ForwardMode, StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.schedule_timeline import (
-    bubble_fraction,
     ideal_timeline,
     in_flight_chunks,
     orders_of,
@@ -190,7 +189,7 @@ def row_of(case: Case, ranks: Sequence[RankFigures]) -> dict[str, Any]:
     steps = [max(step) for step in zip(*(rank.seconds for rank in ranks), strict=True)]
     busy = sum(rank.busy for rank in ranks) / case.stages
     measured, fastest = 1 - busy / statistics.median(steps), 1 - busy / min(steps)
-    ideal = bubble_fraction(*shape)
+    ideal = ideal_timeline(*shape).bubble
     length = ideal_timeline(*shape).length * case.chunk_unit
     actions = max(len(order) for order in orders_of(*shape))
     return {

@@ -76,13 +76,6 @@ def ideal_timeline(
     return play(orders_of(name, stages, micro_batches, chunks), costs)
 
 
-def bubble_fraction(
-    name: str, stages: int, micro_batches: int, chunks: int = 1, costs: Costs = UNIT
-) -> float:
-    """Return the idle share of the ideal timeline of a schedule."""
-    return ideal_timeline(name, stages, micro_batches, chunks, costs).bubble
-
-
 def play(orders: Sequence[Sequence[Action]], costs: Costs = UNIT) -> Timeline:
     """Simulate the stages: an action starts when its stage is free and the actions that it depends on have ended.
 

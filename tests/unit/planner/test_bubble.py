@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 
 from megalite.planner.bubble import bubble, published_bubble
-from megalite.topology.schedule_timeline import bubble_fraction
+from megalite.topology.schedule_timeline import ideal_timeline
 from megalite.topology.schedules import SCHEDULES
 from tests.support.parity import about
 from tests.support.selection import cases
@@ -34,7 +34,7 @@ def test_the_formula_is_the_simulation(name: str) -> None:
             formula = published_bubble(name, stages, batches, chunks)
             if formula is not None:
                 compared += 1
-                assert formula == about(bubble_fraction(name, stages, batches, chunks))
+                assert formula == about(ideal_timeline(name, stages, batches, chunks).bubble)
     assert compared > 10
 
 
@@ -49,13 +49,16 @@ def test_the_formula_is_the_simulation_of_every_size_up_to_16_stages_and_64_micr
             formula = published_bubble(name, stages, batches, chunks)
             if formula is not None:
                 compared += 1
-                assert formula == about(bubble_fraction(name, stages, batches, chunks)), (stages, batches)
+                assert formula == about(ideal_timeline(name, stages, batches, chunks).bubble), (
+                    stages,
+                    batches,
+                )
     assert compared == FORMULAS[name]
 
 
 def test_other_numbers_are_simulated() -> None:
     assert published_bubble("zbv", 4, 5, 2) is None
-    assert bubble("zbv", 4, 5, 2) == bubble_fraction("zbv", 4, 5, 2)
+    assert bubble("zbv", 4, 5, 2) == ideal_timeline("zbv", 4, 5, 2).bubble
     assert bubble("1f1b", 1, 3, 1) == 0
 
 
@@ -84,5 +87,5 @@ def test_the_bubble_is_the_simulation_of_every_size_up_to_16_stages_and_64_micro
 def assert_the_bubble_is_simulated(name: str, stages: int, batches: int) -> None:
     chunks = SCHEDULES[name].default_chunks
     if SCHEDULES[name].problem(stages, batches, chunks) is None:
-        simulated = bubble_fraction(name, stages, batches, chunks)
+        simulated = ideal_timeline(name, stages, batches, chunks).bubble
         assert bubble(name, stages, batches, chunks) == about(simulated), (stages, batches)

@@ -13,7 +13,7 @@ from megalite.planner import timeline as timeline_module
 from megalite.planner.bubble import bubble
 from megalite.planner.timeline import PipelineTimeline, pipeline_timelines
 from megalite.planner.traces import TracedStep, read_step
-from megalite.topology.schedule_timeline import Costs, bubble_fraction, ideal_timeline
+from megalite.topology.schedule_timeline import Costs, ideal_timeline
 from megalite.topology.schedules import SCHEDULES, Action
 from tests.support.parity import read_off
 from tests.unit.planner.traced import STARTED_AT, played, rank_trace, write_run
@@ -41,7 +41,9 @@ def test_a_step_that_runs_as_its_costs_say_has_the_bubble_of_its_simulation(
         right.bubble
     )
     assert timeline.measured.starts == read_off(right.starts)
-    assert timeline.formula == bubble(*size) and timeline.ideal.bubble == read_off(bubble_fraction(*size))
+    assert timeline.formula == bubble(*size) and timeline.ideal.bubble == read_off(
+        ideal_timeline(*size).bubble
+    )
     # All three do the same work.
     lengths = [
         (1 - row.bubble) * row.length for row in (timeline.ideal, timeline.simulated, timeline.measured)
