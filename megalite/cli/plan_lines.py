@@ -28,7 +28,8 @@ def plan_lines(
     shape, length, batch = config.shape(rows), config.training.sequence_length, config.batch.global_batch_size
     operations, count = token_operations(shape, length).model, ParameterCount.of(shape)
     active = f", {count.active:,} of them active" if count.active < count.total else ""
-    yield f"{_model_text(config, shape)}: {count.total:,} parameters{active}, {operations / 1e9:,.1f} GFLOP a token"
+    flops = f"{operations / 1e9:,.{1 if operations > 1e10 else 3}f} GFLOP a token"
+    yield f"{_model_text(config, shape)}: {count.total:,} parameters{active}, {flops}"
     nodes = "one node" if cluster.nodes == 1 else f"{cluster.nodes:,} nodes"
     yield (
         f"{cluster.cards:,} x {cluster.card} in {nodes}; {batch:,} sequences of {length:,} = "
