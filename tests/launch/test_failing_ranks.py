@@ -12,7 +12,7 @@ import pytest
 
 import megalite
 from tests.support.jobs import Job, descendants, running
-from tests.support.waiting import PATIENCE, soon, wait_until
+from tests.support.waiting import PATIENCE, free_port, soon, wait_until
 
 ROOT = Path(megalite.__file__).parents[1]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m"]
@@ -29,14 +29,20 @@ DEEPSPEED = [
 COMMANDS = {"torchrun": TORCHRUN, "deepspeed": [*DEEPSPEED, "--no_local_rank", "--module"]}
 
 
+def command_of(launcher: str) -> list[str]:
+    """Return the words of a launcher; deepspeed's own port is the same for every job of a machine."""
+    [first, second, *rest] = COMMANDS[launcher]
+    port = ["--master_port", str(free_port())] if launcher == "deepspeed" else []
+    return [sys.executable, first, second, *port, *rest]
+
+
 @pytest.fixture(params=COMMANDS)
 def start(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator:
     processes: list[subprocess.Popen[str]] = []
 
     def start_job(behaviour: str) -> subprocess.Popen[str]:
         command = [
-            sys.executable,
-            *COMMANDS[request.param],
+            *command_of(request.param),
             "tests.support.local_job",
             behaviour,
             str(tmp_path),
@@ -82,9 +88,9 @@ def test_a_killed_rank_ends_all_ranks_in_time_and_is_named_once(launcher, tmp_pa
     """A real job. The launchers themselves end up to some seconds later."""
     job, folder = Job.write(tmp_path, tensor=1), tmp_path / "run"
     training = ["megalite", *job.arguments(folder, "--training.steps", "100000")]
-    command = ["2" if word == "4" else word for word in COMMANDS[launcher]]
+    command = ["2" if word == "4" else word for word in command_of(launcher)]
     process = subprocess.Popen(
-        [sys.executable, *command, *training],
+        [*command, *training],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

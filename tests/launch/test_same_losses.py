@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests.support.jobs import ROOT, Job, curve
+from tests.support.waiting import free_port
 
 # In the core test_scripts.py starts the ranks of a run by a real launcher.
 pytestmark = pytest.mark.extended
@@ -71,8 +72,9 @@ DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "4")
 def test_a_script_under_a_launcher_gives_the_same_losses(job, by_itself, tmp_path, launcher):
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text(SCRIPT.format(run_file=str(job.run_file)))
+    port = ["--master_port", str(free_port())] if launcher == DEEPSPEED else []
     result = subprocess.run(
-        [sys.executable, *launcher, str(script), "--run.folder", str(folder), *STEPS],
+        [sys.executable, *launcher, *port, str(script), "--run.folder", str(folder), *STEPS],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -1,9 +1,12 @@
 """Waiting for events and for the ends of processes: on a busy machine they are late, and that is no failure."""
 
+import random
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +36,24 @@ def wait_until(
 ) -> None:
     """Wait until `condition()` is true; AssertionError with the text `otherwise` after `seconds`.
 
-    process: the one that is to make it true: its end is an AssertionError too.
+    process: the one that is to make it true: its end is an AssertionError too, with what it wrote to a pipe.
     """
     end = time.monotonic() + seconds
     while not condition():
         if process is not None and process.poll() is not None:
-            raise AssertionError(f"{otherwise}: its process ended with code {process.returncode}")
+            written = "\n".join(str(text) for text in process.communicate(timeout=PATIENCE) if text)
+            raise AssertionError(f"{otherwise}: its process ended with code {process.returncode}\n{written}")
         if time.monotonic() > end:
             raise AssertionError(f"{otherwise} (waited {seconds:g} s)")
         time.sleep(every)
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, below Linux's ephemeral ones: no connection takes it meanwhile."""
+    for port in random.sample(range(20000, 30000), 1000):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("none of 1,000 ports is free")
 
 
 def processes_with(variable: str) -> list[int]:

@@ -1,12 +1,13 @@
 """Waits that end with their process, and the bound of what must end soon, which grows with the load of the machine."""
 
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
-from tests.support.waiting import QUIET_START, soon, wait_until
+from tests.support.waiting import QUIET_START, free_port, soon, wait_until
 
 
 @pytest.mark.parametrize(("start", "factor"), [(0.0, 1.0), (4 * QUIET_START, 4.0)])
@@ -26,7 +27,13 @@ def test_the_bound_is_taken_of_an_interpreter_that_starts() -> None:
 
 
 def test_the_end_of_the_process_that_is_waited_for_ends_the_wait() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "raise SystemExit(7)"])
-    with pytest.raises(AssertionError, match=r"^nothing: its process ended with code 7$"):
+    program = "print('because'); raise SystemExit(7)"
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    with pytest.raises(AssertionError, match=r"^nothing: its process ended with code 7\nbecause\n$"):
         wait_until(lambda: False, "nothing", process=process)
     wait_until(lambda: True, "nothing", process=process)
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.create_server(("127.0.0.1", free_port())):
+        pass
