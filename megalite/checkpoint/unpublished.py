@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from megalite.checkpoint.manifest import WEIGHT, Manifest, PackedShards, TensorEntry
-from megalite.checkpoint.manifest_json import shard_from_json
+from megalite.checkpoint.manifest import WEIGHT, Manifest, PackedShards, Shard, TensorEntry
 from megalite.checkpoint.publish import publish
 from megalite.checkpoint.regions import PartRange, split_flat_range
 from megalite.checkpoint.tensor_file import TensorInfo, dtype_name, write_tensor_file
@@ -129,29 +128,46 @@ def _written(mesh: ParallelMesh, parameter: Parameter, ranges: Iterable[PartRang
         yield from (part_range for part_range in ranges if mesh.is_first_holder(parameter, part_range.part))
 
 
+class ShardRow(NamedTuple):
+    """A shard of a rank's file, as rank 0 hears of it: of all ranks it has them in memory, so without names."""
+
+    state_key: str
+    name: str
+    full_shape: Sequence[int]
+    dtype: str
+    key: str
+    offsets: Sequence[int]
+    shape: Sequence[int]
+    flat: Sequence[int] | None
+    sha256: str
+
+
+def file_table(file: str, size_bytes: int | None, rows: Sequence[ShardRow]) -> str:
+    """Return the manifest's part about one rank's file as JSON. size_bytes: None for a rank that writes no file."""
+    return json.dumps([file, size_bytes, rows], separators=(",", ":"))
+
+
 def _write(path: Path, by_key: Mapping[str, StoredPiece], read: Callable[[str], Tensor]) -> str:
     """Write one rank's file; returns what the manifest has to say of it, as JSON."""
     if not by_key:
-        return json.dumps({"file": path.name, "size_bytes": None, "shards": []})
+        return file_table(path.name, None, [])
     infos = {key: TensorInfo(piece.values.dtype, piece.shape) for key, piece in by_key.items()}
     hashes, size_bytes = write_tensor_file(path, infos, read)
-    shards = [
-        {
-            "state_key": piece.state_key,
-            "name": piece.part_range.part.name,
-            "full_shape": piece.part_range.part.shape,
-            "dtype": dtype_name(piece.values.dtype),
-            "shard": {
-                "key": key,
-                "offsets": piece.part_range.region.offsets,
-                "shape": piece.part_range.region.shape,
-                "flat": None if piece.whole else (piece.part_range.start, piece.part_range.stop),
-                "sha256": hashes[key],
-            },
-        }
+    rows = [
+        ShardRow(
+            piece.state_key,
+            piece.part_range.part.name,
+            piece.part_range.part.shape,
+            dtype_name(piece.values.dtype),
+            key,
+            piece.part_range.region.offsets,
+            piece.part_range.region.shape,
+            None if piece.whole else (piece.part_range.start, piece.part_range.stop),
+            hashes[key],
+        )
         for key, piece in by_key.items()
     ]
-    return json.dumps({"file": path.name, "size_bytes": size_bytes, "shards": shards})
+    return file_table(path.name, size_bytes, rows)
 
 
 def _merge(tables: Sequence[str]) -> dict[str, Any]:
@@ -160,16 +176,17 @@ def _merge(tables: Sequence[str]) -> dict[str, Any]:
     tensors: dict[str, dict[str, TensorEntry]] = {WEIGHT: {}}
     packed: dict[tuple[str, str], PackedShards] = {}
     regions: dict[TensorSlice, TensorSlice] = {}
-    for table in map(json.loads, tables):
-        if table["size_bytes"] is not None:
-            files[table["file"]] = table["size_bytes"]
-        for row in table["shards"]:
-            entries = tensors.setdefault(row["state_key"], {})
-            if (known := entries.get(row["name"])) is None:
-                shards = packed[row["state_key"], row["name"]] = PackedShards()
-                known = entries[row["name"]] = TensorEntry(tuple(row["full_shape"]), row["dtype"], shards)
-            if known.dtype != row["dtype"]:
-                raise CheckpointError(f"ranks hold {row['name']} as {known.dtype} and as {row['dtype']}")
-            shard = shard_from_json({"file": table["file"], **row["shard"]})
-            packed[row["state_key"], row["name"]].append(shard, regions)
+    for file, size_bytes, rows in map(json.loads, tables):
+        if size_bytes is not None:
+            files[file] = size_bytes
+        for row in map(ShardRow._make, rows):
+            entries = tensors.setdefault(row.state_key, {})
+            if (known := entries.get(row.name)) is None:
+                shards = packed[row.state_key, row.name] = PackedShards()
+                known = entries[row.name] = TensorEntry(tuple(row.full_shape), row.dtype, shards)
+            if known.dtype != row.dtype:
+                raise CheckpointError(f"ranks hold {row.name} as {known.dtype} and as {row.dtype}")
+            flat = None if row.flat is None else (row.flat[0], row.flat[1])
+            shard = Shard(file, row.key, tuple(row.offsets), tuple(row.shape), flat, row.sha256)
+            packed[row.state_key, row.name].append(shard, regions)
     return {"tensors": tensors, "files": files}
