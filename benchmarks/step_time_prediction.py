@@ -1,25 +1,25 @@
 """Predicted and measured seconds of a training step on the host, over configurations drawn by a seed.
 
     python -m benchmarks.step_time_prediction [--quick] [--seed N] [--cases 0:20] [--precisions fp32 fp32 bf16]
-        [--calibration FILE] [--seconds 690]
+        [--passes 3] [--calibration FILE]
     python -m benchmarks.step_time_prediction --again FILE
 
 The machine is calibrated as `megalite plan --calibrate` does, unless a file of it is given; the prediction knows
 nothing else. Then each configuration trains some steps, all ranks on this machine. Leave the machine alone meanwhile.
-The result keeps the calibration and each row's settings, so that a test computes the predictions anew; --again writes
-them anew after a change of the prediction.
+A shared machine is up to twice as slow for minutes: each pass measures a round of the calibration and all
+configurations, and the least of each time counts. The result keeps the calibration and each row's settings, so that a
+test computes the predictions anew; --again writes them anew after a change of the prediction.
 """
 
+import argparse
 import json
 import multiprocessing
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
-from math import inf
+from dataclasses import asdict, replace
 from pathlib import Path
 from socket import gethostname
 from typing import Any, cast
@@ -87,20 +87,20 @@ def measured(config: RunConfig) -> list[float]:
             return [trainer.train_step().step_seconds for _ in range(STEPS)][WARM_UP:]
 
 
-def rows_of(
-    drawn: Sequence[tuple[int, dict[str, Any]]], calibration: Calibration
-) -> Iterator[dict[str, Any]]:
-    for case, settings in drawn:
-        config = config_of(settings)
-        ranks = run_ranks(measured, config.layout.world_size, config)
-        # Other work on the machine only ever makes a step slower.
-        seconds = min(max(step) for step in zip(*ranks, strict=True))
-        row: dict[str, Any] = {"case": case, "layout": config.layout.text, "settings": settings}
-        row |= {
-            "measured": round(seconds, 5),
-            "steps": [round(max(step), 5) for step in zip(*ranks, strict=True)],
-        }
-        yield row | compared(row, calibration)
+def steps_of(settings: Mapping[str, Any]) -> list[float]:
+    """Return the seconds of each timed step, of the slowest rank of each."""
+    config = config_of(settings)
+    ranks = run_ranks(measured, config.layout.world_size, config)
+    return [round(max(step), 5) for step in zip(*ranks, strict=True)]
+
+
+def row_of(
+    case: int, settings: Mapping[str, Any], steps: Sequence[float], calibration: Calibration
+) -> dict[str, Any]:
+    # Other work on the machine only ever makes a step slower.
+    row = {"case": case, "layout": config_of(settings).layout.text, "settings": settings}
+    row |= {"measured": min(steps), "steps": steps}
+    return row | compared(row, calibration)
 
 
 def compared(row: Mapping[str, Any], calibration: Calibration) -> dict[str, Any]:
@@ -115,18 +115,18 @@ def compared(row: Mapping[str, Any], calibration: Calibration) -> dict[str, Any]
 
 
 def measure_machine(file: Path, precisions: Sequence[str]) -> None:
-    """Calibrate this machine in these precisions, and write the file."""
+    """Calibrate this machine in these precisions, one round, and write the file."""
     from megalite.train.step.calibrate import calibrate
+    from megalite.train.step.calibration_probes import ON_CPU
 
     base = config_of(configurations(random.Random(SEED), 1)[0])
     runs = [base.in_precision(precision) for precision in dict.fromkeys(precisions)]
-    write_calibration(calibrate(runs, int(base.model.vocab_size), gethostname()), file)
+    probes = replace(ON_CPU, rounds=1)
+    write_calibration(calibrate(runs, int(base.model.vocab_size), gethostname(), probes), file)
 
 
-def _calibration(file: Path | None, precisions: Sequence[str]) -> Calibration:
-    """Read the calibration, or measure this machine, in a process of its own: later ranks fork from this one."""
-    if file is not None:
-        return read_calibration(file)
+def calibrated(precisions: Sequence[str]) -> Calibration:
+    """Measure this machine in a process of its own: later ranks fork from this one."""
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "calibration.json"
         spawned = multiprocessing.get_context("spawn")
@@ -142,29 +142,47 @@ def main() -> None:
     parser.add_argument("--cases", default=f"0:{CASES}", help="first:last of the configurations")
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
     parser.add_argument("--calibration", type=Path, metavar="FILE")
-    parser.add_argument("--seconds", type=float, default=inf, help="after these, no further configuration")
+    parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--again", type=Path, metavar="FILE", help="a result whose rows to predict again")
     arguments = report.arguments_of(parser)
     if arguments.again:
         again(arguments.again)
         return
-    started = time.monotonic()
     prepare_process()
-    calibration = _calibration(arguments.calibration, arguments.precisions)
     facts = report.machine()
     first, last = map(int, arguments.cases.split(":"))
     generator = random.Random(arguments.seed)
     drawn = list(enumerate(configurations(generator, CASES, arguments.precisions)))[first:last]
+    drawn = drawn[:3] if arguments.quick else drawn
     PRELOADED.append("megalite.train.step.part_times")
-    rows = []
-    for row in rows_of(drawn[:3] if arguments.quick else drawn, calibration):
+    calibrations = [read_calibration(arguments.calibration)] if arguments.calibration else []
+    steps: dict[int, list[float]] = {}
+    for done in range(arguments.passes):
+        if not arguments.calibration:
+            calibrations.append(calibrated(arguments.precisions))
+        for case, settings in drawn:
+            steps.setdefault(case, []).extend(steps_of(settings))
+            print(f"pass {done + 1}: {case:2} {min(steps[case]):.4f}", flush=True)
+        write(calibrations, steps, drawn, facts, arguments)
+
+
+def write(
+    calibrations: Sequence[Calibration],
+    steps: Mapping[int, Sequence[float]],
+    drawn: Sequence[tuple[int, dict[str, Any]]],
+    facts: Any,
+    arguments: argparse.Namespace,
+) -> None:
+    """Predict all rows by the least times so far, and write the result."""
+    from megalite.train.step.calibrate import least_times
+
+    calibration = calibration_of(least_times([asdict(each) for each in calibrations]))
+    rows = [row_of(case, settings, steps[case], calibration) for case, settings in drawn]
+    for row in rows:
         show(row)
-        rows.append(row)
-        if time.monotonic() - started > arguments.seconds:
-            print(f"{len(rows)} of {len(drawn)} cases: the time is over")
-            break
     show_errors(rows)
     settings = {"seed": arguments.seed, "precisions": arguments.precisions, "unit": "seconds"}
+    settings |= {"passes": len(calibrations)}
     settings |= {"calibration": asdict(calibration)}
     report.write("step-time-prediction", facts, settings, rows, arguments.results)
 

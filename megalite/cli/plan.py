@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--table", action="store_true", help="memory by size of model")
     add("--write", type=Path, metavar="FILE", help="write the best layout's RUN.toml")
     add("--json", action="store_true", help="print the plan as JSON")
-    add("--calibrate", action="store_true", help="measure this machine for a minute, and plan for it")
+    add("--calibrate", action="store_true", help="measure this machine, one to two minutes, and plan for it")
     about = f"the measurement: read, or written by --calibrate (default there: {DEFAULT_FILE})"
     add("--calibration", type=Path, metavar="FILE", help=about)
     add(

@@ -64,7 +64,8 @@ def _measure(options: argparse.Namespace, config: RunConfig, rows: int) -> tuple
     config = config.in_precision(choose_precision(config.training.precision, local_device(0, 1)).name)
     if not options.json:
         print(
-            f"measuring this machine in {config.training.precision}; leave it alone for a minute", flush=True
+            f"measuring this machine in {config.training.precision}; leave it alone for one to two minutes",
+            flush=True,
         )
     calibration = calibrate([config], rows, gethostname())
     write_calibration(calibration, file)

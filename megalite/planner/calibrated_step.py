@@ -163,13 +163,13 @@ class _Step:
             total = Passes()
             for place, layer in enumerate(layers):
                 passes = self._layer(layer)
-                again = 0.0
+                total += passes
                 mode = run.training.recompute_of(place, len(layers))
                 if mode == "full":
-                    again = passes.forward
+                    total += Passes(0.0, passes.forward) + self.rates.host_recompute
                 elif mode == "selective":
                     again = self.rates.attended(run.shape, layer, self.work).forward
-                total += passes + Passes(0.0, again)
+                    total += Passes(0.0, again) + self.rates.host_recompute
             if chunk == len(run.split.layers) - 1:
                 total += self.rates.head(run.shape, self.work, run.model.chunked_loss)
             chunks.append(total)
@@ -197,15 +197,9 @@ class _Step:
             layer = Passes(2 * gather + 2 * scatter, 4 * gather + 2 * scatter)
         else:
             layer = Passes(1, 1).times(2 * self._link("all_reduce", hidden, ranks))
-        plain = 2 * self._link("all_reduce", hidden, ranks)
         # Links alone, measured without work between them, do not know how long ranks wait for each other.
-        measured = self.rates.sums_of_layer(self._links(ranks), hidden, self.crowd)
-        if measured is not None:
-            found = measured.times(1 / self.crowd)
-            layer = Passes(
-                max(layer.forward, found.forward * layer.forward / plain),
-                max(layer.backward, found.backward * layer.backward / plain),
-            )
+        waits = self.rates.waits_of_layer(self._links(ranks), self._layer(0), self.crowd)
+        layer += waits.times(1 / self.crowd)
         chunks = []
         for chunk, layers in enumerate(run.split.layers):
             full = sum(
@@ -279,7 +273,13 @@ class _Step:
         times = [time for time in self.measured.steps if time.zero == self.run.zero_stage]
         if not times:  # measured without DeepSpeed: by its partitions and its collectives
             return self._partitioned_update
-        return _four_points(times, self._rest, self._values, self.run.micro_batches)
+        values, share = self._values, 1.0
+        if self.run.zero_stage == 3:  # frozen weights are gathered too, each tensor by hooks of its own
+            values = stage_counts(self.run, 0).weights
+            model = times[0].model
+            measured = len(list(stage_parameters(model.shape, pipeline_split(model.layers), 0)))
+            share = len(list(stage_parameters(self.run.shape, self.run.split, 0))) / measured
+        return _four_points(times, self._rest, values, self.run.micro_batches, share)
 
     @property
     def _partitioned_update(self) -> float:
@@ -323,9 +323,16 @@ class _Step:
 
 
 def _four_points(
-    times: Sequence[WholeStepTime], rest: Callable[[WholeStepTime], float], values: float, micro_batches: int
+    times: Sequence[WholeStepTime],
+    rest: Callable[[WholeStepTime], float],
+    values: float,
+    micro_batches: int,
+    share: float,
 ) -> float:
-    """Return a + b M + N (c + d M) of N values and M micro batches, through the four measured points."""
+    """Return a + b M + N (c + d M) of N values and M micro batches, through the four measured points.
+
+    share: the factor of what the small model takes, whose time hardly depends on its values.
+    """
     lines = []
     for hidden in sorted({time.model.hidden for time in times}):
         one, several = sorted(
@@ -337,6 +344,6 @@ def _four_points(
         size = sum(p.numel for p in stage_parameters(shape, pipeline_split(one.model.layers), 0))
         lines.append((size, max(0.0, rest(one) - slope), slope))
     (small, *low), (large, *high) = lines
-    share = (values - small) / (large - small)
-    start, slope = (max(0.0, a + share * (b - a)) for a, b in zip(low, high, strict=True))
+    place = (values - small) / (large - small)
+    start, slope = (max(0.0, share * a + place * (b - a)) for a, b in zip(low, high, strict=True))
     return start + slope * micro_batches

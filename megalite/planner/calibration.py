@@ -50,7 +50,8 @@ class AttentionTime:
 class ProbeModel:
     """A Llama with tied tables and as many key-value heads as heads, and its micro batch of [rows, length] tokens.
 
-    lora: the rank of the adapters of its linears, which alone are trained then; 0: it has none.
+    lora: the rank of the adapters of its linears, which alone are trained then; 0: it has none. recomputed: backward
+    computes the attention of each layer again.
     """
 
     rows: int
@@ -61,6 +62,7 @@ class ProbeModel:
     layers: int
     vocabulary: int
     lora: int = 0
+    recomputed: bool = False
 
     @property
     def shape(self) -> ModelShape:

@@ -161,8 +161,7 @@ class RankRates:
         device = self.product(at_once, shape.hidden_size, rows, trained=shape.adapter is None)
         device = device.times(work.tokens / at_once)
         values = max(0.0, work.tokens * rows - self._least_logits)
-        rest = Passes(*(values * _between(points, values) for points in self._losses))
-        return self.together(device + rest, self.host_head)
+        return self.together(device + self._loss.times(values), self.host_head)
 
     def update(self, optimizer: str, values: float, tensors: int) -> float:
         """Return the seconds of the gradient's norm and the update of this rank's values."""
@@ -178,26 +177,27 @@ class RankRates:
 
     @cached_property
     def _pairs(self) -> list[tuple[ModelTime, ModelTime]]:
-        return _paired([time for time in self.measured.models if not time.model.lora])
+        return _paired(
+            [time for time in self.measured.models if not (time.model.lora or time.model.recomputed)]
+        )
 
-    def sums_of_layer(self, links: MeasuredLinks, hidden_bytes: float, crowd: float) -> Passes | None:
-        """Return what a layer takes longer where a group shares it, for hidden states of so many bytes.
+    def waits_of_layer(self, links: MeasuredLinks, computing: Passes, crowd: float) -> Passes:
+        """Return what the ranks of a group wait for each other in a layer, beyond the transfers of its sums.
 
-        crowd: how much slower the ranks of `links` compute than those of these rates.
+        It grows with what they compute between the sums. computing: the seconds of the layer on one of them. crowd: how
+        much slower the ranks of `links` compute than those of these rates.
         """
-        points: list[tuple[float, Passes]] = []
+        points: list[tuple[Passes, Passes]] = []
         for one, several in _paired(links.models.get(self.measured.precision, ())):
-            model = one.model
-            tokens = model.rows * model.length
-            work = LayerWork(model.rows, model.length, links.group, tokens, self.value_bytes)
+            model, work = one.model, self._work(one.model, links.group)
             known = self.layer(model.shape, 0, work).times(crowd)
-            points.append((tokens * model.hidden * self.value_bytes, _less(_difference(several, one), known)))
-        if len(points) < 2:
-            return None
-        (least, small), (most, large) = points
-        share = (hidden_bytes - least) / (most - least)
-        sums = small + (large + small.times(-1)).times(share)
-        return Passes(max(sums.forward, 0.0), max(sums.backward, 0.0))
+            hidden = work.tokens * model.hidden * self.value_bytes
+            transfers = Passes(1, 1).times(2 * link_seconds(links, "all_reduce", hidden))
+            points.append((known, _less(_difference(several, one), known + transfers)))
+        return Passes(
+            _on_line([(known.forward, wait.forward) for known, wait in points], computing.forward * crowd),
+            _on_line([(known.backward, wait.backward) for known, wait in points], computing.backward * crowd),
+        )
 
     @cached_property
     def host_layer(self) -> Passes:
@@ -221,6 +221,18 @@ class RankRates:
         return Passes()  # of a calibration that has not measured it
 
     @cached_property
+    def host_recompute(self) -> Passes:
+        """The seconds that recomputing adds to `host_layer` beside the recomputation; a card hides them."""
+        if self.queued:
+            return Passes()
+        for one, several in _paired([time for time in self.measured.models if time.model.recomputed]):
+            shape, work = one.model.shape, self._work(one.model)
+            known = self.host_layer + self.device_part(shape, 0, work)
+            known += Passes(0.0, self.attended(shape, 0, work).forward)
+            return _less(_difference(several, one), known)
+        return Passes()  # of a calibration that has not measured it
+
+    @cached_property
     def host_head(self) -> Passes:
         one, several = self._pairs[0]
         rest = _less(Passes(one.forward, one.backward), _difference(several, one))
@@ -237,8 +249,7 @@ class RankRates:
     @cached_property
     def _least_logits(self) -> float:
         """The logits whose time is part of `host_head`."""
-        model = self._pairs[0][0].model
-        return float(model.rows * model.length * model.vocabulary)
+        return _logits(self._pairs[0][0].model)
 
     @cached_property
     def _traffic(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
@@ -254,21 +265,20 @@ class RankRates:
         return forward, backward
 
     @cached_property
-    def _losses(self) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
-        """Logits -> seconds a logit, forward and backward, of what a model has beside its layers and the product."""
-        forward, backward = [], []
-        for one, several in self._pairs[1:]:
-            model = one.model
-            values = model.rows * model.length * model.vocabulary - self._least_logits
-            known = self.product(model.rows * model.length, model.hidden, model.vocabulary, trained=True)
-            rest = _less(Passes(one.forward, one.backward), _difference(several, one))
-            rest = _less(rest, known if self.queued else known + self.host_head)
-            forward.append((values, rest.forward / values))
-            backward.append((values, rest.backward / values))
-        return forward, backward
+    def _loss(self) -> Passes:
+        """The seconds of a logit, of what a model has beside its layers and the product: of the largest share of it.
 
-    def _work(self, model: ProbeModel) -> LayerWork:
-        return LayerWork(model.rows, model.length, 1, model.rows * model.length, self.value_bytes)
+        In the other models it would be the small difference of two long times.
+        """
+        one, several = max(self._pairs[1:], key=lambda pair: _logits(pair[0].model) / pair[0].forward)
+        model = one.model
+        known = self.product(model.rows * model.length, model.hidden, model.vocabulary, trained=True)
+        rest = _less(Passes(one.forward, one.backward), _difference(several, one))
+        rest = _less(rest, known if self.queued else known + self.host_head)
+        return rest.times(1 / (_logits(model) - self._least_logits))
+
+    def _work(self, model: ProbeModel, tensor: int = 1) -> LayerWork:
+        return LayerWork(model.rows, model.length, tensor, model.rows * model.length, self.value_bytes)
 
 
 def _paired(times: Sequence[ModelTime]) -> list[tuple[ModelTime, ModelTime]]:
@@ -286,7 +296,12 @@ def _sizes(model: ProbeModel) -> tuple[int, ...]:
         model.heads,
         model.vocabulary,
         model.lora,
+        model.recomputed,
     )
+
+
+def _logits(model: ProbeModel) -> float:
+    return float(model.rows * model.length * model.vocabulary)
 
 
 def _difference(several: ModelTime, one: ModelTime) -> Passes:
@@ -308,6 +323,14 @@ def _between(points: Sequence[tuple[float, float]], place: float) -> float:
     (before, low), (after, high) = points[index - 1], points[index]
     share = log(place / before) / log(after / before)
     return low + share * (high - low)
+
+
+def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
+    """Return the value at a place on the line through two points (place, value), never below 0; 0 without them."""
+    if len(points) < 2:
+        return 0.0
+    (before, low), (after, high) = points
+    return max(0.0, low + (high - low) * (place - before) / (after - before))
 
 
 class _Grid:

@@ -2,10 +2,11 @@
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megalite.selftest.trust import card_name
 from megalite.topology.axes import Layout
 from megalite.topology.optimizers import OPTIMIZERS
 from megalite.train.step.calibration_probes import ON_CARDS, ON_CPU, Probes
-from megalite.train.step.part_times import PartTimes, link_times
+from megalite.train.step.part_times import PartTimes, RankClock, link_times
 from megalite.train.step.precision import DTYPES, set_tf32
 
 _MOST_RANKS = 8
@@ -139,32 +140,46 @@ def group_times(job: CalibrationJob, ranks: int, device: torch.device) -> dict[s
         precision = config.training.precision
         chosen[precision] = known_kernels(config, config.shape(job.vocabulary), DTYPES[precision], device)
         set_tf32(device, config.training.tf32)
-    mesh = ParallelMesh.over_world(Layout(data=ranks), device)
-    computing = [
-        asdict(_computing(mesh, job, precision, kernels, probes))
-        for precision, kernels in (chosen.items() if job.computes else ())
+    clock = RankClock(ParallelMesh.over_world(Layout(data=ranks), device), probes.rounds)
+    groups = {ranks, 2} if ranks > 1 else ()
+    meshes = [ParallelMesh.over_world(Layout(tensor=group, data=ranks // group), device) for group in groups]
+    rounds = [
+        {
+            "computing": [
+                asdict(_computing(clock, job.threads, precision, kernels, probes))
+                for precision, kernels in (chosen.items() if job.computes else ())
+            ],
+            "links": [asdict(_links(RankClock(mesh, probes.rounds), probes, chosen)) for mesh in meshes],
+        }
+        for _ in range(probes.rounds)
     ]
-    links = [asdict(measured) for measured in _links(ranks, device, probes, chosen)]
-    mesh.barrier()
-    return {
-        "computing": computing,
-        "links": links,
-        "kernels": ", ".join(dict.fromkeys(map(str, chosen.values()))),
-    }
+    clock.mesh.barrier()
+    return {**least_times(rounds), "kernels": ", ".join(dict.fromkeys(map(str, chosen.values())))}
+
+
+def least_times(rounds: Sequence[Any]) -> Any:
+    """Return the rounds' content with the least of each time, and the median of `alone`, a ratio of two."""
+    first = rounds[0]
+    if isinstance(first, dict):
+        least = {key: least_times([content[key] for content in rounds]) for key in first}
+        return least | {key: median(content[key] for content in rounds) for key in first if key == "alone"}
+    if isinstance(first, list | tuple):
+        return [least_times(contents) for contents in zip(*rounds, strict=True)]
+    return min(rounds) if isinstance(first, float) else first
 
 
 def _computing(
-    mesh: ParallelMesh, job: CalibrationJob, precision: str, kernels: KernelChoice, probes: Probes
+    clock: RankClock, threads: int, precision: str, kernels: KernelChoice, probes: Probes
 ) -> MeasuredRanks:
-    parts = PartTimes(mesh, precision, kernels)
-    models = [*probes.models, *probes.adapted]
+    parts, ranks = PartTimes(clock, precision, kernels), clock.mesh.layout.world_size
+    models = [*probes.models, *probes.variants]
     single = [replace(model, layers=1) for model in models]
-    zeros = (0, 1, 2, 3) if find_spec("deepspeed") and mesh.layout.world_size > 1 else (0,)
+    zeros = (0, 1, 2, 3) if find_spec("deepspeed") and ranks > 1 else (0,)
     return MeasuredRanks(
-        mesh.layout.world_size,
-        job.threads,
+        ranks,
+        threads,
         precision,
-        parts.alone(probes.models[1]) if mesh.layout.world_size > 1 else 1.0,
+        parts.alone(probes.models[1]) if ranks > 1 else 1.0,
         [parts.product(*sizes) for sizes in probes.products],
         [parts.attention(*sizes) for sizes in probes.attention],
         [parts.model(model) for pair in zip(single, models, strict=True) for model in pair],
@@ -182,17 +197,13 @@ def _computing(
     )
 
 
-def _links(
-    ranks: int, device: torch.device, probes: Probes, chosen: Mapping[str, KernelChoice]
-) -> Iterator[MeasuredLinks]:
-    """Yield the times of links among all ranks, and among pairs of them."""
+def _links(clock: RankClock, probes: Probes, chosen: Mapping[str, KernelChoice]) -> MeasuredLinks:
+    """Measure the links in the groups of the mesh's tensor axis, while all ranks are in such groups."""
     tiny, *_, large = probes.models
     shared = [replace(model, layers=layers) for model in (tiny, large) for layers in (1, model.layers)]
-    for group in {ranks, 2} if ranks > 1 else ():
-        mesh = ParallelMesh.over_world(Layout(tensor=group, data=ranks // group), device)
-        times = list(link_times(mesh, probes.links))
-        models = {}
-        for precision, kernels in chosen.items():
-            parts = PartTimes(mesh, precision, kernels, shared=True)
-            models[precision] = [parts.model(model) for model in shared]
-        yield MeasuredLinks(ranks, group, times, models)
+    models = {
+        precision: [PartTimes(clock, precision, kernels, shared=True).model(model) for model in shared]
+        for precision, kernels in chosen.items()
+    }
+    layout = clock.mesh.layout
+    return MeasuredLinks(layout.world_size, layout.tensor, list(link_times(clock, probes.links)), models)

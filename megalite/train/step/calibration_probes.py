@@ -14,9 +14,10 @@ _ADAPTED = replace(_SMALLEST, lora=16)
 class Probes:
     """tokens, features: the sizes of products, every tokens with every pair of features.
 
-    attention: rows, length, heads, head_dim. models, adapted: each is measured with one layer and with as many as it
+    attention: rows, length, heads, head_dim. models, variants: each is measured with one layer and with as many as it
     says. updated: a small and a large model for the optimizers; updated_slowly: for those that multiply matrices.
     steps: a small and a large model for whole steps, with one micro batch and with `micro_batches`. links: bytes.
+    rounds: how often all of them are measured one after the other; the least time of each part counts.
     """
 
     tokens: Sequence[int]
@@ -28,7 +29,8 @@ class Probes:
     steps: Sequence[ProbeModel]
     links: Sequence[int]
     micro_batches: int = 4
-    adapted: Sequence[ProbeModel] = (_ADAPTED,)
+    rounds: int = 1
+    variants: Sequence[ProbeModel] = (_ADAPTED,)
 
     @property
     def products(self) -> list[tuple[int, int, int]]:
@@ -50,6 +52,8 @@ ON_CPU = Probes(
     updated_slowly=(_SMALLEST, ProbeModel(1, 16, 256, 512, 8, 1, 128)),
     steps=(_SMALLEST, ProbeModel(1, 16, 256, 768, 8, 5, 1024)),
     links=(1 << 10, 1 << 16, 1 << 20, 1 << 23),
+    variants=(_ADAPTED, replace(_SMALLEST, recomputed=True)),
+    rounds=3,  # a shared machine is slow for some ten seconds at a time
 )
 ON_CARDS = Probes(
     tokens=(256, 2048, 16384),

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import ceil
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from megalite.config.load import load_run
 from megalite.config.sections.schema import OptimizerConfig, RunConfig
+from megalite.config.sections.training_section import ComputeSettings
 from megalite.data.batches.loader import StepLoader
 from megalite.model.options import ModelOptions
 from megalite.model.replica import Replica
@@ -42,7 +44,7 @@ from megalite.train.step.train_step import TrainStep
 
 _LEAST, _MOST = 3, 40
 _SECONDS = 0.04
-"""A part is timed for about so long, and at least _LEAST times."""
+"""In all of its rounds a part is timed for about so long, and at least _LEAST times."""
 _LEARNING_RATE = 1e-4
 
 
@@ -50,10 +52,11 @@ _LEARNING_RATE = 1e-4
 class RankClock:
     """Times works on all ranks of a mesh at once: the median of the faster half, of which the mean over the ranks.
 
-    Other processes of a machine only ever make a work slower.
+    Other processes of a machine only ever make a work slower. rounds: how often every part of a calibration is timed.
     """
 
     mesh: ParallelMesh
+    rounds: int = 1
 
     def seconds(self, *works: Callable[[], Any], held: bool = False) -> list[float]:
         """Return the seconds of each of the works, which run one after the other, again and again. Collective.
@@ -62,11 +65,12 @@ class RankClock:
         """
         for work in works:
             work()  # what the first call alone does
-        first = self.mesh.max_over_world(sum(self._once(work, held=held) for work in works))
+        first = [self._once(work, held=held) for work in works]
+        longest = self.mesh.max_over_world(sum(first))
         self.mesh.barrier()
-        count = max(_LEAST, min(_MOST, int(_SECONDS / first)))
-        rounds = [[self._once(work, held=held) for work in works] for _ in range(count)]
-        medians = [statistics.median(sorted(times)[: count // 2 + 1]) for times in zip(*rounds, strict=True)]
+        count = max(ceil(_LEAST / self.rounds), min(_MOST, int(_SECONDS / self.rounds / longest)))
+        series = [first, *([self._once(work, held=held) for work in works] for _ in range(count - 1))]
+        medians = [statistics.median(sorted(times)[: count // 2 + 1]) for times in zip(*series, strict=True)]
         return [total / self.mesh.layout.world_size for total in self.mesh.sum_over_world(medians)]
 
     def _once(self, work: Callable[[], Any], *, held: bool) -> float:
@@ -85,15 +89,16 @@ class RankClock:
 
 
 class PartTimes:
-    """Measures the parts in one precision. Every rank of the mesh makes one and calls it alike.
+    """Measures the parts in one precision. Every rank of the clock's mesh makes one and calls it alike.
 
     shared: the ranks of a tensor axis share the models; else each rank has its own.
     """
 
-    def __init__(self, mesh: ParallelMesh, precision: str, kernels: KernelChoice, *, shared: bool = False):
+    def __init__(self, clock: RankClock, precision: str, kernels: KernelChoice, *, shared: bool = False):
+        mesh = clock.mesh
         self.precision, self.kernels = precision, kernels
         self.mesh, self.device, self.dtype = mesh, mesh.device, DTYPES[precision]
-        self.clock, self.alone_mesh = RankClock(mesh), ParallelMesh.single(mesh.device)
+        self.clock, self.alone_mesh = clock, ParallelMesh.single(mesh.device)
         self.model_mesh = mesh if shared else self.alone_mesh
 
     def product(self, tokens: int, inputs: int, outputs: int) -> ProductTime:
@@ -168,7 +173,7 @@ class PartTimes:
         both = self.model(model)
         seconds = both.forward + both.backward
         if self.mesh.rank == 0:
-            alone = PartTimes(self.alone_mesh, self.precision, self.kernels)
+            alone = PartTimes(RankClock(self.alone_mesh, self.clock.rounds), self.precision, self.kernels)
             alone_time = alone.model(model)
             seconds = alone_time.forward + alone_time.backward
         self.mesh.barrier()
@@ -178,10 +183,11 @@ class PartTimes:
         return torch.randn(*size, dtype=self.dtype, device=self.device)
 
     def _assembled(self, model: ProbeModel, optimizer: str = "adamw") -> tuple[Replica, Optimizer, Any]:
+        training = ComputeSettings(recompute="selective" if model.recomputed else "none")
         plan = TrainingPlan(
             model.shape,
             pipeline_split(model.layers),
-            ModelOptions(self.dtype, operators=self.kernels.operators),
+            ModelOptions(self.dtype, training=training, operators=self.kernels.operators),
             OptimizerSettings(OptimizerConfig(name=optimizer)),
         )
         return assemble(plan, self.model_mesh, seed=0)
@@ -206,9 +212,9 @@ def random_batch(rows: int, length: int, vocabulary: int, *, dtype: torch.dtype)
     return StepBatch(ids, positions, ids.roll(-1, dims=1), mask, torch.arange(rows))
 
 
-def link_times(mesh: ParallelMesh, sizes: Sequence[int]) -> Iterator[LinkTime]:
-    """Yield the times of collectives over the tensor axis of the mesh; a message is a broadcast in a group of two."""
-    clock, group = RankClock(mesh), mesh.tp
+def link_times(clock: RankClock, sizes: Sequence[int]) -> Iterator[LinkTime]:
+    """Yield the times of collectives over the mesh's tensor axis; a message is a broadcast in a group of two."""
+    mesh, group = clock.mesh, clock.mesh.tp
     for size in sizes:
         whole = torch.zeros(1, group.size, max(1, size // 4 // group.size), device=mesh.device)
         part = whole[:, :1].contiguous()

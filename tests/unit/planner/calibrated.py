@@ -23,11 +23,11 @@ from megalite.train.step.calibration_probes import Probes
 PRODUCT, ATTENTION, BYTE, LOGIT, VALUE, LAYER, HEAD, STEP = 1e-10, 2e-11, 3e-10, 4e-9, 5e-9, 1e-4, 2e-4, 3e-3
 """Seconds of a multiplication in a product and in attention, of a byte of traffic, a logit, an updated value; of a
 layer, a head and a step whatever their size."""
-LATENCY, LINK_BYTE, ZERO_VALUE, ADAPTER = 5e-5, 1e-9, 7e-9, 3e-5
+LATENCY, LINK_BYTE, ZERO_VALUE, ADAPTER, RECOMPUTED = 5e-5, 1e-9, 7e-9, 3e-5, 2e-5
 
 
-SMALL = ProbeModel(1, 16, 64, 64, 4, 5, 128)
-"""Its traffic and its logits are part of what a layer and a head take whatever their size."""
+SMALL, LARGE = ProbeModel(1, 16, 64, 64, 4, 5, 128), ProbeModel(1, 64, 128, 256, 4, 3, 512)
+"""The small one's traffic and logits are part of what a layer and a head take whatever their size."""
 
 
 _TINY, _WIDER = ProbeModel(1, 8, 16, 16, 4, 2, 32), ProbeModel(1, 8, 32, 16, 4, 2, 64)
@@ -45,21 +45,24 @@ PROBES = Probes(
 """Sizes that any device measures in a moment."""
 
 
-def calibration(adapter: float = 0.0) -> Calibration:
-    """Return the measured machine. adapter: the seconds that an adapter of a linear adds, forward and backward each."""
-    links = [MeasuredLinks(ranks, group, _links()) for ranks, group in ((2, 2), (4, 4), (4, 2))]
+def calibration(adapter: float = 0.0, waiting: float = 0.0) -> Calibration:
+    """Return the measured machine.
+
+    adapter: the seconds that an adapter of a linear adds, forward and backward each. waiting: the share of a layer's
+    computation that ranks of a group wait for each other.
+    """
+    links = [
+        MeasuredLinks(ranks, group, _links(), {"fp32": _shared(group, waiting)})
+        for ranks, group in ((2, 2), (4, 4), (4, 2))
+    ]
     computing = [_ranks(1, 2, adapter), _ranks(2, 1, adapter)]
     return Calibration("here", "cpu", 2, 2**34, "2.13.0", "fused", computing, links)
 
 
 def _ranks(ranks: int, threads: int, adapter: float) -> MeasuredRanks:
-    small, large = SMALL, ProbeModel(1, 64, 128, 256, 4, 3, 512)
-    models = [
-        _model_time(ProbeModel(*_sizes(model, layers)))
-        for model in (small, large)
-        for layers in (1, model.layers)
-    ]
+    models = [_model_time(model) for model in _with_one_layer(SMALL, LARGE)]
     models += [_adapted(layers, adapter) for layers in (1, 5)]
+    models += [_recomputed(layers) for layers in (1, 5)]
     sizes = product((16, 64), (16, 1024), (16, 1024))
     products = [ProductTime(*each, *[PRODUCT * each[0] * each[1] * each[2]] * 3) for each in sizes]
     attention = [
@@ -73,15 +76,32 @@ def _ranks(ranks: int, threads: int, adapter: float) -> MeasuredRanks:
     ]
     steps = [
         _step_time(model, micro_batches, zero, ranks)
-        for zero in ((0, 1) if ranks > 1 else (0,))
-        for model in (small, large)
+        for zero in ((0, 1, 3) if ranks > 1 else (0,))
+        for model in (SMALL, LARGE)
         for micro_batches in (1, 4)
     ]
     return MeasuredRanks(ranks, threads, "fp32", 1.0, products, attention, models, updates, steps)
 
 
-def _sizes(model: ProbeModel, layers: int) -> tuple[int, ...]:
-    return model.rows, model.length, model.hidden, model.intermediate, model.heads, layers, model.vocabulary
+def _with_one_layer(*models: ProbeModel) -> list[ProbeModel]:
+    return [replace(model, layers=layers) for model in models for layers in (1, model.layers)]
+
+
+def _shared(group: int, waiting: float) -> list[ModelTime]:
+    """Return the times of the models on the ranks of a group that shares their layers."""
+    times = []
+    for model in _with_one_layer(SMALL, LARGE):
+        tokens = model.rows * model.length
+        work = LayerWork(model.rows, model.length, group, tokens, 4)
+        layer = layer_passes(model.shape, work)
+        whole = passes(model.shape, work)
+        sums = 2 * (LATENCY + LINK_BYTE * 4 * tokens * model.hidden)
+        forward, backward = (
+            time + model.layers * (waiting * of_layer + sums)
+            for time, of_layer in ((whole.forward, layer.forward), (whole.backward, layer.backward))
+        )
+        times.append(ModelTime(model, forward, backward))
+    return times
 
 
 def _links() -> list[LinkTime]:
@@ -106,6 +126,11 @@ def passes(shape: ModelShape, work: LayerWork) -> Passes:
     return Passes(seconds(1, moved.forward - least.forward), seconds(2, moved.backward - least.backward))
 
 
+def layer_passes(shape: ModelShape, work: LayerWork) -> Passes:
+    one, two = (passes(replace(shape, num_hidden_layers=layers), work) for layers in (1, 2))
+    return two + one.times(-1)
+
+
 def _model_time(model: ProbeModel) -> ModelTime:
     tokens = model.rows * model.length
     time = passes(model.shape, LayerWork(model.rows, model.length, 1, tokens, 4))
@@ -121,6 +146,13 @@ def _adapted(layers: int, adapter: float) -> ModelTime:
         forward += PRODUCT * SMALL.length * inputs * outputs
         backward += PRODUCT * SMALL.length * inputs * outputs * (1 + trained)
     return ModelTime(model, layers * (forward + scores), layers * (backward + 2 * scores))
+
+
+def _recomputed(layers: int) -> ModelTime:
+    """Return the time of layers whose attention is computed again, which takes RECOMPUTED beside the attention."""
+    model = replace(SMALL, layers=layers, recomputed=True)
+    time, again = _model_time(model), ATTENTION * SMALL.hidden * SMALL.length**2 + RECOMPUTED
+    return ModelTime(model, time.forward, time.backward + layers * again)
 
 
 def _step_time(model: ProbeModel, micro_batches: int, zero: int, ranks: int) -> WholeStepTime:

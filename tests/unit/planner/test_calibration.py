@@ -20,8 +20,10 @@ from megalite.planner.step_time import StepTime, step_time
 from megalite.topology.adapter import PROJECTIONS, Lora
 from megalite.topology.axes import Layout
 from megalite.topology.collective_sizes import BUCKET_BYTES
+from megalite.topology.parameters import model_parameters
 from megalite.topology.schedule_timeline import ideal_timeline, orders_of
 from megalite.topology.schedules import SCHEDULES, Action
+from megalite.train.step.calibrate import least_times
 from tests.support.parity import about
 from tests.unit.planner import calibrated
 from tests.unit.planner.plans import SHAPE, plan
@@ -88,8 +90,16 @@ def test_full_recomputation_repeats_the_forward_of_the_layers() -> None:
     run, again = plan(**FP32), plan(recompute="full", **FP32)
     layers = replace(run.shape, num_hidden_layers=16)
     both = micro_batch(replace(run, shape=layers)).forward - micro_batch(run).forward  # of eight layers more
-    repeated = run.micro_batches * both
+    repeated = run.micro_batches * (both + 8 * calibrated.RECOMPUTED)
     assert predicted(again).compute - predicted(run).compute == about(repeated)
+
+
+def test_selective_recomputation_repeats_the_attention() -> None:
+    run, again = plan(**FP32), plan(recompute="selective", **FP32)
+    attention = calibrated.ATTENTION * run.micro_batch_size * run.shape.hidden_size * run.sequence_length**2
+    layers = run.micro_batches * run.shape.num_hidden_layers
+    added = predicted(again).compute - predicted(run).compute
+    assert added == about(layers * (attention + calibrated.RECOMPUTED))
 
 
 def test_more_ranks_than_cores_take_turns() -> None:
@@ -109,11 +119,39 @@ def test_tensor_parallel_ranks_wait_for_their_sums() -> None:
     assert sums < predicted(run).tensor < 1.4 * sums
 
 
+def test_tensor_parallel_ranks_wait_for_each_other_as_their_layers_are_long() -> None:
+    run = plan(layout=Layout(tensor=2), **FP32)
+    slower = CalibratedMachine(calibrated.calibration(waiting=0.25), 2)
+    work = LayerWork(run.micro_batch_size, run.sequence_length, 2, run.positions, 4)
+    layer = calibrated.layer_passes(run.shape, work)
+    waits = run.micro_batches * run.shape.num_hidden_layers * 0.25 * (layer.forward + layer.backward)
+    # Half a layer's more for the embedding and for the head.
+    added = step_time(run, slower, largest_rank(run)).tensor - predicted(run).tensor
+    assert waits < added < waits * (1 + 1.1 / run.shape.num_hidden_layers)
+
+
 def test_zero_takes_what_its_steps_took() -> None:
     run = plan(layout=Layout(data=2), zero_stage=1, **FP32)
     time = predicted(run)
     assert time.update == about(calibrated.STEP + calibrated.ZERO_VALUE * values(run))
     assert time.fixed == time.data == 0
+
+
+def test_zero_3_gathers_frozen_weights_too() -> None:
+    shape = replace(SHAPE, adapter=Lora(4, 8.0, PROJECTIONS))
+    run = plan(shape, layout=Layout(data=2), zero_stage=3, **FP32)
+    small, here = (list(model_parameters(each)) for each in (calibrated.SMALL.shape, shape))
+    sizes = [sum(parameter.numel for parameter in parameters) for parameters in (small, here)]
+    start = (calibrated.STEP + calibrated.ZERO_VALUE * sizes[0]) * len(here) / len(small)
+    assert predicted(run).update == about(start + calibrated.ZERO_VALUE * (sizes[1] - sizes[0]))
+
+
+def test_the_least_time_of_several_rounds_counts() -> None:
+    rounds = [
+        {"ranks": 2, "alone": ratio, "models": [{"forward": time}]}
+        for ratio, time in ((1.1, 3.0), (0.9, 2.0))
+    ]
+    assert least_times(rounds) == {"ranks": 2, "alone": 1.0, "models": [{"forward": 2.0}]}
 
 
 def test_a_precision_that_was_not_measured_is_refused() -> None:
