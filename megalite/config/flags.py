@@ -140,6 +140,5 @@ def _value(takes: Sequence[str], text: str) -> Any:
     parsed = parse_value(text)
     if "TEXT" not in takes:
         return parsed
-    if isinstance(parsed, str) or (isinstance(parsed, list) and "LIST" in takes):
-        return parsed
-    return parsed if isinstance(parsed, float) and "NUMBER" in takes else text
+    kept = {str: "TEXT", list: "LIST", float: "NUMBER", int: "INT"}
+    return parsed if kept.get(type(parsed)) in takes else text

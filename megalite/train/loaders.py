@@ -143,10 +143,12 @@ def held_out_sets(
     """
     if config.data.order == "megatron":
         samples, prefixes = config.validation.samples, data.validation or data.train
+        every = config.validation.every
+        assert not isinstance(every, str), "a rule asks for steps"
         if samples is None:  # a rule asks for it with validation text
             return {}
         loader = _megatron_loader(config, prefixes, validation_order(config), mesh, tokenizer)
         name = prefixes[0].name if data.validation else "validation"
-        return {name: HeldOutSet(loader, samples, config.validation.every)}
+        return {name: HeldOutSet(loader, samples, every)}
     files = {prefix.name: TokenFile.open(prefix) for prefix in data.validation}
     return {name: held_out_set(load, file, config.validation.samples) for name, file in files.items()}

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalite.config.sections.duration import epochs_of
+from megalite.data.batches.stream_loader import StreamLoader
 from megalite.errors import TrainingError
 from megalite.launcher.exit_codes import INTERRUPTED, STOPPED
 from megalite.monitor.metrics import SaveMetrics, ValidationMetrics
@@ -99,8 +101,7 @@ class TrainingLoop:
         return report
 
     def _validates_after(self, step: int) -> bool:
-        every = self._config.validation.every
-        return every is not None and step % every == 0
+        return self._is_due(self._config.validation.every, step)
 
     def _validated(self, metrics: dict[str, float]) -> ValidationMetrics | None:
         """Validate, and add the metrics that callbacks return for it to `metrics`; None if a signal cuts it short."""
@@ -139,8 +140,17 @@ class TrainingLoop:
             self._callbacks.checkpoint(checkpoint.path)
 
     def _saves_after(self, step: int) -> bool:
-        every = self._config.checkpoint.every
-        return every is not None and step % every == 0
+        return self._is_due(self._config.checkpoint.every, step)
+
+    def _is_due(self, every: int | str | None, step: int) -> bool:
+        """Return whether `every` ends with a step: a number of steps, or epochs, which end within a step."""
+        if not isinstance(every, str):
+            return every is not None and step % every == 0
+        state, loader = self._trainer.state, self._trainer.loader
+        assert not isinstance(loader, StreamLoader), "a rule asks for steps"
+        samples = state.samples + (step - state.step) * loader.global_batch_size
+        interval = epochs_of(every) * loader.samples_per_epoch
+        return samples // interval > (samples - loader.global_batch_size) // interval
 
     def _flags(self) -> tuple[bool, ...]:
         """Return this rank's reasons to end the run, and where its checkpoint in flight stands; called in a step."""

@@ -1,6 +1,7 @@
 """Trainer(config).train(): validation, the best checkpoint and patience over resumes, callbacks, ranks of its own."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -97,6 +98,28 @@ def test_a_run_in_pieces_is_the_whole_one(run_file: Path, tmp_path: Path) -> Non
     assert int(whole.best.name.removeprefix("step-")) == lowest[0]
     kept = sorted(path.name for path in (whole.folder / "checkpoints").glob("step-*"))
     assert len(kept) <= 3 and kept[-1] == "step-000012" and whole.best.name in kept
+
+
+def test_intervals_of_epochs_end_with_the_step_that_ends_them(
+    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the run stopped in between, and no interval is a whole number of steps."""
+    settings: dict[str, Any] = {"training": {"steps": None, "epochs": 1}}
+    settings |= {"checkpoint": {"every": "0.5 epochs"}, "validation": {"every": "1/3 epochs", "samples": 1}}
+    train(run_file, tmp_path / "run", Stop(1), **settings)
+    resumed = train(run_file, tmp_path / "run", **settings)
+    line = re.search(r"data: (\d+) sequences .*; (\d+) steps are", capsys.readouterr().out)
+    assert line is not None
+    samples, last = map(int, line.groups())
+    batch = load_config(run_file, **settings).batch.global_batch_size
+    assert samples % batch
+
+    def ends(parts: int) -> list[int]:
+        return [math.ceil(number * samples / parts / batch) for number in range(1, parts + 1)]
+
+    assert [step for step, *_ in validations(resumed)] == [1, *ends(3)]
+    kept = [int(path.name.removeprefix("step-")) for path in (resumed.folder / "checkpoints").glob("step-*")]
+    assert sorted(kept) == [1, *ends(2)] and ends(2)[-1] == last
 
 
 @pytest.mark.extended

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.config.sections.checked import CheckedRun
+from megalite.config.sections.duration import epochs_of
 from megalite.config.sections.text_sections import ValidationConfig
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem
@@ -55,6 +56,27 @@ def keeping_some_means_deleting_others(run: CheckedRun) -> Iterator[Problem]:
     if run.checkpoint.keep_every is not None and run.checkpoint.keep_last is None:
         message = f"{run.checkpoint.keep_every} has no effect: no checkpoint is deleted"
         yield Problem("checkpoint.keep_every", message, "set checkpoint.keep_last, or delete the setting")
+
+
+def intervals_are_steps_or_epochs(run: CheckedRun) -> Iterator[Problem]:
+    for key, every in {
+        "validation.every": run.validation.every,
+        "checkpoint.every": run.checkpoint.every,
+    }.items():
+        if not isinstance(every, str):
+            continue
+        try:
+            epochs_of(every)
+        except ValueError as error:
+            remedy = 'write a number of steps, or epochs as in "1 epoch" or "0.5 epochs"'
+            yield Problem(key, f"{shown(every)} {error}", remedy)
+            continue
+        for setting, counts_steps in {
+            "data.streaming = true": run.data.streaming,
+            'data.order = "megatron"': run.data.order == "megatron",
+        }.items():
+            if counts_steps:
+                yield Problem(key, f"{shown(every)} has no meaning with {setting}", "write a number of steps")
 
 
 def loss_scale_skips_by_itself(run: CheckedRun) -> Iterator[Problem]:

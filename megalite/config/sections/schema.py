@@ -242,7 +242,10 @@ class DeepSpeedSection(Section):
 class CheckpointConfig(Section):
     """Saving, keeping and resuming checkpoints; the last step is always saved."""
 
-    every: Count | None = Field(None, description="steps between checkpoints; default: only the last step")
+    every: Count | Text | None = Field(
+        None,
+        description='steps between checkpoints, or epochs as in "0.5 epochs"; default: only the last step',
+    )
     async_save: bool = Field(
         True, description="write checkpoints while training goes on, from a copy in host memory"
     )

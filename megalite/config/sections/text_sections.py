@@ -135,8 +135,9 @@ class DataConfig(Section):
 class ValidationConfig(Section):
     """Validation: the loss on data.validation or data.split, always after the last step."""
 
-    every: Count | None = Field(
-        None, description="steps between validations; default: only after the last step"
+    every: Count | Text | None = Field(
+        None,
+        description='steps between validations, or epochs as in "1 epoch"; default: only after the last step',
     )
     at_start: bool = Field(False, description="also validate before the first step")
     samples: Count | None = Field(

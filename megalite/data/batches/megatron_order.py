@@ -70,7 +70,9 @@ def validation_order(config: RunConfig) -> MegatronOrder:
     They are of the second part of data.split, or of the whole of data.validation.
     """
     order, validation = training_order(config), config.validation
-    assert config.training.steps and validation.every and validation.samples, "a rule asks for them"
+    assert config.training.steps and isinstance(validation.every, int) and validation.samples, (
+        "rules ask for them"
+    )
     samples = (config.training.steps // validation.every + 1) * validation.samples
     if config.data.validation is not None:
         return MegatronOrder(order.seed, order.sequence_length, samples)

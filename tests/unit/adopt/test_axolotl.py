@@ -151,6 +151,7 @@ def test_a_lora_keeps_its_numbers() -> None:
     assert (optimizer.name, optimizer.learning_rate, optimizer.weight_decay) == ("adamw", 0.0002, 0.0)
     assert (optimizer.betas, optimizer.minimum_ratio, optimizer.warmup_ratio) == ((0.9, 0.999), 0.0, 0.1)
     assert run.data.split == (0.95, 0.05, 0.0)
+    assert (run.validation.every, run.checkpoint.every) == ("1/4 epochs", "1 epoch")
     assert run.run.seed == 42
 
 

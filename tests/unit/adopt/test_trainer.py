@@ -94,6 +94,7 @@ def test_every_argument_of_transformers_has_an_answer() -> None:
         ({"max_steps": -1, "num_train_epochs": 2}, {"training.epochs": 2.0}),
         ({"bf16": False, "fp16": True}, {"training.precision": "fp16"}),
         ({"bf16": False, "tf32": True}, {"training.precision": "fp32", "training.tf32": True}),
+        ({"save_strategy": "epoch"}, {"checkpoint.every": "1 epoch"}),
         ({"gradient_checkpointing": True}, {"training.recompute": "full"}),
         ({"deepspeed": {"zero_optimization": {"stage": 2}}}, {"deepspeed.zero_optimization.stage": 2}),
         (

@@ -327,6 +327,16 @@ VALIDATION_CASES = [
         "validation.patience, or delete the setting",
         {"validation.patience": 3},
     ),
+    *(
+        Case(
+            "intervals_are_steps_or_epochs",
+            HELD_OUT | {f"{section}.every": "half an epoch"},
+            f'{section}.every: "half an epoch" is no number of epochs; write a number of steps, or epochs as in '
+            '"1 epoch" or "0.5 epochs"',
+            {f"{section}.every": "1/2 epochs"},
+        )
+        for section in ("validation", "checkpoint")
+    ),
     Case(
         "keeping_some_means_deleting_others",
         {"checkpoint.keep_every": 1000},

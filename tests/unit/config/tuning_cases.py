@@ -261,6 +261,12 @@ MEGATRON_CASES = [
         {"validation.samples": 16},
     ),
     Case(
+        "intervals_are_steps_or_epochs",
+        {**_MEGATRON, "checkpoint.every": "1 epoch"},
+        'checkpoint.every: "1 epoch" has no meaning with data.order = "megatron"; write a number of steps',
+        {"checkpoint.every": 5},
+    ),
+    Case(
         "megatron_splits_or_names_validation",
         {
             **_MEGATRON,
@@ -289,6 +295,12 @@ STREAMING_CASES = [
         "data.blend: has several data sets, but data.streaming reads one; name all files as data.source, or set "
         "data.streaming = false",
         {"data.blend": REMOVED, "data.source": "a.jsonl"},
+    ),
+    Case(
+        "intervals_are_steps_or_epochs",
+        {**_STREAM, "checkpoint.every": "2 epochs"},
+        'checkpoint.every: "2 epochs" has no meaning with data.streaming = true; write a number of steps',
+        {"checkpoint.every": 5},
     ),
     Case(
         "streams_are_not_split",

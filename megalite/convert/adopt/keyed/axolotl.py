@@ -7,7 +7,7 @@ from megalite.convert.adopt.keyed import axolotl_data, trainer, trainer_rates, t
 from megalite.convert.adopt.keyed.keyed_file import require
 from megalite.convert.adopt.keyed.keyed_system import KeyedSystem
 from megalite.convert.adopt.rule_table import read_table
-from megalite.convert.adopt.rules import OFF, KeyRule, Reading, computed, number, switch
+from megalite.convert.adopt.rules import OFF, KeyRule, Reading, computed, number, switch, whole
 
 _LISTS = frozenset(
     {"datasets", "test_datasets", "pretraining_dataset", "plugins", "tokens"}
@@ -107,11 +107,15 @@ def _read_plugins(reading: Reading, key: str, value: Any) -> None:
 
 def _read_per_epoch(reading: Reading, key: str, value: Any) -> None:
     ours = "validation.every" if key.startswith("eval") else "checkpoint.every"
-    if number(value) == 0:
+    count = whole(value)
+    if count == 0:
         reading.take(key, {}, "only after the last step")
+    elif count < 0:
+        raise ValueError(f"{value!r} is below 0")
+    elif key.startswith("eval") and not trainer_rates.has_validation(reading):
+        reading.no_effect(key, "there is no validation text: set data.validation, then validation.every")
     else:
-        remedy = f"set {ours} to the steps of an epoch divided by {value}"
-        reading.refuse(key, "megalite counts steps", remedy, numbers=False)
+        reading.take(key, {ours: "1 epoch" if count == 1 else f"1/{count} epochs"})
 
 
 def _read_least_rate(reading: Reading, key: str, value: Any) -> None:

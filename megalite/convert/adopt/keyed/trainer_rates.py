@@ -127,9 +127,12 @@ def read_strategy(reading: Reading, key: str, value: Any) -> None:
         reading.take(key, {}, "at equal distances")
     elif strategy == "no":
         reading.take(key, {}, "only after the last step")
+    elif strategy != "epoch":
+        reading.refuse(key, f"{strategy} is none of no, steps, epoch", f"set {ours}", numbers=False)
+    elif ours == "validation.every" and not has_validation(reading):
+        reading.no_effect(key, "there is no validation text: set data.validation, then validation.every")
     else:
-        remedy = f"set {ours} to the steps of an epoch"
-        reading.refuse(key, "megalite counts steps", remedy, numbers=False)
+        reading.take(key, {ours: "1 epoch"})
 
 
 def read_interval(reading: Reading, key: str, value: Any) -> None:
@@ -152,11 +155,15 @@ def read_interval(reading: Reading, key: str, value: Any) -> None:
 
 def read_patience(reading: Reading, key: str, value: Any) -> None:
     """Early stopping counts validations, which need a distance."""
-    if reading.has("eval_steps") and has_validation(reading):
+    strategies = (reading.get("eval_strategy"), reading.get("evaluation_strategy"))
+    validates = (
+        reading.has("eval_steps") or "epoch" in strategies or number(reading.get("evals_per_epoch", 0))
+    )
+    if validates and has_validation(reading):
         reading.take(key, {"validation.patience": whole(value)})
     else:
         remedy = "set validation.every and validation.patience in run.toml"
-        reading.refuse(key, "megalite validates by steps, which the files do not say", remedy, numbers=False)
+        reading.refuse(key, "the files do not say when the run validates", remedy, numbers=False)
 
 
 def has_validation(reading: Reading) -> bool:
