@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from megalite.config.sections.checked import CheckedRun
+from megalite.config.sections.hub_dataset import HUB_FORMS, HubDataset
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 
@@ -51,7 +52,10 @@ def checkpoint_to_resume_exists(run: CheckedRun) -> Iterator[Problem]:
 
 def text_exists(run: CheckedRun) -> Iterator[Problem]:
     for key, source in _sources(run):
-        if not (source == STANDARD_LIBRARY or exists(Path(source).expanduser()) or is_prepared(source)):
+        if HubDataset.is_named(source):  # whose files are fetched when the run prepares its text
+            if HubDataset.of(source) is None:
+                yield Problem(key, f"{_named(source)} is no name of a data set on the Hub", HUB_FORMS)
+        elif not (source == STANDARD_LIBRARY or exists(Path(source).expanduser()) or is_prepared(source)):
             if _is_partly_prepared(source):
                 message = (
                     f"{_named(source)} is not whole: its megalite data prepare was cut off, or still runs"

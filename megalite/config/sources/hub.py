@@ -72,7 +72,7 @@ def fetch(name: HubName, files: Sequence[str], required: Sequence[str], one_of: 
             )
         )
 
-    with _one_at_a_time(Path(constants.HF_HUB_CACHE), name):
+    with one_at_a_time(Path(constants.HF_HUB_CACHE), name.repository):
         try:
             folder = snapshot(cached=True)
             cached_files = {file for file in (*required, *one_of) if (folder / file).is_file()}
@@ -105,11 +105,11 @@ def _not_fetched(name: HubName, reason: str, *, offline: bool) -> str:
 
 
 @contextmanager
-def _one_at_a_time(cache: Path, name: HubName) -> Iterator[None]:
+def one_at_a_time(cache: Path, repository: str) -> Iterator[None]:
     """Hold a lock file, so that one process per machine fetches a repository at a time."""
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        lock = (cache / f".megalite-{name.repository.replace('/', '--')}.lock").open("wb")
+        lock = (cache / f".megalite-{repository.replace('/', '--')}.lock").open("wb")
     except OSError:  # a read-only cache
         yield
         return

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megalite.config.sections.hub_dataset import HubDataset
+from megalite.config.sources.hub_data import fetch_dataset
 from megalite.data.text.standard_library import STANDARD_LIBRARY, library_modules
 from megalite.data.text.tables import is_saved_dataset, saved_dataset_files
 from megalite.errors import DataError
@@ -47,7 +49,8 @@ def source_files(source: str, pattern: str, key: str) -> Iterator[SourceFile]:
 
     Raises DataError, with the setting `key`, for a source that does not exist or has no files.
     """
-    path, library = Path(source).expanduser(), source == STANDARD_LIBRARY
+    library = source == STANDARD_LIBRARY
+    path = fetch_dataset(source, key) if HubDataset.is_named(source) else Path(source).expanduser()
     try:
         if library:
             places = [(module, module) for module in library_modules(pattern, key)]

@@ -64,7 +64,7 @@ _HUB = [{"path": "mhenrichsen/alpaca_2k_test", "type": "alpaca"}]
 CONFIGURATIONS: Mapping[str, tuple[Mapping[str, Any], set[str]]] = {
     "fft": ({"micro_batch_size": 1, "learning_rate": "2e-5", "optimizer": "paged_adamw_8bit"}, set()),
     "lora": (_LORA, set()),
-    "lora-hub": ({**_LORA, "datasets": _HUB}, {"datasets"}),
+    "lora-hub": ({**_LORA, "datasets": _HUB}, set()),
     "lora-8bit": ({**_LORA, "load_in_8bit": True}, {"load_in_8bit"}),
     "qlora": (
         {**_LORA, "adapter": "qlora", "load_in_4bit": True, "optimizer": "paged_adamw_32bit"},
@@ -190,8 +190,21 @@ def test_text_has_its_column_and_no_settings_of_conversations() -> None:
     assert (run.data.kind, run.data.text_column, run.tokenizer.chat_template) == ("text", "body", None)
 
 
-def test_data_of_the_hub_are_refused_with_the_remedy() -> None:
-    account = account_of(write("a.yml", configuration("lora-hub")))
+@pytest.mark.parametrize(
+    ("more", "source"),
+    [
+        ({}, "hf:mhenrichsen/alpaca_2k_test"),
+        ({"name": "en", "split": "test"}, "hf:mhenrichsen/alpaca_2k_test/en:test"),
+    ],
+)
+def test_data_of_the_hub_are_named(more: dict[str, str], source: str) -> None:
+    table = {**configuration("lora-hub"), "datasets": [{**_HUB[0], **more}]}
+    assert account_of(write("a.yml", table)).settings["data.source"] == source
+
+
+def test_a_part_of_a_split_is_refused_with_the_remedy() -> None:
+    table = {**configuration("lora-hub"), "datasets": [{**_HUB[0], "split": "train[:10%]"}]}
+    account = account_of(write("a.yml", table))
     assert "mhenrichsen/alpaca_2k_test: is on the Hub: download it" in answer(account, "datasets").reason
 
 

@@ -80,7 +80,7 @@ CONFIGURATIONS: Mapping[str, tuple[Mapping[str, Any], set[str]]] = {
         set(),
     ),
     "validated": ({"val_size": 0.1, "eval_strategy": "steps", "eval_steps": 500}, set()),
-    "hub-data": ({"dataset": "on_the_hub"}, {"dataset"}),
+    "hub-data": ({"dataset": "on_the_hub"}, set()),
 }
 INFO = {
     "identity": {"file_name": "identity.json"},
@@ -97,7 +97,8 @@ INFO = {
         "columns": {"prompt": "instruction", "chosen": "chosen"},
     },
     "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "body"}},
-    "on_the_hub": {"hf_hub_url": "org/on_the_hub"},
+    "on_the_hub": {"hf_hub_url": "org/on_the_hub", "subset": "all"},
+    "on_another_hub": {"ms_hub_url": "org/on_the_hub"},
     "renamed": {"file_name": "identity.json", "columns": {"response": "solution"}},
 }
 
@@ -205,7 +206,7 @@ def test_the_info_is_found_beside_the_file_too(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("on_the_hub", "download it"),
+        ("on_another_hub", "download it"),
         ("no_such", "is not in dataset_info.json"),
         ("renamed", "its column solution"),
     ],
@@ -213,6 +214,11 @@ def test_the_info_is_found_beside_the_file_too(tmp_path: Path, monkeypatch: pyte
 def test_data_that_megalite_cannot_read_are_refused(name: str, reason: str) -> None:
     account = account_of(write("a.yaml", {**_COMMON, "dataset": name}))
     assert reason in answer(account, "dataset").reason
+
+
+def test_data_of_the_hub_are_named() -> None:
+    settings = account_of(write("a.yaml", {**_COMMON, "dataset": "on_the_hub, identity"})).settings
+    assert settings["data.source"] == ["hf:org/on_the_hub/all", "data/identity.json"]
 
 
 def test_without_dataset_info_the_names_mean_nothing() -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from megalite.config.sections.hub_dataset import HubDataset
 from megalite.convert.adopt.keyed import tuning
 from megalite.convert.adopt.rules import OFF, Reading, switch, text
 
@@ -26,7 +27,6 @@ _FIELDS: Mapping[str, tuple[Any, ...]] = {
     "roles_to_train": (["assistant"], ["gpt"], ["assistant", "gpt"]),
     "train_on_eos": ("turn", "all"),
     "train_on_eot": ("turn", "all"),
-    "split": ("train",),
     "drop_system_message": OFF,
     "trust_remote_code": (*OFF, True),
     "split_thinking": (*OFF, True),
@@ -46,7 +46,7 @@ _FIELDS: Mapping[str, tuple[Any, ...]] = {
     ),
     "preprocess_shards": (1,),
 }
-_READ = ("path", "type", "data_files", "field", "text_column", "name")
+_READ = ("path", "type", "data_files", "field", "text_column", "name", "split")
 _ROLE_NAMES = {"assistant": {"assistant", "gpt", "model"}, "user": {"user", "human"}, "system": {"system"}}
 
 
@@ -68,7 +68,7 @@ def read_datasets(reading: Reading, key: str, value: Any) -> None:
         listed = "; ".join(dict.fromkeys(problems))
         reading.refuse(key, listed, f"write one of megalite's forms, and set {setting} in run.toml")
         return
-    paths = [path for entry in entries for path in _paths(entry)]
+    paths = [path for entry in entries for path in _sources(reading, entry)]
     settings: dict[str, Any] = {setting: tuning.source_setting(paths), "data.kind": min(map(str, kinds))}
     columns = {str(entry.get("field") or entry.get("text_column") or "text") for entry in entries}
     if settings["data.kind"] == "text" and len(columns) == 1 and columns != {"text"}:
@@ -111,7 +111,10 @@ def _problems(reading: Reading, key: str, entry: Mapping[str, Any]) -> Iterator[
     if _kind(reading, key, kind) is None:
         name = kind if isinstance(kind, str) else "of its own prompts" if kind else "that is not set"
         yield f"megalite has no rows of the type {name}"
-    if not any(tuning.is_file(path, reading.folder) for path in _paths(entry)):
+    if any(tuning.is_file(path, reading.folder) for path in _paths(entry)):
+        if entry.get("split") not in (None, "train"):
+            yield f"split is {entry['split']}"
+    elif _hub_source(entry) is None:
         yield f"is on the Hub: {tuning.DOWNLOAD}"
     for name, inner in entry.items():
         if name in _READ or inner is None:
@@ -130,6 +133,18 @@ def _are_usual_roles(value: Any) -> bool:
         isinstance(names, list) and _ROLE_NAMES.get(role, set()) >= set(map(str, names))
         for role, names in value.items()
     )
+
+
+def _sources(reading: Reading, entry: Mapping[str, Any]) -> Sequence[str]:
+    """Return the files of a data set, or its name on the Hub."""
+    paths, of_hub = _paths(entry), _hub_source(entry)
+    return [of_hub] if of_hub and not any(tuning.is_file(path, reading.folder) for path in paths) else paths
+
+
+def _hub_source(entry: Mapping[str, Any]) -> str | None:
+    if entry.get("data_files"):
+        return None
+    return HubDataset.source_of(entry.get("path"), entry.get("name"), entry.get("split"))
 
 
 def _paths(entry: Mapping[str, Any]) -> Sequence[str]:

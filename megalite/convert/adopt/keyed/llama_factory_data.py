@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megalite.config.sections.hub_dataset import HubDataset
 from megalite.convert.adopt.keyed import tuning
 from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.rules import Reading, computed, switch, text
@@ -40,8 +41,8 @@ def _read_dataset(reading: Reading, key: str, value: Any) -> None:
     for name in tuning.names(value):
         entry = info.get(name)
         problems += [f"{name}: {problem}" for problem in _problems(entry, reading.get("stage", "sft"))]
-        if isinstance(entry, Mapping) and isinstance(entry.get("file_name"), str):
-            paths.append(str(folder / entry["file_name"]))
+        if isinstance(entry, Mapping) and (source := _source(entry, folder)):
+            paths.append(source)
             columns.add(str(_table(entry, "columns").get("prompt", "")))
     settings: dict[str, Any] = {setting: tuning.source_setting(paths)} if paths else {}
     if reading.get("stage") == "pt" and columns - {"", "text"} and len(columns) == 1:
@@ -74,11 +75,20 @@ def _table(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return table if isinstance(table, Mapping) else {}
 
 
+def _source(entry: Mapping[str, Any], folder: Path) -> str | None:
+    name = entry.get("file_name")
+    return str(folder / name) if isinstance(name, str) else _hub_source(entry)
+
+
+def _hub_source(entry: Mapping[str, Any]) -> str | None:
+    return HubDataset.source_of(entry.get("hf_hub_url"), entry.get("subset"), entry.get("split"))
+
+
 def _problems(entry: Any, stage: Any) -> Iterator[str]:
     if not isinstance(entry, Mapping):
         yield f"is not in {_INFO}"
         return
-    if "file_name" not in entry:
+    if "file_name" not in entry and _hub_source(entry) is None:
         yield "is on a hub, which megalite does not read; download it"
     for theirs, column in _table(entry, "columns").items():
         if column not in _COLUMNS.get(theirs, ()) and (stage, theirs) != ("pt", "prompt"):
@@ -86,7 +96,7 @@ def _problems(entry: Any, stage: Any) -> Iterator[str]:
     for theirs, name in _table(entry, "tags").items():
         if theirs in _TAGS and name not in _TAGS[theirs]:
             yield f"its field {name} ({theirs}) has another name in megalite's forms"
-    if entry.get("subset") or entry.get("num_samples"):
+    if ("file_name" in entry and entry.get("subset")) or entry.get("num_samples"):
         yield "it takes a part of the file"
     if entry.get("ranking") and entry.get("formatting") == "sharegpt":
         yield "its prompt is a conversation, where megalite reads prompt, chosen and rejected"
