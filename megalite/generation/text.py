@@ -1,9 +1,9 @@
 """Continue a text with a loaded model: `megalite.generate`."""
 
 from collections.abc import Iterator, Sequence
-from typing import TypedDict, Unpack
+from typing import TypedDict, Unpack, overload
 
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, Problem
 from megalite.generation.batch_engine import BatchEngine, Event
 from megalite.generation.loaded import LoadedModel as LoadedModel
 from megalite.generation.loaded import load_source as load_source
@@ -24,16 +24,45 @@ class SamplingValues(TypedDict, total=False):
     seed: int
 
 
+_AT_ONCE = 16
+
+
+@overload
 def generate(
     loaded: LoadedModel,
     prompt: str,
+    *,
+    tokens: int = ...,
+    stop: Sequence[str] = ...,
+    adapter: str | None = ...,
+    **sampling: Unpack[SamplingValues],
+) -> str: ...
+
+
+@overload
+def generate(
+    loaded: LoadedModel,
+    prompt: list[str] | tuple[str, ...],
+    *,
+    tokens: int = ...,
+    stop: Sequence[str] = ...,
+    adapter: str | None = ...,
+    **sampling: Unpack[SamplingValues],
+) -> list[str]: ...
+
+
+def generate(
+    loaded: LoadedModel,
+    prompt: str | list[str] | tuple[str, ...],
     *,
     tokens: int = 64,
     stop: Sequence[str] = (),
     adapter: str | None = None,
     **sampling: Unpack[SamplingValues],
-) -> str:
-    """Return the prompt and its continuation, the text that `megalite generate` prints.
+) -> str | list[str]:
+    """Return the prompt and its continuation, the text that `megalite generate` prints; for a list, a list in order.
+
+    The prompts of a list share the forwards of the model, up to 16 at a time, and have the same settings.
 
     tokens: the maximum number of new tokens; the end of a document or of an answer ends the text before.
     stop: strings that end the text before them. adapter: the name of one of the adapters that the model was loaded
@@ -47,16 +76,43 @@ def generate(
         raise TypeError(f"generate() got an unexpected keyword argument {unknown.pop()!r}")
     if problems := list(sampling_problems(tokens, sampling, stop=stop)):
         raise ConfigError(problems, "the request")
-    stops = loaded.stops
-    request = Request(
-        tuple(prompt_ids(loaded.tokenizer, prompt)),
-        tokens,
-        Sampling.of(sampling),
-        stops.ids,
-        (*stop, *stops.texts),
-        adapter=adapter,
-    )
-    return prompt + "".join(event.text for event in stream(loaded, request))
+    stops, prompts = loaded.stops, [prompt] if isinstance(prompt, str) else list(prompt)
+    requests = [
+        Request(
+            tuple(prompt_ids(loaded.tokenizer, text)),
+            tokens,
+            Sampling.of(sampling),
+            stops.ids,
+            (*stop, *stops.texts),
+            adapter=adapter,
+        )
+        for text in prompts
+    ]
+    if isinstance(prompt, str):
+        return prompt + "".join(event.text for event in stream(loaded, requests[0]))
+    return [text + new for text, new in zip(prompts, _new_texts(loaded, requests), strict=True)]
+
+
+def _new_texts(loaded: LoadedModel, requests: Sequence[Request]) -> list[str]:
+    """Return the new text of each request; ConfigError, with the number of the prompt, if one can never run."""
+    if not requests:
+        return []
+    for number, request in enumerate(requests):
+        try:
+            check_request(request, loaded.config, loaded.config.longest_sequence, loaded.source.adapters)
+        except ConfigError as error:
+            problems = [
+                Problem(f"prompt[{number}]", f"{each.key}: {each.message}", each.remedy)
+                for each in error.problems
+            ]
+            raise ConfigError(problems, "the request") from None
+    longest = max(len(request.prompt_ids) + request.max_tokens for request in requests)
+    engine = BatchEngine(loaded, max_requests=min(len(requests), _AT_ONCE), max_tokens=longest)
+    texts = {engine.submit(request): "" for request in requests}
+    while engine.has_work:
+        for event in engine.step():
+            texts[event.number] += event.text
+    return list(texts.values())
 
 
 def stream(loaded: LoadedModel, request: Request) -> Iterator[Event]:

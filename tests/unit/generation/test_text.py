@@ -57,6 +57,18 @@ def test_the_text_is_that_of_the_command(
     assert len({megalite.generate(loaded, PROMPT, seed=seed, **drawn) for seed in range(4)}) > 2
 
 
+def test_a_list_of_prompts_is_a_list_of_their_texts_in_order(stories: Path) -> None:
+    loaded = megalite.load(stories)
+    prompts = [f"{PROMPT} {'very ' * number}" for number in range(18)]
+    texts = megalite.generate(loaded, prompts, tokens=6, stop=["."])
+    assert [texts[number] for number in (0, 5, 17)] == [
+        megalite.generate(loaded, prompts[number], tokens=6, stop=["."]) for number in (0, 5, 17)
+    ]
+    assert len(texts) == 18 and megalite.generate(loaded, []) == []
+    with pytest.raises(ConfigError, match=r"prompt\[1\]: tokens: .* exceed model\.max_position_embeddings"):
+        megalite.generate(loaded, [PROMPT, "far " * 600], tokens=6)
+
+
 def test_logits_are_those_of_transformers(stories: Path) -> None:
     ids = AutoTokenizer.from_pretrained(stories)(PROMPT, return_tensors="pt")["input_ids"]
     theirs = AutoModelForCausalLM.from_pretrained(stories, dtype=torch.float32)
