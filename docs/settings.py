@@ -19,7 +19,9 @@ PREAMBLE = """# Configuration
 
 Written by `python -m docs.settings` from the schema; a test keeps it so.
 
-A run file is TOML: `[section]` and `key = value`. Every setting is also a flag, which takes precedence:
+A run file is TOML: `[section]` and `key = value`. A `.yaml`, `.yml` or `.json` file has the same sections and keys, and
+`null` where a setting has no default. Numbers are those of YAML 1.2: `1e-4` is one, `1:30` is text. Every setting is
+also a flag, which takes precedence:
 
 ```bash
 megalite train run.toml --training.steps 500 --data.source '["book.txt", "other.txt"]'

@@ -7,8 +7,9 @@ from typing import Any
 from megalite.config.load import load_run
 from megalite.config.output.summary import TOKENS_PER_PARAMETER
 from megalite.config.sections.derived import vocabulary
+from megalite.config.sections.run_file import read_run_file
 from megalite.config.sections.schema import RunConfig
-from megalite.config.sections.toml import format_table, read_toml
+from megalite.config.sections.toml import format_table
 from megalite.config.sources.presets import PRESETS
 from megalite.errors import ConfigError, Problem
 from megalite.planner.mixture_config import MixtureRun, read_mixture
@@ -65,7 +66,8 @@ class PlanBase:
 def base_flags(options: argparse.Namespace) -> PlanBase:
     """Return the settings of MODEL: a preset, a run file, a config.json or its folder."""
     path, mixture = Path(options.model).expanduser(), None
-    if path.suffix == ".toml":
+    # A .json is a config.json here.
+    if path.suffix in (".toml", ".yaml", ".yml"):
         for name, key in (
             ("sequence_length", "training.sequence_length"),
             ("batch", "training.global_batch_size"),
@@ -73,7 +75,7 @@ def base_flags(options: argparse.Namespace) -> PlanBase:
             if getattr(options, name) is not None:
                 message = f"has no effect with a run file, which is planned with its own {key}"
                 raise ConfigError([Problem(f"--{name.replace('_', '-')}", message, f"set {key} in {path}")])
-        return PlanBase(path, read_toml(path))
+        return PlanBase(path, read_run_file(path))
     if options.model in PRESETS:
         model: dict[str, Any] = {"preset": options.model}
         longest = PRESETS[options.model].get("max_position_embeddings", _LENGTH)

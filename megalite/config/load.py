@@ -13,8 +13,8 @@ from megalite.config.rules.batch import most_ranks, plan_batch
 from megalite.config.rules.every import notes_of, problems_of
 from megalite.config.rules.pipeline import chunks_per_stage, layers_per_chunk
 from megalite.config.sections.checked import CheckedRun
+from megalite.config.sections.run_file import read_run_file
 from megalite.config.sections.schema import RunConfig
-from megalite.config.sections.toml import read_toml
 from megalite.config.sections.unchecked import DEFAULT, DERIVED, SettingsDraft
 from megalite.config.sources.huggingface import apply_hf_config
 from megalite.config.sources.peft import apply_peft
@@ -110,7 +110,7 @@ def load_config(path: Path | str | None, *flags: str, **settings: Any) -> RunCon
 
 
 def _read_file(draft: SettingsDraft, path: Path) -> None:
-    draft.values = read_toml(path)
+    draft.values = read_run_file(path)
     for section, table in draft.values.items():
         for key in table if isinstance(table, dict) else ():
             draft.origins[f"{section}.{key}"] = draft.source

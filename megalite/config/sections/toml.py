@@ -19,9 +19,19 @@ _PLACE = re.compile(r" \(at (?:line (\d+), column (\d+)|end of document)\)$")
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML file. Raises ConfigError, with line and column for a syntax error."""
+    text = read_text(path)
     try:
-        text = path.read_bytes().decode("utf-8-sig")
         return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([_syntax_problem(str(error), text)], str(path)) from error
+    except RecursionError:
+        raise ConfigError([Problem(str(path), "is nested too deeply")], str(path)) from None
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a run file. Raises ConfigError."""
+    try:
+        return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError([Problem(str(path), "no such file", _files_here(path))], str(path)) from None
     except OSError as error:
@@ -29,10 +39,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         problem = Problem(f"byte {error.start}", "is not UTF-8", "save the file as UTF-8")
         raise ConfigError([problem], str(path)) from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError([_syntax_problem(str(error), text)], str(path)) from error
-    except RecursionError:
-        raise ConfigError([Problem(str(path), "is nested too deeply")], str(path)) from None
 
 
 def setting_lines(text: str) -> dict[str, int]:
@@ -113,7 +119,7 @@ def shown(value: Any) -> str:
     try:
         text = format_value(value)
     except TypeError:
-        text = str(value)
+        text = "null" if value is None else str(value)  # as YAML and JSON have it
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -134,9 +140,11 @@ def format_table(name: str, table: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _files_here(path: Path) -> str:
-    """Return a remedy that lists the TOML files in the folder of a missing path."""
+    """Return a remedy that lists the files of its kind in the folder of a missing path; TOML without a suffix."""
     if not path.parent.is_dir():
         return f"the folder {path.parent} does not exist either"
-    files = [file.name for file in path.parent.glob("*.toml") if file.name != "pyproject.toml"]
+    files = [
+        file.name for file in path.parent.glob(f"*{path.suffix or '.toml'}") if file.name != "pyproject.toml"
+    ]
     names = [str(path.parent / name) for name in sorted(files)[:5]]
     return f"there is {', '.join(names)}" if names else "name a RUN.toml"

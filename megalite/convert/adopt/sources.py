@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from megalite.config.sections.mapping_file import read_mapping
 from megalite.errors import ConfigError, Problem
 
 LARGEST_FILE = 1 << 20
@@ -21,6 +23,10 @@ class Source:
     @property
     def suffix(self) -> str:
         return self.path.suffix.lower()
+
+    def mapping(self) -> dict[str, Any]:
+        """Return the keys of a YAML or JSON file. Raises ConfigError."""
+        return read_mapping(self.path, self.text, "megalite adopt")
 
 
 def read_source(path: Path) -> Source:

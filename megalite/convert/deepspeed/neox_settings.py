@@ -1,13 +1,11 @@
 """GPT-NeoX's settings, as its checkpoints keep them in `configs`, as the model's shape. No torch."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from megalite.convert.adopt.deepspeed_json import NAMES
-from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.neox.system import RULES
 from megalite.convert.adopt.sources import read_source
 from megalite.convert.deepspeed.pipeline_names import Dialect
@@ -87,20 +85,10 @@ def _of_files(folder: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        source = read_source(path)
-        # JSON has numbers like 1e-05, which YAML takes for words.
-        return _as_json(source.text) or read_mapping(source)
+        return read_source(path).mapping()
     except ConfigError as error:
         problem = "; ".join(map(str, error.problems))
         raise CheckpointError(f"{path} cannot be read: {problem}") from error
-
-
-def _as_json(text: str) -> dict[str, Any] | None:
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    return content if isinstance(content, dict) else None
 
 
 def not_built(settings: Arguments) -> Iterator[str]:

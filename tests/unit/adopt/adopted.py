@@ -10,7 +10,6 @@ from megalite.cli import main
 from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from megalite.convert.adopt.account import Account, KeyAnswer
-from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.sources import read_source
 from megalite.convert.adopt.systems import adopt
 
@@ -49,7 +48,7 @@ def refused(account: Account) -> set[str]:
 def unanswered(account: Account, *paths: Path) -> set[str]:
     """Return the keys of the files, of all levels that are tables of DeepSpeed too, without an answer."""
     answers = {each.key for each in account.answers}
-    keys = {key for path in paths for key in read_mapping(read_source(path))}
+    keys = {key for path in paths for key in read_source(path).mapping()}
     return {
         key for key in keys if key not in answers and not any(each.startswith(f"{key}.") for each in answers)
     }

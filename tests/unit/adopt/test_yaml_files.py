@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from megalite.cli import main
-from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.sources import Source
 from megalite.errors import ConfigError
 
@@ -61,14 +60,14 @@ def test_a_hostile_yaml_is_one_error(
     assert len(shown.err) < 400
     assert [path.name for path in tmp_path.iterdir()] == ["a.yml"]
     with pytest.raises(ConfigError, match=message):
-        read_mapping(Source(Path("a.yml"), text))
+        Source(Path("a.yml"), text).mapping()
 
 
 @pytest.mark.parametrize("name", HOSTILE_JSON)
 def test_a_hostile_json_is_one_error(name: str) -> None:
     text, message = HOSTILE_JSON[name]
     with pytest.raises(ConfigError, match=message):
-        read_mapping(Source(Path("a.json"), text))
+        Source(Path("a.json"), text).mapping()
 
 
 def test_a_file_of_100_mb_is_not_read(tmp_path: Path) -> None:
@@ -79,11 +78,15 @@ def test_a_file_of_100_mb_is_not_read(tmp_path: Path) -> None:
 
 
 def test_plain_values_stay_what_they_are() -> None:
-    text = "on: yes\n1: 2001-01-01\nlr: 1.0e-4\nbase: &b {x: 1}\nother: {<<: *b, y: ~}\nlist: [1, *b]"
-    assert read_mapping(Source(Path("a.yml"), text)) == {
+    text = "on: yes\n1: 2001-01-01\nlr: 1e-4\nrate: -.5e+3\ntime: 1:30\nmode: 0123\n"
+    text += "base: &b {x: 1}\nother: {<<: *b, y: ~}\nlist: [1, *b]"
+    assert Source(Path("a.yml"), text).mapping() == {
         "on": True,
         "1": "2001-01-01",
         "lr": 1e-4,
+        "rate": -500.0,
+        "time": "1:30",
+        "mode": "0123",
         "base": {"x": 1},
         "other": {"x": 1, "y": None},
         "list": [1, {"x": 1}],

@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megalite.config.sections.mapping_file import flat
 from megalite.config.sections.unchecked import did_you_mean
 from megalite.convert.adopt.account import Account
-from megalite.convert.adopt.keyed.yaml_file import flat, read_mapping
 from megalite.convert.adopt.rules import KeyRule, NoEffect, Reading, Refuse, apply_rules
 from megalite.convert.adopt.sources import Source
 from megalite.errors import ConfigError, Problem
@@ -30,7 +30,7 @@ def read_files(
     nulls: dict[str, Any] = {}
     places: dict[str, Path] = {}
     for source in sources:
-        for written, value in read_mapping(source).items():
+        for written, value in source.mapping().items():
             name = written.replace("-", "_") if hyphens else written
             if name in places:
                 message = f"stands in {places[name]} and in {source.path}"
@@ -98,5 +98,5 @@ def require(reading: Reading, needed: Mapping[str, tuple[str, ...]]) -> None:
 
 def score(source: Source, rules: Collection[str], *, hyphens: bool = False) -> int:
     """Return how many of a file's keys a system knows. Raises ConfigError for a file that is no mapping."""
-    keys = (key.replace("-", "_") if hyphens else key for key in read_mapping(source))
+    keys = (key.replace("-", "_") if hyphens else key for key in source.mapping())
     return sum(key in rules or any(name.startswith(f"{key}.") for name in rules) for key in keys)

@@ -8,7 +8,6 @@ from typing import Any
 from megalite.convert.adopt.account import Account
 from megalite.convert.adopt.deepspeed_json import NAMES, answer_json
 from megalite.convert.adopt.keyed.keyed_file import MAPPINGS, answer_all, complete, read_files, score
-from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.launchers import answer_launcher, is_hostfile
 from megalite.convert.adopt.rules import KeyRule, Reading
 from megalite.convert.adopt.sources import Source, read_source
@@ -92,4 +91,4 @@ def _find_deepspeed(reading: Reading, files: _NamedFiles) -> tuple[Mapping[str, 
         reading.no_effect(_KEY, "DeepSpeed is not used")
         return None
     reading.take(_KEY, {}, "its keys are answered one by one")
-    return read_mapping(place), place.path.name
+    return place.mapping(), place.path.name

@@ -6,7 +6,6 @@ from typing import Any
 
 from megalite.config.sections.hub_dataset import HubDataset
 from megalite.convert.adopt.keyed import tuning
-from megalite.convert.adopt.keyed.yaml_file import read_mapping
 from megalite.convert.adopt.rules import Reading, computed, switch, text
 from megalite.convert.adopt.sources import read_source
 from megalite.errors import ConfigError
@@ -63,7 +62,7 @@ def _data_folder(reading: Reading) -> Path:
 
 def _info(folder: Path) -> dict[str, Any] | None:
     try:
-        return read_mapping(read_source(folder / _INFO))
+        return read_source(folder / _INFO).mapping()
     except ConfigError:
         if (folder / _INFO).is_file():
             raise

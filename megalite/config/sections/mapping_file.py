@@ -1,15 +1,16 @@
 """Read a YAML or JSON configuration as plain values: no tag makes an object, and the work is bounded."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 
-from megalite.convert.adopt.sources import Source
 from megalite.errors import ConfigError, Problem
 
 _LARGEST = 1 << 18
@@ -24,33 +25,54 @@ _OPENING = (yaml.SequenceStartEvent, yaml.MappingStartEvent)
 _CLOSING = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """SafeLoader that leaves dates as text."""
+# As in YAML 1.2 and in JSON: 1e-4 is a number, and 1:30 and 0123 are texts. PyYAML would read "1e-4", 90 and 83.
+_NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(r"[-+]?(?:0|[1-9][0-9_]*)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"(?:[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+}
+
+
+class _PlainLoader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types
+    """SafeLoader that leaves dates as text, and reads numbers as YAML 1.2 does."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - the name is PyYAML's
-        first: [(tag, pattern) for tag, pattern in resolvers if not tag.endswith(":timestamp")]
+        first: [
+            (tag, _NUMBERS.get(tag, pattern)) for tag, pattern in resolvers if not tag.endswith(":timestamp")
+        ]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
 
-def read_mapping(source: Source) -> dict[str, Any]:
-    """Return the keys of a YAML or JSON file. Raises ConfigError, with the line, for one that is no plain mapping."""
-    return deepcopy(_read(source.path, source.text))
+@dataclass(frozen=True)
+class _MappingFile:
+    path: Path
+    text: str
+    reader: str
+
+
+def read_mapping(path: Path, text: str, reader: str) -> dict[str, Any]:
+    """Return the keys of a YAML or JSON file. Raises ConfigError, with the line, for one that is no plain mapping.
+
+    reader: who reads it, for the error.
+    """
+    return deepcopy(_read(_MappingFile(path, text, reader)))
 
 
 # Each system asks for the keys of a file before one of them reads it.
 @lru_cache(maxsize=8)
-def _read(path: Path, text: str) -> dict[str, Any]:
-    source = Source(path, text)
+def _read(source: _MappingFile) -> dict[str, Any]:
     if len(source.text) > _LARGEST:
         _fail(source, f"has more than {_LARGEST:,} characters", "name a configuration")
-    values = _read_json(source) if source.suffix == ".json" else _read_yaml(source)
+    values = _read_json(source) if source.path.suffix.lower() == ".json" else _read_yaml(source)
     if not isinstance(values, dict):
         _fail(source, "holds no mapping of keys to values", "write key: value lines")
     return values
 
 
-def _read_json(source: Source) -> Any:
+def _read_json(source: _MappingFile) -> Any:
     try:
         return json.loads(
             source.text,
@@ -65,7 +87,7 @@ def _read_json(source: Source) -> Any:
         _fail(source, str(error), "correct it")
 
 
-def _without_duplicates(source: Source, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _without_duplicates(source: _MappingFile, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     for key, value in pairs:
         if key in table:
@@ -74,7 +96,7 @@ def _without_duplicates(source: Source, pairs: list[tuple[str, Any]]) -> dict[st
     return table
 
 
-def _read_yaml(source: Source) -> Any:
+def _read_yaml(source: _MappingFile) -> Any:
     try:
         _check_depth(source)
         loader = _PlainLoader(source.text)
@@ -95,7 +117,7 @@ def _read_yaml(source: Source) -> Any:
         _fail(source, f"holds a value that cannot be read: {error}", "correct it")
 
 
-def _check_depth(source: Source) -> None:
+def _check_depth(source: _MappingFile) -> None:
     """Events come one by one, without recursion, so a deep file stops here before it costs anything."""
     depth = 0
     for event in yaml.parse(source.text, Loader=_PlainLoader):
@@ -106,7 +128,7 @@ def _check_depth(source: Source) -> None:
             )
 
 
-def _count(source: Source, node: yaml.Node, counts: dict[int, int | None]) -> int:
+def _count(source: _MappingFile, node: yaml.Node, counts: dict[int, int | None]) -> int:
     """Return the number of values below a node with its aliases written out. counts: of the nodes so far, by id."""
     if id(node) in counts:
         count = counts[id(node)]
@@ -125,7 +147,7 @@ def _count(source: Source, node: yaml.Node, counts: dict[int, int | None]) -> in
     return total
 
 
-def _check_nodes(source: Source, root: yaml.Node) -> None:
+def _check_nodes(source: _MappingFile, root: yaml.Node) -> None:
     """Refuse tags, keys that are no text, and keys that stand twice, which PyYAML would take silently."""
     waiting, seen = [root], set()
     while waiting:
@@ -141,7 +163,7 @@ def _check_nodes(source: Source, root: yaml.Node) -> None:
         waiting += _children(node)
 
 
-def _check_keys(source: Source, node: yaml.MappingNode) -> None:
+def _check_keys(source: _MappingFile, node: yaml.MappingNode) -> None:
     lines: dict[str, int] = {}
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode):
@@ -170,8 +192,8 @@ def _line(node: yaml.Node) -> int:
     return int(node.start_mark.line) + 1
 
 
-def _fail(source: Source, message: str, remedy: str) -> NoReturn:
-    raise ConfigError([Problem(str(source.path), message, remedy)], "megalite adopt")
+def _fail(source: _MappingFile, message: str, remedy: str) -> NoReturn:
+    raise ConfigError([Problem(str(source.path), message, remedy)], source.reader)
 
 
 def flat(table: Mapping[str, Any], blocks: frozenset[str], parent: str = "") -> Iterator[tuple[str, Any]]:
