@@ -22,7 +22,7 @@ class TimeLimit(Callback):
 
 
 class WeightNorm(Callback):
-    """Adds a metric to the console, metrics.jsonl and TensorBoard."""
+    """Adds a metric to the console, metrics.jsonl and the sinks of monitor.report_to."""
 
     def on_step_end(self, run: ActiveRun, report: object) -> Mapping[str, float]:
         squares = sum(float(weight.detach().square().sum()) for weight in run.model.parameters())

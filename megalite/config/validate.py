@@ -82,7 +82,10 @@ def _converted(info: FieldInfo, value: Any) -> Any:
 
 
 # The run.toml of earlier runs has every setting of its version.
-_REMOVED = {"data.check_document_mask": "the tests of megalite check document masks"}
+_REMOVED = {
+    "data.check_document_mask": "delete the line: the tests of megalite check document masks",
+    "monitor.tensorboard": 'write monitor.report_to = ["tensorboard"] in place of true, and nothing in place of false',
+}
 
 
 def _problem(
@@ -92,7 +95,7 @@ def _problem(
     if _is_missing(errors):
         return Problem(full, f"is required ({model.model_fields[key].description})")
     if full in _REMOVED:
-        return Problem(full, "is no longer a setting", f"delete the line: {_REMOVED[full]}")
+        return Problem(full, "is no longer a setting", _REMOVED[full])
     if key not in model.model_fields:
         return Problem(full, "unknown key", _nearest_key(section, key))
     value = draft.values[section][key]

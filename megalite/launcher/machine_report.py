@@ -19,7 +19,9 @@ PACKAGES = {
     "safetensors": ("checkpoints", "no checkpoint"),
     "sentencepiece": ("sentencepiece models", "only tokenizer.json files"),
     "pyarrow": ("parquet and Arrow files, folders of datasets", "text and .jsonl files only"),
-    "tensorboard": ("monitor.tensorboard, optional", "metrics.jsonl has the same numbers"),
+    "tensorboard": ("monitor.report_to, optional", "metrics.jsonl has the same numbers"),
+    "wandb": ("monitor.report_to, optional", "metrics.jsonl has the same numbers"),
+    "mlflow-skinny": ("monitor.report_to, optional", "metrics.jsonl has the same numbers"),
     "starlette": ("megalite serve, optional", "no HTTP server: pip install 'megalite[serve]'"),
     "mpi4py": (
         "Open MPI's ranks on several hosts find rank 0",

@@ -33,7 +33,7 @@ class RunSummary:
     last_loss: float
     recent_loss: float
     recent_steps: int
-    places: Mapping[str, Path]
+    places: Mapping[str, Path | str]
     validation: str = ""
     next_command: str = ""
 

@@ -1,4 +1,4 @@
-"""The metrics of a step, a validation and a save, as console, metrics.jsonl and TensorBoard show them."""
+"""The metrics of a step, a validation and a save, as console, metrics.jsonl and the other sinks show them."""
 
 import math
 from collections.abc import Mapping
@@ -8,6 +8,8 @@ from typing import Any
 
 FIGURES = ("reward_accuracy", "reward_margin")
 """The names that StepMetrics.figures may have."""
+PARAMETER_COUNTS = ("parameters", "trained_parameters", "frozen_parameters")
+"""The keys in the first record of every start: the values of the whole model with its adapter."""
 _GROUP_RATE = "learning_rate/"
 _OPTIONAL = ("loss_scale", "skipped_steps", "reserved_bytes")
 
@@ -44,28 +46,16 @@ class StepMetrics:
     figures: Mapping[str, float] = field(default_factory=dict)
     group_rates: Mapping[str, float] = field(default_factory=dict)
 
-    def scalars(self) -> dict[str, float]:
-        """Return the TensorBoard scalars: tag -> value."""
-        shown = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "loss_scale", "skipped_steps")
-        values = {name: getattr(self, name) for name in shown} | self._rates | dict(self.figures)
-        return {f"train/{name}": value for name, value in values.items() if value is not None} | dict(
-            self.custom
-        )
-
     def record(self) -> dict[str, Any]:
         """Return the record for metrics.jsonl, without metrics that this run does not have."""
         own = asdict(self)
-        custom, figures, _ = own.pop("custom"), own.pop("figures"), own.pop("group_rates")
+        custom, figures, rates = own.pop("custom"), own.pop("figures"), own.pop("group_rates")
         return (
             {key: value for key, value in own.items() if value is not None or key not in _OPTIONAL}
-            | self._rates
+            | {f"{_GROUP_RATE}{pattern}": rate for pattern, rate in rates.items()}
             | figures
             | custom
         )
-
-    @property
-    def _rates(self) -> dict[str, float]:
-        return {f"{_GROUP_RATE}{pattern}": rate for pattern, rate in self.group_rates.items()}
 
 
 @dataclass(frozen=True)
@@ -90,16 +80,6 @@ class ValidationMetrics:
             return math.exp(self.loss)
         except OverflowError:
             return math.inf
-
-    def scalars(self) -> dict[str, float]:
-        """Return the TensorBoard scalars: tag -> value."""
-        several = self.sets if len(self.sets) > 1 else {}
-        curves = {"validation/loss": self.loss}
-        if self.figures:
-            curves |= {f"validation/{name}": value for name, value in self.figures.items()}
-        else:
-            curves["validation/perplexity"] = self.perplexity
-        return curves | {f"validation/loss_{name}": loss for name, loss in several.items()}
 
     def record(self) -> dict[str, Any]:
         """Return the record for metrics.jsonl; single data sets only if there are several."""
@@ -150,6 +130,24 @@ class SaveMetrics:
 
 def is_own_metric(name: str) -> bool:
     """Whether a key of metrics.jsonl is built in, so that callbacks cannot use it."""
-    return name in {*FIGURES, *(each.name for each in fields(StepMetrics))} or name.startswith(
-        ("validation_", "checkpoint_", _GROUP_RATE)
-    )
+    return name in {
+        *FIGURES,
+        *PARAMETER_COUNTS,
+        *(each.name for each in fields(StepMetrics)),
+    } or name.startswith(("validation_", "checkpoint_", _GROUP_RATE))
+
+
+def curves(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a record by the names of their curves: train/loss, validation/loss, those of callbacks."""
+    return {
+        _curve(key): value
+        for key, value in record.items()
+        if key != "step" and isinstance(value, int | float)
+    }
+
+
+def _curve(key: str) -> str:
+    for kind in ("validation", "checkpoint"):
+        if key.startswith(f"{kind}_"):
+            return f"{kind}/{key.removeprefix(f'{kind}_')}"
+    return f"train/{key}" if is_own_metric(key) else key

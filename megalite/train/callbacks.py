@@ -56,7 +56,7 @@ class ActiveRun:
 class Callback:
     """Derive from this and override what is needed. Every rank has its own copies and calls them alike.
 
-    The metrics that a hook returns, name -> number, go to the console, metrics.jsonl and TensorBoard; those of rank 0
+    The metrics that a hook returns, name -> number, go to the console and every sink; those of rank 0
     count. A hook that raises ends the run.
     """
 

@@ -104,9 +104,22 @@ class _Rank:
         self.leads_node = info.local_rank == 0
         self.known = KnownRun(job.config, job.config.layout.coordinates(info.rank).pp)
         self.at_start = process_memory()
+        self.reporter: RunReporter | None = None
 
     def run(self, meeting: Meeting | None) -> int:
-        """Join the process group, train and export; as `train_rank`."""
+        """Join the process group, train, export and finish the sinks; as `train_rank`."""
+        code = 1
+        try:
+            code = self._run(meeting)
+            return code
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+            raise
+        finally:
+            if self.reporter is not None:
+                self.reporter.close(code)
+
+    def _run(self, meeting: Meeting | None) -> int:
         info, config, inputs = self.info, self.job.config, None
         if meeting is not None:
             inputs = agreed_inputs(meeting, config, self.folder, leads_node=self.leads_node)
@@ -134,6 +147,7 @@ class _Rank:
             raise KeyboardInterrupt
         if trained.exit_code == 0 and info.rank == 0 and trained.last is not None:
             results = _finish(trained, trained.last, self.folder)
+            trained.reporter.close(0)
             trained.reporter.summary(results, has_tokenizer=trained.tokenizer_folder is not None)
         return trained.exit_code
 
@@ -178,7 +192,7 @@ class _Rank:
                 _resume(trainer, resumed_from)
         if mesh.rank == 0:
             write_resolved(config, folder.root / "run.toml")
-        reporter = RunReporter(trainer, info, folder.metrics, folder.tensorboard)
+        self.reporter = reporter = RunReporter(trainer, info, folder.metrics)
         reporter.say(_data_line(trainer, held_out))
         _tell_choices(reporter, trainer, precision, [tested, *inputs.data.notes])
         _give_reference(reporter, trainer, held_out, load, ReferenceFile(folder.reference, resumed_from))
@@ -227,16 +241,15 @@ def _give_reference(
         reporter.say(line)
 
 
-def _finish(trained: _Trained, last: Path, folder: RunFolder) -> dict[str, Path]:
+def _finish(trained: _Trained, last: Path, folder: RunFolder) -> dict[str, Path | str]:
     """Export the last or best checkpoint if asked for; return name -> path of the run's results, for the summary."""
     config = trained.config
-    places = {"checkpoint": last}
+    places: dict[str, Path | str] = {"checkpoint": last}
     best = find_best(folder.checkpoints) if config.checkpoint.best else None
     if best is not None:
         places["best"] = best
     places["metrics"] = folder.metrics
-    if config.monitor.tensorboard:
-        places["tensorboard"] = folder.tensorboard
+    places |= trained.reporter.places
     if config.checkpoint.export:
         exported = best if config.checkpoint.export == "best" and best is not None else last
         progress.begin(Activity.EXPORTING)

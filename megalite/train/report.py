@@ -1,4 +1,4 @@
-"""Reports of a run: metrics.jsonl, the console, the summary. All ranks call it alike; rank 0 writes and prints."""
+"""Reports of a run: its sinks, the console, the summary. All ranks call it alike; rank 0 writes and prints."""
 
 import math
 import time
@@ -20,15 +20,17 @@ from megalite.launcher.control.step_trace import TRACES, TracedStepFacts, step_f
 from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
-from megalite.monitor.jsonl import MetricsFile, read_metrics
+from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.memory import MemoryUse, device_memory, process_memory
-from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
+from megalite.monitor.metrics import PARAMETER_COUNTS, SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.profiler import HOW_TO_READ, StepProfile
+from megalite.monitor.sink import ReportedRun
+from megalite.monitor.sinks import RunSinks
 from megalite.monitor.step_tracer import StepTracer
-from megalite.monitor.tensorboard import TensorBoardFile
 from megalite.monitor.throughput import Throughput, gemm_flops_per_second
 from megalite.monitor.work import Work, working
 from megalite.parallel.mesh import ParallelMesh
+from megalite.planner.operations import ParameterCount
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.prediction import RunPrediction, calibration_here, predict_run
 from megalite.topology.flops import flops_per_token
@@ -45,8 +47,7 @@ _GEMMS = {"fp32": "sgemm", "fp64": "dgemm", "bf16": "bf16 gemm", "fp16": "fp16 g
 class RunReporter:
     """Turns step reports into metrics for people and files."""
 
-    def __init__(self, trainer: TrainStep, info: RankInfo, metrics_file: Path, tensorboard: Path):
-        """tensorboard: the folder for its files, where the configuration asks for them."""
+    def __init__(self, trainer: TrainStep, info: RankInfo, metrics_file: Path):
         self._mesh, self._every = trainer.mesh, trainer.config.monitor.every
         self._total_steps = trainer.total_steps
         self._scaled = trainer.config.training.precision == "fp16"
@@ -60,7 +61,9 @@ class RunReporter:
         self._seconds = array("d")
         self._peak_bytes, self._on_device = 0, False
         self._reserved_bytes: int | None = None
-        self._costs: dict[str, Any] = {}  # of a save, for the next step's record
+        self._unrecorded: dict[
+            str, Any
+        ] = {}  # for the next step's record: the counts of a start, the costs of a save
         self._started = time.perf_counter()
         self._path = metrics_file
         self._profiles = metrics_file.parent / "profiles"
@@ -69,18 +72,17 @@ class RunReporter:
         self._flops_per_token = cache(partial(flops_per_token, trainer.shape))
         self._throughput = Throughput(peak_flops_per_second=peak)
         self._tracer = _tracer(trainer, info, metrics_file.parent / TRACES)
-        self._metrics: MetricsFile | None = None
-        self._curves: TensorBoardFile | None = None
+        self._sinks: RunSinks | None = None
         self.console: Console | None = None
         if trainer.mesh.rank == 0:
-            after_step = trainer.state.step or -1  # a validation at the start stands at step 0
-            self._metrics = MetricsFile(metrics_file, after_step=after_step)
-            if trainer.config.monitor.tensorboard:
-                self._curves = TensorBoardFile(tensorboard, after_step=after_step)
             on_cpu = trainer.mesh.device.type == "cpu"
             measured = on_cpu and trainer.config.monitor.peak_tflops is None
             named = _GEMMS[trainer.config.training.precision] if measured else "peak"
             self.console = Console(total_steps=self._total_steps, every=self._every, peak=named)
+            self._sinks = RunSinks(_reported(trainer, metrics_file), metrics_file, self.warn)
+            count = ParameterCount.of(trainer.shape)
+            counts = (count.total, count.trained, count.total - count.trained)
+            self._unrecorded = dict(zip(PARAMETER_COUNTS, counts, strict=True))
             if peak is None:
                 self.say(_no_peak(_device_name(trainer.mesh.device), trainer.config.training.precision))
 
@@ -157,16 +159,17 @@ class RunReporter:
         return any(failures)
 
     def saved(self, metrics: SaveMetrics) -> None:
-        """Record a checkpoint that was published."""
-        if self.console is not None:
-            self._costs = metrics.record()
+        """Record a checkpoint that was published, and hand it to the services that are to have it."""
+        if self._sinks is not None and self.console is not None:
+            self._unrecorded |= metrics.record()
+            if self._monitor.log_checkpoints:
+                self._sinks.checkpoint(metrics.path)
             self.console.saved(metrics)
 
     def start(self, validation: ValidationMetrics, custom: Mapping[str, float]) -> None:
         """Record the validation of a run that has not made a step yet, and what callbacks add to it."""
-        if self._metrics is not None and self.console is not None:
-            self._metrics.append({"step": validation.step, **validation.record(), **custom})
-            self._draw(validation.step, {**validation.scalars(), **custom})
+        if self._sinks is not None and self.console is not None:
+            self._sinks.append({"step": validation.step, **validation.record(), **custom})
             self.console.validation(validation)
 
     def step(
@@ -180,7 +183,7 @@ class RunReporter:
             self._measure_memory()
         if report.step not in self._monitor.profile_steps:
             self._seconds.append(report.step_seconds)
-        if self._metrics is None or self.console is None:
+        if self._sinks is None or self.console is None:
             return
         flops = report.batch_tokens * self._flops_per_token(report.sequence_length)
         speed = self._throughput.update(report.batch_tokens, flops, report.step_seconds)
@@ -205,9 +208,8 @@ class RunReporter:
             },
         )
         validated = {} if validation is None else validation.record()
-        self._metrics.append({**metrics.record(), **validated, **self._costs})
-        self._costs = {}
-        self._draw(report.step, {**metrics.scalars(), **({} if validation is None else validation.scalars())})
+        self._sinks.append({**metrics.record(), **validated, **self._unrecorded})
+        self._unrecorded = {}
         self.console.step(metrics)
         if report.overflow is not None:
             what = "fp16 overflow in the gradient" if self._scaled else "an inf or nan in the gradient"
@@ -253,17 +255,20 @@ class RunReporter:
         if line := self._prediction.compared(largest, median(steps) if steps else None):
             self.say(line)
 
-    def _draw(self, step: int, scalars: Mapping[str, float]) -> None:
-        if self._curves is not None:
-            self._curves.add(step, scalars)
+    @property
+    def places(self) -> dict[str, Path | str]:
+        """Where the sinks of monitor.report_to have their records, by name; empty on other ranks than 0."""
+        return {} if self._sinks is None else self._sinks.places
 
-    def summary(self, places: dict[str, Path], *, has_tokenizer: bool) -> None:
+    def close(self, exit_code: int) -> None:
+        """Finish the sinks; exit_code: that of the run. The second call does nothing."""
+        if self._sinks is not None:
+            self._sinks.close(exit_code)
+
+    def summary(self, places: Mapping[str, Path | str], *, has_tokenizer: bool) -> None:
         """Print the last lines: losses, speed, paths, and the command that generates text if there is a tokenizer."""
-        if self._metrics is None or self.console is None:
+        if self._sinks is None or self.console is None:
             return
-        self._metrics.close()
-        if self._curves is not None:
-            self._curves.close()
         asked = '--prompt "The"' if self._continues_text else "--chat"
         generate = f"megalite generate {self._path.parent} {asked} --temperature 0.8"
         records = read_metrics(self._path)
@@ -284,6 +289,14 @@ class RunReporter:
                 next_command=generate if has_tokenizer else "",
             )
         )
+
+
+def _reported(trainer: TrainStep, metrics_file: Path) -> ReportedRun:
+    """Return the run for its sinks, before records of steps that come again are removed from metrics.jsonl."""
+    after_step = trainer.state.step or -1  # a validation at the start stands at step 0
+    records = read_metrics(metrics_file) if after_step > 0 and metrics_file.exists() else []
+    recorded_step = records[-1]["step"] if records else -1
+    return ReportedRun(metrics_file.parent, trainer.config, after_step, recorded_step)
 
 
 def _tracer(trainer: TrainStep, info: RankInfo, traces: Path) -> StepTracer:

@@ -4,7 +4,6 @@ Like the command it is a rank where a launcher started it, trains here where one
 ranks: forked from this process, or spawned where a fork could not compute.
 """
 
-import importlib.util
 import multiprocessing
 import os
 import select
@@ -32,6 +31,7 @@ from megalite.launcher.rank.environment import meets_others, prepare_process, wa
 from megalite.launcher.rank.rank_count import how_to_start, ranks_started
 from megalite.monitor.console import announce, complain
 from megalite.monitor.jsonl import read_metrics
+from megalite.monitor.sinks import absent_packages
 from megalite.planner.machine import memory_problems
 from megalite.train.callbacks import Callback
 from megalite.train.interruption import (
@@ -215,7 +215,7 @@ class Trainer:
     def _require(self, info: RankInfo | None, source: str) -> None:
         """Raise MegaliteError for settings that this machine and this start cannot fulfil."""
         _require_ranks(self.config, info, source)
-        _require_tensorboard(self.config, source)
+        _require_sinks(self.config, info, source)
         _require_checkpoint(self.config, info)
         ranks = self.config.layout.world_size if info is None else info.local_world_size
         if too_large := list(memory_problems(self.config, ranks)):
@@ -253,11 +253,10 @@ def _require_ranks(config: RunConfig, info: RankInfo | None, source: str) -> Non
         raise ConfigError([Problem("parallel.data", message, remedy)], source)
 
 
-def _require_tensorboard(config: RunConfig, source: str) -> None:
-    if config.monitor.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        remedy = "install it (pip install tensorboard), or use false: metrics.jsonl has the same numbers"
-        problem = Problem("monitor.tensorboard", "the package tensorboard is not installed", remedy)
-        raise ConfigError([problem], source)
+def _require_sinks(config: RunConfig, info: RankInfo | None, source: str) -> None:
+    """Raise ConfigError for a sink whose package rank 0 would lack."""
+    if (info is None or info.rank == 0) and (problems := list(absent_packages(config.monitor.report_to))):
+        raise ConfigError(problems, source)
 
 
 def _require_checkpoint(config: RunConfig, info: RankInfo | None) -> None:

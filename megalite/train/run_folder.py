@@ -40,10 +40,6 @@ class RunFolder:
     def reference(self) -> Path:
         return self.root / "reference.json"
 
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """Keep other jobs out of the folder inside of the `with` block.

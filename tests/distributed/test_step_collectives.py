@@ -62,7 +62,7 @@ def collectives_of_steps(
     mesh, counted = trainer.mesh, HostCollectives()
     world = mesh.layout.world_size
     info = RankInfo(mesh.rank, world, mesh.rank, world, "", 0, "megalite", "here")
-    reporter = RunReporter(trainer, info, folder / "metrics.jsonl", folder)
+    reporter = RunReporter(trainer, info, folder / "metrics.jsonl")
     ends: list[int] = []
     step = trainer.train_step
 

@@ -22,7 +22,16 @@ from megalite.errors import ConfigError, TrainingError
 from megalite.train import rank
 from megalite.train.run import TrainingResult
 from tests.support.jobs import ROOT, Job, curve, tensor_hashes, training_here
+from tests.support.mlflow_stand_in import put_in_place
 from tests.support.parity import FLOAT32_RTOL, assert_close
+from tests.support.sink_readers import (
+    csv_columns,
+    mlflow_curve,
+    mlflow_run,
+    tensorboard_curves,
+    wandb_curves,
+    wandb_records,
+)
 
 VALIDATION = ("validation_loss", "validation_perplexity", "validation_tokens")
 
@@ -150,15 +159,21 @@ def test_ctrl_c_saves_and_raises(run_file: Path, tmp_path: Path, capsys: pytest.
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_curves_go_on_after_a_resume_without_doubles(run_file: Path, tmp_path: Path) -> None:
+def test_every_sink_goes_on_after_a_failure_without_doubles(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A service also learns how each start ended."""
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    pytest.importorskip("wandb")
+    put_in_place(monkeypatch)
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_RUN_GROUP": "night"}.items():
+        monkeypatch.setenv(name, value)
     settings: dict[str, Any] = {
         "training": {"steps": 6},
         "checkpoint": {"every": 2},
-        "monitor": {"tensorboard": True},
+        "monitor": {"report_to": ["tensorboard", "wandb", "mlflow", "csv"], "project": "books"},
     }
+    run = tmp_path / "run"
 
     class Killed(Callback):
         def on_train_start(self, run: Any) -> None:
@@ -170,19 +185,28 @@ def test_curves_go_on_after_a_resume_without_doubles(run_file: Path, tmp_path: P
                 raise RuntimeError("killed")
 
     with pytest.raises(TrainingError, match="killed"):
-        train(run_file, tmp_path / "run", Killed(), Stop(0), **settings)
-    result = train(run_file, tmp_path / "run", Stop(0), **settings)
-    curves = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
-    for tag, key in (
-        ("train/loss", "loss"),
-        ("validation/loss", "validation_loss"),
-        ("half_loss", "half_loss"),
-    ):
+        train(run_file, run, Killed(), Stop(0), **settings)
+    assert mlflow_run(run).info.status == "FAILED"
+    result = train(run_file, run, Stop(0), **settings)
+    drawn, services, table = tensorboard_curves(run), wandb_curves(run), csv_columns(run)
+    for name, key in {
+        "train/loss": "loss",
+        "validation/loss": "validation_loss",
+        "half_loss": "half_loss",
+    }.items():
         written = [(record["step"], record[key]) for record in result.metrics if key in record]
-        drawn = [(event.step, event.value) for event in curves.Scalars(tag)]
-        assert [step for step, _ in drawn] == [step for step, _ in written]
-        drawn_values, written_values = [[value for _, value in each] for each in (drawn, written)]
-        assert_close(drawn_values, written_values, rtol=FLOAT32_RTOL, what=tag)
+        for points in (drawn[name], services[name], mlflow_curve(run, name), table[key]):
+            assert [step for step, _ in points] == [step for step, _ in written], name
+            values, expected = [[value for _, value in each] for each in (points, written)]
+            assert_close(values, expected, rtol=FLOAT32_RTOL, what=name)
+    assert mlflow_run(run).info.status == "FINISHED"
+    assert mlflow_run(run).data.params["training.steps"] == "6"
+    records = wandb_records(run)
+    assert [record.exit.exit_code for record in records if record.HasField("exit")] == [1, 0]
+    named = [record.run for record in records if record.HasField("run")]
+    assert {(one.run_id, one.project, one.run_group, one.display_name) for one in named} == {
+        ((run / "wandb-run-id").read_text().strip(), "books", "night", "run")
+    }
 
 
 def test_training_is_the_same_without_validation(run_file: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rules over [monitor]: the steps that are profiled or traced, and the ranks that are profiled."""
+"""Rules over [monitor]: steps that are profiled or traced, ranks that are profiled, settings of sinks that are off."""
 
 from collections.abc import Iterator
 
@@ -22,3 +22,22 @@ def profiled_ranks_are_of_the_run(run: CheckedRun) -> Iterator[str]:
     missing = [str(rank) for rank in run.monitor.profile_ranks if rank >= ranks]
     if run.monitor.profile_steps and missing:
         yield f"monitor.profile_ranks: there is no rank {' and no rank '.join(missing)}; the last one is {ranks - 1}"
+
+
+_SETTINGS_OF_SINKS = {
+    "project": ("wandb", "mlflow"),
+    "run_name": ("wandb", "mlflow"),
+    "entity": ("wandb",),
+    "group": ("wandb",),
+    "log_checkpoints": ("wandb", "mlflow"),
+    "tensorboard_folder": ("tensorboard",),
+    "csv_folder": ("csv",),
+}
+
+
+def settings_of_sinks_that_are_off(run: CheckedRun) -> Iterator[str]:
+    """A note: a flag can switch the sinks off for one start, and the file keeps its names."""
+    for key, sinks in _SETTINGS_OF_SINKS.items():
+        if getattr(run.monitor, key) and not set(sinks) & set(run.monitor.report_to):
+            words = " or ".join(f'"{sink}"' for sink in sinks)
+            yield f"monitor.{key} has no effect without {words} in monitor.report_to"

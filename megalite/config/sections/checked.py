@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalite.config.sections.adapter_section import AdapterConfig
+from megalite.config.sections.monitor_section import MonitorConfig
 from megalite.config.sections.preference_section import PreferenceConfig
 from megalite.config.sections.schema import (
     CheckpointConfig,
     ModelConfig,
-    MonitorConfig,
     OptimizerConfig,
     ParallelConfig,
     RunSection,

@@ -9,6 +9,7 @@ from pydantic import ConfigDict, Field, create_model
 
 from megalite.config.sections.adapter_section import AdapterConfig, described_adapter
 from megalite.config.sections.launch_section import LaunchSection
+from megalite.config.sections.monitor_section import MonitorConfig
 from megalite.config.sections.preference_section import PreferenceConfig
 from megalite.config.sections.section import Count, Fraction, Lenient, Section, Text, one_of
 from megalite.config.sections.shape_settings import model_shape, shape_settings
@@ -272,25 +273,6 @@ class CheckpointConfig(Section):
     export_like: Text | None = Field(
         None,
         description="config.json whose extra keys exports copy; default: that of hf_config or weights",
-    )
-
-
-class MonitorConfig(Section):
-    """Reports during training; metrics.jsonl always has every step."""
-
-    every: Count = Field(1, description="steps between console lines")
-    tensorboard: bool = Field(False, description="also write run.folder/tensorboard (needs tensorboard)")
-    peak_tflops: float | None = Field(
-        None, gt=0, description="peak TFLOP/s of one device, for MFU; default: its data sheet's"
-    )
-    profile_steps: Annotated[tuple[Count, ...], Lenient] = Field(
-        (), description="steps to profile with torch.profiler, as in [20, 21]: run.folder/profiles"
-    )
-    profile_ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Lenient] = Field(
-        (0,), description="ranks that are profiled in these steps"
-    )
-    trace_steps: Annotated[tuple[Count, ...], Lenient] = Field(
-        (), description="steps of which each rank writes a trace, for megalite timeline"
     )
 
 

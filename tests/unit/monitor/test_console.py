@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from megalite.monitor.console import Console, RunSummary
-from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics, is_own_metric
+from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics, curves, is_own_metric
 from megalite.monitor.preparation import PreparationConsole, PreparationProgress
 from megalite.monitor.work import duration
 from megalite.parallel.objective import Preference
@@ -266,7 +266,8 @@ def test_preferences_show_and_record_their_rewards() -> None:
         "validation after step 4: loss 0.5000  reward accuracy 0.75  reward margin 1.25  20 pairs in 1:01",
     ]
     assert {**step.record(), **figures} == step.record() and "figures" not in step.record()
-    assert step.scalars()["train/reward_margin"] == validation.scalars()["validation/reward_margin"] == 1.25
+    drawn = curves({**step.record(), **validation.record()})
+    assert drawn["train/reward_margin"] == drawn["validation/reward_margin"] == 1.25
     assert validation.record() == {
         "validation_loss": 0.5,
         "validation_reward_accuracy": 0.75,
@@ -274,5 +275,5 @@ def test_preferences_show_and_record_their_rewards() -> None:
         "validation_pairs": 20,
         "validation_seconds": 61.0,
     }
-    assert "validation/perplexity" not in validation.scalars()
+    assert "validation/perplexity" not in curves(validation.record())
     assert all(map(is_own_metric, figures)) and not is_own_metric("reward_length")

@@ -12,9 +12,10 @@ from megalite.config.load import load_run
 from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.memory import MemoryUse
-from megalite.monitor.metrics import is_own_metric
+from megalite.monitor.metrics import PARAMETER_COUNTS, is_own_metric
 from megalite.planner.prediction import RunPrediction
 from megalite.topology.flops import flops_per_token
+from megalite.topology.parameters import parameter_count
 from megalite.train import report as module
 from megalite.train.report import RunReporter
 from megalite.train.step.precision import DTYPES
@@ -60,7 +61,7 @@ def trainer_on(device: str, *settings: str, **mesh: Any) -> Any:
 
 
 def reporter_of(trainer: Any, tmp_path: Path) -> RunReporter:
-    return RunReporter(trainer, INFO, tmp_path / "metrics.jsonl", tmp_path)
+    return RunReporter(trainer, INFO, tmp_path / "metrics.jsonl")
 
 
 def reporter(tmp_path: Path, device: str, *settings: str) -> RunReporter:
@@ -155,25 +156,25 @@ def test_a_peak_that_is_named_is_a_devices_or_a_nodes(
     assert share(tmp_path, made) == about(1 / (places * 148e12))
 
 
-def test_each_group_of_parameters_has_its_rate_in_the_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    curves: dict[str, float] = {}
-    writer = SimpleNamespace(add=lambda _, scalars: curves.update(scalars), close=lambda: None)
-    monkeypatch.setattr(module, "TensorBoardFile", lambda *_, **__: writer)
+def test_each_group_of_parameters_has_its_rate_in_the_files(tmp_path: Path) -> None:
     groups = (
         '[{pattern = "*norm*", learning_rate_ratio = 0.5}, {pattern = "lm_head*", learning_rate_ratio = 0.0}]'
     )
-    peak = ("--monitor.peak_tflops", "1.0", "--monitor.tensorboard", "true")
-    found = reporter(
-        tmp_path, "cpu", *peak, "--optimizer.groups", groups, "--model.tie_word_embeddings", "false"
-    )
-    found.step(step(1), None, {})
+    settings = ("--monitor.peak_tflops", "1.0", "--optimizer.groups", groups)
+    reporter(tmp_path, "cpu", *settings, "--model.tie_word_embeddings", "false").step(step(1), None, {})
     [record] = read_metrics(tmp_path / "metrics.jsonl")
     rates = {"learning_rate": 0.1, "learning_rate/*norm*": 0.05, "learning_rate/lm_head*": 0.0}
     assert {name: record[name] for name in record if name.startswith("learning_rate")} == rates
-    assert {name.removeprefix("train/"): curves[name] for name in curves if "learning_rate" in name} == rates
     assert is_own_metric("learning_rate/mine") and is_own_metric("learning_rate")
+
+
+def test_the_first_record_of_a_start_counts_the_parameters(tmp_path: Path) -> None:
+    made = reporter(tmp_path, "cpu", "--monitor.peak_tflops", "1.0")
+    for number in (1, 2):
+        made.step(step(number), None, {})
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert [first[name] for name in PARAMETER_COUNTS] == [parameter_count(tiny_shape())] * 2 + [0]
+    assert not set(PARAMETER_COUNTS) & set(second) and all(map(is_own_metric, PARAMETER_COUNTS))
 
 
 def profiling(tmp_path: Path, *settings: str) -> tuple[RunReporter, list[str]]:

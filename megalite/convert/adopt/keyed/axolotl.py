@@ -8,6 +8,7 @@ from megalite.convert.adopt.keyed.keyed_file import require
 from megalite.convert.adopt.keyed.keyed_system import KeyedSystem
 from megalite.convert.adopt.rule_table import read_table
 from megalite.convert.adopt.rules import OFF, KeyRule, Reading, computed, number, switch, whole
+from megalite.convert.adopt.sink_keys import sink_keys
 
 _LISTS = frozenset(
     {"datasets", "test_datasets", "pretraining_dataset", "plugins", "tokens"}
@@ -135,6 +136,21 @@ def _read_auto_resume(reading: Reading, key: str, value: Any) -> None:
 _TABLE: Mapping[str, KeyRule] = {
     **trainer.RULES,
     **read_table(__file__),
+    **sink_keys(
+        {
+            "use_tensorboard": "tensorboard",
+            "use_wandb": "wandb",
+            "wandb_project": "wandb",
+            "use_mlflow": "mlflow",
+        },
+        {
+            "wandb_project": "monitor.project",
+            "wandb_entity": "monitor.entity",
+            "wandb_name": "monitor.run_name",
+            "mlflow_experiment_name": "monitor.project",
+            "mlflow_run_name": "monitor.run_name",
+        },
+    ),
     **computed(
         {
             tuning.read_model: "base_model",

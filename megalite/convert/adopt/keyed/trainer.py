@@ -80,6 +80,14 @@ def _read_grouping(reading: Reading, key: str, value: Any) -> None:
         reading.refuse(key, "megalite draws at random, or in order with data.shuffle = false", "use random")
 
 
+def _read_report_to(reading: Reading, key: str, value: Any) -> None:
+    asked = value if isinstance(value, list) else [value]
+    if known := [name for name in asked if name in ("tensorboard", "wandb", "mlflow")]:
+        reading.take(key, {"monitor.report_to": known})
+    else:
+        reading.no_effect(key, "megalite reports to tensorboard, wandb, mlflow and csv (monitor.report_to)")
+
+
 RULES: Mapping[str, KeyRule] = {
     **read_table(__file__),
     **computed(
@@ -99,11 +107,12 @@ RULES: Mapping[str, KeyRule] = {
             _read_fsdp: "fsdp",
             _read_fsdp_table: "fsdp_config",
             _read_grouping: "group_by_length train_sampling_strategy",
+            _read_report_to: "report_to",
         }
     ),
 }
 """Key of TrainingArguments -> its rule."""
-STRUCTURES = frozenset({"lr_scheduler_kwargs", "fsdp", "fsdp_config", "deepspeed"})
+STRUCTURES = frozenset({"lr_scheduler_kwargs", "fsdp", "fsdp_config", "deepspeed", "report_to"})
 """The keys that may be lists or tables."""
 
 

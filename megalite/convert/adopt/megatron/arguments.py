@@ -18,6 +18,7 @@ from megalite.convert.adopt.rules import (
     apply_rules,
 )
 from megalite.convert.adopt.shell.expand import as_source, unknown_parts
+from megalite.convert.adopt.sink_keys import SinkKey
 from megalite.errors import Problem
 
 _LIKE_ARGUMENTS = re.compile(r"arg|opt|flag|extra|cmd", re.IGNORECASE)
@@ -46,6 +47,8 @@ def answer_arguments(account: Account, keys: dict[str, Any], names: dict[str, st
             continue
         if key == "save":
             reading.change(key, {}, "known only in a run: set run.folder")
+        elif isinstance(rules.get(key), SinkKey):
+            reading.change(key, {}, "known only in a run: set it in [monitor]")
         else:
             reason = f"its value {missing[0]} is known only when the script runs"
             reading.refuse(key, reason, f"add --set {variable_of(missing[0])}=VALUE")

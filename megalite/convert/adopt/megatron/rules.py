@@ -8,6 +8,7 @@ from megalite.convert.adopt.megatron import data, length
 from megalite.convert.adopt.megatron.model import MODEL_ARGUMENTS, answer_model
 from megalite.convert.adopt.rule_table import read_table
 from megalite.convert.adopt.rules import Change, KeyRule, Reading, Take, computed, number, whole
+from megalite.convert.adopt.sink_keys import sink_keys
 
 RENAMED = {
     "layernorm-epsilon": "norm-epsilon",
@@ -233,7 +234,14 @@ RULES: Mapping[str, KeyRule] = {
     "grad-reduce-in-bf16": Change(
         "training.accumulation", lambda _: "fp32", "here in fp32, which is more exact"
     ),
-    "tensorboard-dir": Change("monitor.tensorboard", lambda _: True, "written to run.folder/tensorboard"),
+    **sink_keys(
+        {"tensorboard-dir": "tensorboard", "wandb-project": "wandb"},
+        {
+            "wandb-project": "monitor.project",
+            "wandb-exp-name": "monitor.run_name",
+            "wandb-entity": "monitor.entity",
+        },
+    ),
     "exit-duration-in-mins": Take("training.stop_after", lambda value: f"{whole(value)}m"),
     "seed": Change(
         "run.seed", whole, "the same order of samples; initial weights and dropout are other random numbers"

@@ -18,7 +18,6 @@ from megalite.convert.adopt.neox import run as neox_run
 from megalite.convert.adopt.report import nested
 from megalite.convert.adopt.rule_table import read_table
 from megalite.convert.adopt.rules import (
-    Change,
     KeyRule,
     Reading,
     Take,
@@ -29,6 +28,7 @@ from megalite.convert.adopt.rules import (
     text,
     whole,
 )
+from megalite.convert.adopt.sink_keys import sink_keys
 from megalite.convert.adopt.sources import Source
 
 _EXTRA = "deepspeed_extra_args."
@@ -139,7 +139,15 @@ RULES: Mapping[str, KeyRule] = {
     "train_iters": Take("training.steps", _steps),
     "pipe_parallel_size": Take("parallel.pipeline", _stages),
     "model_parallel_size": Take("parallel.tensor", _stages),
-    "tensorboard_dir": Change("monitor.tensorboard", lambda _: True, "written to run.folder/tensorboard"),
+    **sink_keys(
+        {"tensorboard_dir": "tensorboard", "use_wandb": "wandb"},
+        {
+            "wandb_project": "monitor.project",
+            "wandb_run_name": "monitor.run_name",
+            "wandb_team": "monitor.entity",
+            "wandb_group": "monitor.group",
+        },
+    ),
 }
 """Key of GPT-NeoX or DeepSpeed, tables with dots -> its rule."""
 

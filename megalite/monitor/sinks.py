@@ -1,0 +1,96 @@
+"""All sinks of a run: metrics.jsonl, which must be written, and those of monitor.report_to, which may fail."""
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megalite.errors import Problem
+from megalite.launcher.process import within
+from megalite.monitor.csv_file import CsvFile
+from megalite.monitor.jsonl import MetricsFile
+from megalite.monitor.mlflow_run import MlflowRun
+from megalite.monitor.sink import ReportedRun, Sink
+from megalite.monitor.tensorboard import TensorBoardFile
+from megalite.monitor.wandb_run import WandbRun
+
+SINKS: Mapping[str, type[Sink]] = {
+    "tensorboard": TensorBoardFile,
+    "wandb": WandbRun,
+    "mlflow": MlflowRun,
+    "csv": CsvFile,
+}
+"""Word of monitor.report_to -> its sink."""
+# A rank that fails or stops is waited for by others, so that no service may hold it up.
+_SECONDS_AT_A_STOP = 8.0
+
+
+class RunSinks:
+    """Hands every record to metrics.jsonl and to the sinks of monitor.report_to, on rank 0.
+
+    A sink that raises is warned of once and gets nothing more; an error of metrics.jsonl ends the run.
+    """
+
+    def __init__(self, run: ReportedRun, metrics: Path, warn: Callable[[str], None]):
+        self._metrics, self._warn = MetricsFile(metrics, after_step=run.after_step), warn
+        self._opened: dict[str, Sink] = {}
+        for name in dict.fromkeys(run.monitor.report_to):
+            try:
+                self._opened[name] = SINKS[name](run)
+            # A service's client may raise anything.
+            except Exception as error:
+                self._tell(name, error)
+
+    @property
+    def places(self) -> dict[str, str | Path]:
+        """Name -> where a person finds the records, of each sink that has not failed."""
+        return {name: sink.place for name, sink in self._opened.items()}
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Write a record, which has the key "step"."""
+        self._metrics.append(record)
+        self._each(lambda sink: sink.append(record))
+
+    def checkpoint(self, path: Path) -> None:
+        """Hand on a checkpoint that was published."""
+        self._each(lambda sink: sink.checkpoint(path))
+
+    def close(self, exit_code: int) -> None:
+        """Finish every sink; within seconds unless the run came to its end. The second call does nothing."""
+        if exit_code == 0:
+            self._finish(exit_code)
+        else:
+            within(_SECONDS_AT_A_STOP, lambda: self._finish(exit_code), None)
+
+    def _finish(self, exit_code: int) -> None:
+        self._each(lambda sink: sink.close(exit_code))
+        self._opened.clear()
+        self._metrics.close()
+
+    def _each(self, action: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._opened.items()):
+            try:
+                action(sink)
+            except Exception as error:
+                del self._opened[name]
+                within(_SECONDS_AT_A_STOP, lambda sink=sink: sink.close(1), None)  # type: ignore[misc]
+                self._tell(name, error)
+
+    def _tell(self, name: str, error: Exception) -> None:
+        text = " ".join(str(error).split()) or type(error).__name__
+        self._warn(f"monitor.report_to: {name} gets no more records: {text}; metrics.jsonl has all of them")
+
+
+def absent_packages(names: Iterable[str]) -> Iterator[Problem]:
+    """Yield a problem for each sink whose package is not installed."""
+    for name in names:
+        sink = SINKS[name]
+        if sink.module and importlib.util.find_spec(sink.module) is None:
+            remedy = (
+                f"install it (pip install {sink.package}), or leave {name} out: metrics.jsonl has its numbers"
+            )
+            yield Problem(
+                "monitor.report_to",
+                f"{name} needs the package {sink.package}, which is not installed",
+                remedy,
+            )
