@@ -74,7 +74,7 @@ _SUMS = "gradients are summed, and the loss is the mean over the global batch"
 _OUR_SUMS = "under ZeRO 1 megalite sums the gradients itself, by all-reduce"
 _ORDER = "it changes no numbers, and DeepSpeed 0.19 confuses with it where the state of a parameter is"
 _LEAVES = "the models of megalite need no leaf modules"
-_METRICS = "megalite writes metrics.jsonl, and TensorBoard with monitor.tensorboard"
+_METRICS = "megalite reports to tensorboard, wandb, mlflow and csv (monitor.report_to)"
 
 EFFECTS: dict[str, KeyEffect] = {
     "activation_checkpointing": Idle(
@@ -133,7 +133,7 @@ EFFECTS: dict[str, KeyEffect] = {
     ),
     "compile.deepcompile": Refused("remove it, and set training.compile", (False,)),
     "compression_training": Removed("remove it: the model trains uncompressed"),
-    "csv_monitor": Idle(_METRICS, keys="enabled job_name output_path"),
+    "csv_monitor": Read(keys="enabled job_name output_path"),
     "curriculum_learning": Removed("remove it"),
     "data_efficiency": Silent(keys="seed"),
     "data_efficiency.data_routing": Silent(keys="enabled random_ltd"),
@@ -205,7 +205,7 @@ EFFECTS: dict[str, KeyEffect] = {
     "tensor_parallel.autotp_size": Refused("remove it, and set parallel.tensor", (0,)),
     "tensor_parallel.tensor_parallel": Refused("remove it, and set parallel.tensor", ({},)),
     "tensor_parallel.tp": Refused("remove it, and set parallel.tensor", ({},)),
-    "tensorboard": Idle(_METRICS, keys="enabled job_name output_path"),
+    "tensorboard": Read(keys="enabled job_name output_path"),
     "timers": Idle(_REPORTS),
     "timers.throughput": Silent(keys="enabled synchronized"),
     "torch_autocast": Silent(keys="dtype lower_precision_safe_modules"),
@@ -215,7 +215,7 @@ EFFECTS: dict[str, KeyEffect] = {
     "use_data_before_expert_parallelism": Idle("the models have no experts"),
     "vocabulary_size": Idle("the vocabulary is the tokenizer's"),
     "wall_clock_breakdown": Idle(_REPORTS),
-    "wandb": Idle(_METRICS, keys="enabled group project team"),
+    "wandb": Read(keys="enabled group project team"),
     "weight_quantization": Refused("remove it", ({},)),
     "zero_allow_untested_optimizer": Implied(),
     "zero_force_ds_cpu_optimizer": Idle("use deepspeed.native_optimizer"),

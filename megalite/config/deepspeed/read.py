@@ -6,6 +6,7 @@ from typing import Any
 
 from megalite.config.deepspeed.check import check_keys, idle_notes, passed_on
 from megalite.config.deepspeed.json_file import AUTO, OURS, Block, read_block
+from megalite.config.deepspeed.monitors import read_monitors
 from megalite.config.deepspeed.older_forms import in_todays_form
 from megalite.config.deepspeed.optimizer import read_optimizer
 from megalite.config.deepspeed.scheduler import read_scheduler, sets_the_peak
@@ -37,6 +38,7 @@ def apply_deepspeed(draft: SettingsDraft, run_folder: Path) -> None:
     _read_batch(draft, block)
     _read_precision(draft, block)
     _read_accumulation(draft, block)
+    read_monitors(draft, block)
     block.take(
         draft, "gradient_clipping", "optimizer", "gradient_clipping", block.values.get("gradient_clipping")
     )
