@@ -162,13 +162,33 @@ def squared_norm_share(
 
     The shares of all ranks sum to it; every element counts once. The gradients are summed over their copies already.
     """
-    by_copies: dict[int, list[Tensor]] = {mesh.dense_gradients.size: []}
-    for parameter in parameters:
-        gradient = tensors[parameter.name].grad
-        if gradient is not None and mesh.is_counted(parameter):
-            by_copies.setdefault(mesh.copies(parameter).size, []).append(gradient)
-    squares = [ops.sum_of_squares(same) / copies for copies, same in by_copies.items()]
-    return torch.stack([each.to(mesh.device) for each in squares]).sum()
+    gradients = ((parameter, tensors[parameter.name].grad) for parameter in parameters)
+    counted = (
+        (0, mesh.copies(parameter).size, gradient)
+        for parameter, gradient in gradients
+        if gradient is not None and mesh.is_counted(parameter)
+    )
+    return squared_norm_shares(counted, 1, mesh.device, ops=ops)[0]
+
+
+def squared_norm_shares(
+    counted: Iterable[tuple[int, int, Tensor]],
+    norms: int,
+    device: torch.device,
+    *,
+    ops: Operators = PLAIN_TORCH,
+) -> Tensor:
+    """Return this rank's shares of several squared L2 norms, [norms] float64 on `device`.
+
+    counted: the values that this rank counts: index of the norm, number of ranks that count the same values, values.
+    """
+    same: dict[tuple[int, int], list[Tensor]] = {}
+    for index, copies, values in counted:
+        same.setdefault((index, copies), []).append(values)
+    shares = torch.zeros(norms, dtype=torch.float64, device=device)
+    for (index, copies), tensors in same.items():
+        shares[index] += ops.sum_of_squares(tensors).to(device) / copies
+    return shares
 
 
 def global_norm(

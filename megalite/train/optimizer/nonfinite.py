@@ -1,9 +1,8 @@
 """Names the tensor of an overflow where its gradient is gone when the overflow is found."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from math import prod
 
 import torch
 from torch import Tensor
@@ -11,6 +10,7 @@ from torch import Tensor
 from megalite.parallel.gradients import first_nonfinite
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import Parameter
+from megalite.train.optimizer.flat_range import part_bounds
 
 
 class FiniteFlags:
@@ -27,7 +27,7 @@ class FiniteFlags:
         places = pairwise(accumulate(counts, initial=0))
         self._places = {each.name: slice(*place) for each, place in zip(parameters, places, strict=True)}
         # Where each tensor ends in the flattened parameter.
-        self._bounds = {each.name: [*_bounds(each, mesh)] for each in parameters}
+        self._bounds = {each.name: part_bounds(each, mesh) for each in parameters}
         self._ends: dict[torch.dtype, Tensor] = {}
         """The lowest and the highest gradient of each tensor in this backward, by dtype of the gradient: [2, tensors].
 
@@ -67,11 +67,6 @@ class FiniteFlags:
         flags = self._flags[self._places[parameter.name]]
         values = torch.where(flags, 0.0, torch.inf)
         return values.repeat_interleave(torch.tensor(self._mesh.rows(parameter), device=flags.device))
-
-
-def _bounds(parameter: Parameter, mesh: ParallelMesh) -> Iterator[int]:
-    row = prod(mesh.local_shape(parameter)[1:])
-    return accumulate((rows * row for rows in mesh.rows(parameter)), initial=0)
 
 
 @dataclass(frozen=True)

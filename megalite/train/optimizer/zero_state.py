@@ -2,47 +2,27 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.model.replica import Replica
-from megalite.topology.parameters import Parameter
-from megalite.topology.state import MASTER, WEIGHT, OptimizerState, StateShard
+from megalite.topology.state import MASTER, WEIGHT, StateShard
 from megalite.train.optimizer.deepspeed_ops import replay_steps
+from megalite.train.optimizer.flat_range import FlatRange
 from megalite.train.optimizer.loss_scale import LossScale
 from megalite.train.optimizer.rule import ensure_state
 from megalite.train.optimizer.update import set_step_count, step_count
 
 
-def zero_state(zero: Any, replica: Replica, scale: LossScale | None) -> OptimizerState:
+def zero_state(zero: Any, replica: Replica, scale: LossScale | None) -> "ZeroState":
     """The state of `zero`, the optimizer that DeepSpeed made for the replica's parameters."""
     sharded = hasattr(zero, "fp32_partitioned_groups_flat")
     return (_ShardedState if sharded else _PartitionedState)(zero, replica, scale)
 
 
-@dataclass(frozen=True)
-class _FlatRange:
-    """A flat range of one parameter: from `start` in its flattened shard, from `offset` in the partition `flat`.
-
-    group: the index of that partition.
-    """
-
-    parameter: Parameter
-    start: int
-    size: int
-    flat: Tensor
-    offset: int
-    group: int
-
-    def of(self, values: Tensor) -> Tensor:
-        """The elements of this range in a tensor laid out as the partition."""
-        return values.detach().view(-1).narrow(0, self.offset, self.size)
-
-
-class _ZeroState(ABC):
+class ZeroState(ABC):
     """The common part of all ZeRO stages; a stage says where the flat ranges of this rank lie."""
 
     def __init__(self, zero: Any, replica: Replica, scale: LossScale | None):
@@ -51,7 +31,7 @@ class _ZeroState(ABC):
         self._low_precision = any(tensor.element_size() < 4 for tensor in self._tensors.values())
 
     @abstractmethod
-    def _ranges(self) -> Iterator[_FlatRange]:
+    def ranges(self) -> Iterator[FlatRange]:
         """The flat ranges in this rank's partitions."""
 
     def _ensure_state(self) -> None:
@@ -63,7 +43,7 @@ class _ZeroState(ABC):
 
     def shards(self) -> Iterator[StateShard]:
         self._ensure_state()
-        for flat_range in self._ranges():
+        for flat_range in self.ranges():
             for key, values in self._held(flat_range.group, flat_range.flat).items():
                 if key != MASTER or self._low_precision:
                     yield StateShard(flat_range.parameter, key, flat_range.start, flat_range.of(values))
@@ -91,23 +71,23 @@ class _ZeroState(ABC):
         self._zero.refresh_fp32_params()
 
 
-class _PartitionedState(_ZeroState):
+class _PartitionedState(ZeroState):
     """ZeRO 1 and 2: this rank's partition of each group, cut where parameters begin and end."""
 
-    def _ranges(self) -> Iterator[_FlatRange]:
+    def ranges(self) -> Iterator[FlatRange]:
         for parameter in self._parameters:
             fragment = self._tensors[parameter.name]._hp_mapping  # type: ignore[attr-defined]
             if fragment is not None:
                 flat = self._zero.single_partition_of_fp32_groups[fragment.param_group_index]
                 place = fragment.hp_fragment_address
                 start, group = fragment.lp_fragment_address.start, fragment.param_group_index
-                yield _FlatRange(parameter, start, place.numel, flat, place.start, group)
+                yield FlatRange(parameter, start, place.numel, flat, place.start, group)
 
 
-class _ShardedState(_ZeroState):
+class _ShardedState(ZeroState):
     """ZeRO 3: this rank's partition of each parameter, which may end in padding, or be nothing else."""
 
-    def _ranges(self) -> Iterator[_FlatRange]:
+    def ranges(self) -> Iterator[FlatRange]:
         for parameter in self._parameters:
             tensor: Any = self._tensors[parameter.name]
             group, offset, length = self._zero.grad_position[self._zero.get_param_id(tensor)]
@@ -115,7 +95,7 @@ class _ShardedState(_ZeroState):
             size = min(length, tensor.ds_numel - start)
             if size > 0:
                 flat = self._zero.fp32_partitioned_groups_flat[group]
-                yield _FlatRange(parameter, start, size, flat, offset, group)
+                yield FlatRange(parameter, start, size, flat, offset, group)
 
     def _ensure_state(self) -> None:
         for group, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
@@ -145,7 +125,7 @@ class _ShardedState(_ZeroState):
         }
 
     def weights(self) -> Iterable[StateShard]:
-        for flat_range in self._ranges():
+        for flat_range in self.ranges():
             values = self._weight(self._tensors[flat_range.parameter.name]).narrow(0, 0, flat_range.size)
             yield StateShard(flat_range.parameter, WEIGHT, flat_range.start, values)
 
@@ -158,7 +138,7 @@ class _ShardedState(_ZeroState):
         return values
 
     def _refresh_masters(self) -> None:
-        for flat_range in self._ranges():
+        for flat_range in self.ranges():
             weight = self._weight(self._tensors[flat_range.parameter.name])
             flat_range.of(self._held(flat_range.group, flat_range.flat)[MASTER]).copy_(
                 weight.narrow(0, 0, flat_range.size)
