@@ -11,7 +11,8 @@ FIGURES = ("reward_accuracy", "reward_margin")
 PARAMETER_COUNTS = ("parameters", "trained_parameters", "frozen_parameters")
 """The keys in the first record of every start: the values of the whole model with its adapter."""
 _GROUP_RATE = "learning_rate/"
-_OPTIONAL = ("loss_scale", "skipped_steps", "reserved_bytes")
+_NORMS = ("grad_norm/", "weight_norm/", "update_ratio/")
+_OPTIONAL = ("loss_scale", "skipped_steps", "reserved_bytes", "loss_spike", "epoch", "epoch_loss")
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,8 @@ class StepMetrics:
     reserved_bytes: with a device only, the maximum over ranks of the bytes reserved by torch's allocator.
     group_rates: the learning rate of each [[optimizer.groups]] table, by its pattern; their names in files are
     learning_rate/PATTERN. custom: metrics of callbacks, by name. figures: what the loss of preferences has besides.
+    layers: the norms that monitor.layers_every records, by name. loss_spike: by how much a spike of the loss exceeds
+    the running median. epoch, epoch_loss: the epoch that ends with this step, and the mean loss of its steps.
     """
 
     step: int
@@ -45,15 +48,21 @@ class StepMetrics:
     custom: Mapping[str, float] = field(default_factory=dict)
     figures: Mapping[str, float] = field(default_factory=dict)
     group_rates: Mapping[str, float] = field(default_factory=dict)
+    layers: Mapping[str, float] = field(default_factory=dict)
+    loss_spike: float | None = None
+    epoch: int | None = None
+    epoch_loss: float | None = None
 
     def record(self) -> dict[str, Any]:
         """Return the record for metrics.jsonl, without metrics that this run does not have."""
         own = asdict(self)
         custom, figures, rates = own.pop("custom"), own.pop("figures"), own.pop("group_rates")
+        layers = own.pop("layers")
         return (
             {key: value for key, value in own.items() if value is not None or key not in _OPTIONAL}
             | {f"{_GROUP_RATE}{pattern}": rate for pattern, rate in rates.items()}
             | figures
+            | layers
             | custom
         )
 
@@ -134,7 +143,7 @@ def is_own_metric(name: str) -> bool:
         *FIGURES,
         *PARAMETER_COUNTS,
         *(each.name for each in fields(StepMetrics)),
-    } or name.startswith(("validation_", "checkpoint_", _GROUP_RATE))
+    } or name.startswith(("validation_", "checkpoint_", _GROUP_RATE, *_NORMS))
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:

@@ -65,6 +65,17 @@ _LAYER_NORMS = {
 }
 
 
+def module_of(parameter: Parameter) -> str:
+    """Return the name of the parameter's module in a run's records; that of a tied head is the embedding."""
+    if parameter.layer is not None:
+        return f"layers.{parameter.layer}"
+    if parameter.name in (EMBEDDING, POSITIONS):
+        return "embedding"
+    if parameter.name in (HEAD, HEAD_BIAS):
+        return "head"
+    return "prefix" if parameter.adapter else "final_norm"
+
+
 def layer_norms(shape: ModelShape) -> tuple[str, ...]:
     """Return the names of a decoder layer's norms on the residual stream, in order of use."""
     return _LAYER_NORMS[shape.norm_placement]

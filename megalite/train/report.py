@@ -20,7 +20,8 @@ from megalite.launcher.control.step_trace import TRACES, TracedStepFacts, step_f
 from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
-from megalite.monitor.jsonl import read_metrics
+from megalite.monitor.jsonl import epoch_loss, read_metrics
+from megalite.monitor.loss_spikes import LossSpikes
 from megalite.monitor.memory import MemoryUse, device_memory, process_memory
 from megalite.monitor.metrics import PARAMETER_COUNTS, SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.profiler import HOW_TO_READ, StepProfile
@@ -61,9 +62,9 @@ class RunReporter:
         self._seconds = array("d")
         self._peak_bytes, self._on_device = 0, False
         self._reserved_bytes: int | None = None
-        self._unrecorded: dict[
-            str, Any
-        ] = {}  # for the next step's record: the counts of a start, the costs of a save
+        self._spikes, self._spiked = LossSpikes(), False
+        # For the next step's record: the counts of a start, the costs of a save.
+        self._unrecorded: dict[str, Any] = {}
         self._started = time.perf_counter()
         self._path = metrics_file
         self._profiles = metrics_file.parent / "profiles"
@@ -80,6 +81,7 @@ class RunReporter:
             named = _GEMMS[trainer.config.training.precision] if measured else "peak"
             self.console = Console(total_steps=self._total_steps, every=self._every, peak=named)
             self._sinks = RunSinks(_reported(trainer, metrics_file), metrics_file, self.warn)
+            self._spikes = LossSpikes(record.get("loss") for record in read_metrics(metrics_file))
             count = ParameterCount.of(trainer.shape)
             counts = (count.total, count.trained, count.total - count.trained)
             self._unrecorded = dict(zip(PARAMETER_COUNTS, counts, strict=True))
@@ -187,6 +189,7 @@ class RunReporter:
             return
         flops = report.batch_tokens * self._flops_per_token(report.sequence_length)
         speed = self._throughput.update(report.batch_tokens, flops, report.step_seconds)
+        spike = self._spikes.update(report.loss)
         metrics = StepMetrics(
             step=report.step,
             loss=report.loss,
@@ -206,6 +209,10 @@ class RunReporter:
             group_rates={
                 group.pattern: report.learning_rate * group.learning_rate_ratio for group in self._groups
             },
+            layers=report.layers,
+            loss_spike=spike,
+            epoch=report.epoch,
+            epoch_loss=None if report.epoch is None else epoch_loss(read_metrics(self._path), report.loss),
         )
         validated = {} if validation is None else validation.record()
         self._sinks.append({**metrics.record(), **validated, **self._unrecorded})
@@ -214,6 +221,13 @@ class RunReporter:
         if report.overflow is not None:
             what = "fp16 overflow in the gradient" if self._scaled else "an inf or nan in the gradient"
             self.console.warn(f"step {report.step}: {what} of {report.overflow}; the step is skipped")
+        if spike is not None and not self._spiked:
+            self.console.warn(
+                f"step {report.step}: the loss of {report.loss:.4f} is {spike:.4f} above its running median"
+            )
+        self._spiked = spike is not None
+        if metrics.epoch is not None:
+            self.console.say(f"epoch {metrics.epoch}: mean loss {metrics.epoch_loss:.4f}")
         if validation is not None:
             self.console.validation(validation)
 

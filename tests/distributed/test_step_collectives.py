@@ -99,6 +99,21 @@ def test_the_host_waits_for_one_collective_a_step(ranks, tmp_path, name):
             assert len(step) == (0 if world == 1 else 1), step
 
 
+@pytest.mark.parametrize("zero_stage", [0, pytest.param(2, marks=pytest.mark.extended)])
+def test_the_norms_of_each_layer_cost_one_more(ranks, tmp_path, zero_stage):
+    write_token_files(tmp_path)
+    changes = {
+        "training.precision": "fp32",
+        "training.steps": 5,
+        "monitor.every": 100,
+        "parallel.data": 2,
+        "monitor.layers_every": 2,
+        **({"deepspeed.zero_optimization.stage": zero_stage} if zero_stage else {}),
+    }
+    for _, *others in ranks.run(collectives_of_steps, 2, folder=tmp_path, changes=changes, callbacks=()):
+        assert [len(step) for step in others] == [2, 1, 2]
+
+
 def test_a_callback_costs_one_more(ranks, tmp_path):
     write_token_files(tmp_path)
     changes = {"training.precision": "fp32", "training.steps": 3, "monitor.every": 100, "parallel.data": 2}

@@ -43,3 +43,6 @@ class MonitorConfig(Section):
     trace_steps: Annotated[tuple[Count, ...], Lenient] = Field(
         (), description="steps of which each rank writes a trace, for megalite timeline"
     )
+    layers_every: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps between records of each layer's gradient, weight and update norms; 0: none"
+    )

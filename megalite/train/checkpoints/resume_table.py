@@ -43,7 +43,7 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
     (Rule.FREE, "", "validation: every at_start patience minimum_improvement"),
     (Rule.FREE, "", "checkpoint: every async_save best keep_last keep_every resume resume_changed export"),
     (Rule.FREE, "", "checkpoint: export_like"),
-    (Rule.FREE, "", "monitor: every report_to project run_name entity group log_checkpoints"),
+    (Rule.FREE, "", "monitor: every report_to project run_name entity group log_checkpoints layers_every"),
     (
         Rule.FREE,
         "",

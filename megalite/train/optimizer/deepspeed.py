@@ -7,6 +7,7 @@ backward, as on torch's path; ZeRO 2 and 3, at one stage, reduce them in every b
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.parallel.gradients import (
     all_reduce_replicated_gradients,
     all_reduce_replicated_in_backward,
+    clip_factor,
     sync_tied_weights,
 )
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
@@ -35,6 +37,7 @@ from megalite.train.optimizer.protocol import Update, skip_update
 from megalite.train.optimizer.rule import OptimizerParts
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.update import accumulate_in_float32, set_learning_rate, torch_optimizer
+from megalite.train.optimizer.update_norms import UpdateNorms
 from megalite.train.optimizer.zero_gradients import ZeroOneGradients
 from megalite.train.optimizer.zero_state import zero_state
 
@@ -93,7 +96,9 @@ class DeepSpeedOptimizer:
         self._scale = LossScale.of(settings.training)
         if self._scale is not None:
             self._zero.override_loss_scale(self._scale.value)
-        self.state: OptimizerState = zero_state(self._zero, replica, self._scale)
+        self._partitions = zero_state(self._zero, replica, self._scale)
+        self.state: OptimizerState = self._partitions
+        self._clipping = settings.optimizer.gradient_clipping
 
     @property
     def loss_scale(self) -> float:
@@ -117,11 +122,12 @@ class DeepSpeedOptimizer:
     def squared_norm(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._mesh.device)
 
-    def step(self, learning_rate: float, squared_norm: float) -> Update:
+    def step(self, learning_rate: float, squared_norm: float, norms: UpdateNorms | None = None) -> Update:
         set_learning_rate(self._zero.optimizer, learning_rate)
         if self._scale is not None:
             self._zero.override_loss_scale(self._scale.value)
-        self._engine.step()
+        with self._recorded(norms):
+            self._engine.step()
         # On an overflow DeepSpeed has skipped the update, so the weights are still those of the step before.
         if self._zero.overflow:
             return self._skip()
@@ -129,7 +135,16 @@ class DeepSpeedOptimizer:
         sync_tied_weights(self._parameters, self._tensors, self._mesh)
         if self._scale is not None:
             self._scale.passed()
-        return Update(float(self._engine.get_global_grad_norm()))
+        norm = float(self._engine.get_global_grad_norm())
+        if norms is not None:
+            # The engine has clipped the gradients that were seen.
+            norms.scale_gradients(1 / clip_factor(norm, self._clipping))
+        return Update(norm)
+
+    def _recorded(self, norms: UpdateNorms | None) -> AbstractContextManager[None]:
+        if norms is None:
+            return nullcontext()
+        return norms.watch(self._zero.optimizer, self._partitions.ranges(), gradients=True)
 
     def _skip(self) -> Update:
         if self._once_a_step is not None:

@@ -12,6 +12,7 @@ from megalite.model.transformer import Stage
 from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.topology.state import OptimizerState
 from megalite.train.optimizer.loss_scale import LossScale
+from megalite.train.optimizer.update_norms import UpdateNorms
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,10 @@ class Optimizer(Protocol):
         shares of all ranks sum to it. Zero where `step` computes the norm (ZeRO)."""
         ...
 
-    def step(self, learning_rate: float, squared_norm: float) -> Update:
+    def step(self, learning_rate: float, squared_norm: float, norms: UpdateNorms | None = None) -> Update:
         """Clip, update, clear gradients. squared_norm: the sum of `squared_norm()` over all ranks.
+
+        norms: records the update, unless it is skipped.
 
         Raises TrainingError, on every rank alike and before any weight changes, when the norm is not finite, unless
         the settings leave such a step out.

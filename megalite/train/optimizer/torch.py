@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from megalite.parallel.gradients import (
 )
 from megalite.topology.state import MASTER, OptimizerState, StateShard, state_parameter
 from megalite.train.optimizer.adamw import OnePassAdamW
+from megalite.train.optimizer.flat_range import FlatRange
 from megalite.train.optimizer.loss_scale import LossScale
 from megalite.train.optimizer.protocol import Update, skip_update
 from megalite.train.optimizer.rule import OptimizerParts, ensure_state
@@ -34,6 +36,7 @@ from megalite.train.optimizer.update import (
     step_count,
     torch_optimizer,
 )
+from megalite.train.optimizer.update_norms import UpdateNorms
 
 
 class TorchOptimizer:
@@ -56,6 +59,10 @@ class TorchOptimizer:
         self._optimizer = torch_optimizer(
             OptimizerParts(settings, self._parameters, self._masters, self._mesh, copies)
         )
+        self._ranges = [
+            FlatRange(parameter, 0, master.numel(), master, copies=self._mesh.copies(parameter).size)
+            for parameter, master in zip(self._parameters, self._masters.values(), strict=True)
+        ]
         self._scale = LossScale.of(settings.training)
         self.buckets = gradient_buckets(replica)
         self.state: OptimizerState = _TorchState(replica, self._optimizer, self._masters, self._scale)
@@ -75,21 +82,28 @@ class TorchOptimizer:
     def squared_norm(self) -> Tensor:
         return squared_norm_share(self._parameters, self._tensors, self._mesh, ops=self._settings.operators)
 
-    def step(self, learning_rate: float, squared_norm: float) -> Update:
+    def step(self, learning_rate: float, squared_norm: float, norms: UpdateNorms | None = None) -> Update:
         scale = self.loss_scale
         norm = math.sqrt(squared_norm) / scale
         if not math.isfinite(norm):
             return self._skip()
         set_learning_rate(self._optimizer, learning_rate)
+        update: Callable[[], object] = self._optimizer.step
+        if norms is not None:
+            norms.see_gradients(self._ranges, self._tensors, scale)
+            update = partial(norms.step_by_module, self._optimizer, self._ranges)
         if isinstance(self._optimizer, OnePassAdamW):
-            self._step_in_one_pass(self._optimizer, norm, 1 / scale)
+            self._set_gradient_scale(self._optimizer, norm, 1 / scale)
+            update()
+            for tensor in self._tensors.values():
+                tensor.grad = None
         else:
             self._hand_gradients_to_masters()
             gradients = _gradients(self._masters)
             if scale != 1:
                 scale_gradients(gradients, 1 / scale)
             self._clip(gradients, norm)
-            self._optimizer.step()
+            update()
             self._optimizer.zero_grad()
             _copy_masters(self._masters, self._tensors)
         sync_tied_weights(self._parameters, self._tensors, self._mesh)
@@ -100,8 +114,8 @@ class TorchOptimizer:
     def _norm(self, tensors: Mapping[str, nn.Parameter]) -> float:
         return global_norm(self._parameters, tensors, self._mesh, ops=self._settings.operators)
 
-    def _step_in_one_pass(self, optimizer: OnePassAdamW, norm: float, scale: float) -> None:
-        """Update from the gradients of the low-precision weights; clipping by value reads them once more.
+    def _set_gradient_scale(self, optimizer: OnePassAdamW, norm: float, scale: float) -> None:
+        """Have the update scale and clip the gradients of the low-precision weights; by value they are clipped here.
 
         scale: the factor of the gradients. norm: of the scaled gradients.
         """
@@ -112,9 +126,6 @@ class TorchOptimizer:
             clip_values(gradients, limit=settings.clip_value)
             norm, scale = self._norm(self._tensors), 1.0
         optimizer.gradient_scale = scale * clip_factor(norm, settings.gradient_clipping)
-        optimizer.step()
-        for tensor in self._tensors.values():
-            tensor.grad = None
 
     def _skip(self) -> Update:
         """Leave out an update whose gradient is not finite, on every rank alike; raises as `skip_update`."""

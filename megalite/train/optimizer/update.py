@@ -42,7 +42,8 @@ def _average_weights(optimizer: torch.optim.Optimizer) -> None:
     """Move the exponential moving average of the weights (Polyak and Juditsky 1992) towards the new ones."""
     for group in optimizer.param_groups:
         averages = [optimizer.state[tensor][EMA] for tensor in group["params"]]
-        torch._foreach_lerp_(averages, list(group["params"]), 1 - group["ema_decay"])
+        if averages:
+            torch._foreach_lerp_(averages, list(group["params"]), 1 - group["ema_decay"])
 
 
 def accumulate_in_float32(tensors: Mapping[str, nn.Parameter]) -> None:

@@ -51,7 +51,8 @@ class StepReport:
     batch_tokens: the positions of the global batch, of sequence_length each row; tokens: since the start of the run.
     data_seconds: the part of step_seconds in which this rank waited for a batch. loss_scale: of this step.
     overflow: the first tensor with a gradient that is not finite, for which the step was left out.
-    flags: which of the flags given to the step any rank raised. figures: of the objective, by name.
+    flags: which of the flags given to the step any rank raised. figures: of the objective, by name. layers: the norms
+    of a step that monitor.layers_every records, by name. epoch: the epoch of the data that ends with this step.
     """
 
     step: int
@@ -68,3 +69,5 @@ class StepReport:
     overflow: str | None = None
     flags: tuple[bool, ...] = ()
     figures: Mapping[str, float] = field(default_factory=dict)
+    layers: Mapping[str, float] = field(default_factory=dict)
+    epoch: int | None = None

@@ -46,6 +46,7 @@ from megalite.train.step.options import model_options, objective_of, optimizer_s
 from megalite.train.step.precision import DTYPES
 from megalite.train.step.reference import is_without_adapter
 from megalite.train.step.state import StepReport, TrainerState
+from megalite.train.step.step_records import ended_epoch, norms_of
 from megalite.train.step.step_totals import StepTotals, total_over_ranks
 from megalite.train.step.stream_position import gathered_position, go_on
 
@@ -192,12 +193,15 @@ class TrainStep:
         learning_rate = self._current_learning_rate()
         progress.begin(Activity.UPDATING)
         before_update()
+        norms = norms_of(self.config, self.replica, self.state.step + 1, self.kernels.operators)
         try:
-            update = self.optimizer.step(learning_rate, totals.squared_norm)
+            update = self.optimizer.step(learning_rate, totals.squared_norm, norms)
         except TrainingError as error:
             cause = self._nonfinite_output(loss, batch)
             raise TrainingError(f"step {self.state.step + 1}: {cause or error}") from error
         self._require_finite(loss, update, batch)
+        layers = {} if norms is None or update.skipped else norms.totals()
+        samples = self.state.samples
         batch_tokens = batch.input_ids.numel() * self.mesh.batch.size
         self.state = self.state.advanced(
             samples=self.config.batch.global_batch_size, tokens=batch_tokens, skipped=update.skipped
@@ -219,6 +223,8 @@ class TrainStep:
             overflow=update.overflow if update.skipped else None,
             flags=totals.flags,
             figures=dict(zip(self.objective.figures, totals.figures, strict=True)),
+            layers=layers,
+            epoch=ended_epoch(self.config, self.loader, samples, self.state.samples),
         )
 
     def _this_batch(self) -> tuple[StepBatch, Tensor]:

@@ -177,6 +177,22 @@ def test_the_first_record_of_a_start_counts_the_parameters(tmp_path: Path) -> No
     assert not set(PARAMETER_COUNTS) & set(second) and all(map(is_own_metric, PARAMETER_COUNTS))
 
 
+def test_a_spike_of_the_loss_is_recorded_and_the_first_in_a_row_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = reporter(tmp_path, "cpu", "--monitor.peak_tflops", "1.0")
+    for number in range(1, 29):
+        made.step(replace(step(number), loss=9.0 if number in (25, 26) else 3.0), None, {})
+    said = capsys.readouterr().out
+    assert "warning: step 25: the loss of 9.0000 is 6.0000 above its running median" in said
+    assert said.count("running median") == 1
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert {record["step"]: record["loss_spike"] for record in records if "loss_spike" in record} == {
+        25: 6.0,
+        26: 6.0,
+    }
+
+
 def profiling(tmp_path: Path, *settings: str) -> tuple[RunReporter, list[str]]:
     """Return rank 0's reporter of four ranks, and what it hands in for the others to see."""
     gathered = list[str]()

@@ -1,0 +1,52 @@
+"""A spike of the loss is told from its noise and its descent."""
+
+import math
+
+import pytest
+
+from megalite.monitor.jsonl import epoch_loss
+from megalite.monitor.loss_spikes import LossSpikes
+from tests.support.parity import about
+
+NOISY = [3.0 + 0.01 * (step % 7) for step in range(40)]
+
+
+def test_a_spike_is_above_the_median_by_its_excess() -> None:
+    spikes = LossSpikes(NOISY)
+    assert spikes.update(4.03) == about(1.0)
+    assert spikes.update(3.05) is None
+
+
+@pytest.mark.parametrize(
+    ("earlier", "loss"),
+    [
+        pytest.param(NOISY[:19], 9.0, id="too few steps"),
+        pytest.param([3.0] * 40, 3.2, id="less than a tenth"),
+        pytest.param([3.0 + step % 7 for step in range(40)], 12.0, id="as noisy before"),
+        pytest.param([12 - 0.1 * step for step in range(100)], 9.0, id="a descent"),
+        pytest.param(NOISY, 1.0, id="below"),
+        pytest.param(NOISY, math.nan, id="not finite"),
+    ],
+)
+def test_no_spike(earlier: list[float], loss: float) -> None:
+    assert LossSpikes(earlier).update(loss) is None
+
+
+def test_losses_that_are_not_finite_leave_the_median_as_it_is() -> None:
+    spikes = LossSpikes([*NOISY, None, None])
+    for _ in range(30):
+        assert spikes.update(math.inf) is None
+    assert spikes.update(4.03) == about(1.0)
+
+
+def test_the_loss_of_an_epoch_is_the_mean_of_its_finite_steps() -> None:
+    records = [
+        {"loss": 5.0},
+        {"loss": 4.0, "epoch": 1},
+        {"loss": 3.0},
+        {"loss": None},
+        {"validation_loss": 9.0},
+    ]
+    assert epoch_loss(records, 2.0) == 2.5
+    assert epoch_loss(records[:1], 4.0) == 4.5
+    assert math.isnan(epoch_loss([], math.nan))
