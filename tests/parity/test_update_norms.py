@@ -111,8 +111,18 @@ FUSED = replace(JOB, optimizer=ADAMW, learning_rate=0.05, kernels="fused")
         pytest.param(replace(JOB, layout=Layout(tensor=2), sequence_parallel=True), LAYOUT_RTOL, id="tp2"),
         pytest.param(replace(JOB, layout=Layout(pipeline=2)), LAYOUT_RTOL, id="pp2"),
         pytest.param(replace(JOB, layout=Layout(data=2)), LAYOUT_RTOL, id="dp2"),
-        pytest.param(replace(ZERO, layout=Layout(data=2), zero_stage=2), ZERO_RTOL, id="ZeRO 2"),
-        pytest.param(replace(ZERO, layout=Layout(data=2), zero_stage=3), ZERO_RTOL, id="ZeRO 3"),
+        pytest.param(
+            replace(ZERO, layout=Layout(data=2), zero_stage=2),
+            ZERO_RTOL,
+            id="ZeRO 2",
+            marks=pytest.mark.extended,
+        ),
+        pytest.param(
+            replace(ZERO, layout=Layout(data=2), zero_stage=3),
+            ZERO_RTOL,
+            id="ZeRO 3",
+            marks=pytest.mark.extended,
+        ),
         pytest.param(
             replace(JOB, shape=SHARED_HEADS, layout=Layout(tensor=2)), LAYOUT_RTOL, id="tp2, a shared head"
         ),
@@ -134,6 +144,7 @@ FUSED = replace(JOB, optimizer=ADAMW, learning_rate=0.05, kernels="fused")
             ),
             FLOAT32_RTOL,
             id="Muon, tp2",
+            marks=pytest.mark.extended,
         ),
     ],
 )
