@@ -1,20 +1,32 @@
-"""The console output of a run: a progress bar on a terminal, lines elsewhere. Only rank 0 prints."""
+"""The console output of a run: a live view on a terminal, lines elsewhere. Only rank 0 prints."""
 
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Literal, TextIO
 
+from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
+from megalite.monitor.run_view import (
+    LEAST_COLUMNS,
+    RunHistory,
+    RunStatus,
+    ViewLine,
+    figure_texts,
+    seconds_left,
+    step_fields,
+    styled,
+    view_lines,
+)
 from megalite.monitor.work import LINE_SECONDS, REDRAW_SECONDS, Work, duration, is_screen
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-# Drawing the bar takes 0.7 ms: short steps share one drawing.
-_SECONDS_OF_A_DRAWING = 0.02
+ConsoleMode = Literal["auto", "plain", "live"]
 
 
 @dataclass(frozen=True)
@@ -41,16 +53,28 @@ class RunSummary:
 class Console:
     """Shows the steps and messages of a run on one stream.
 
-    every: the number of steps between lines; the last step has one too. A bar moves with every step instead.
+    mode: "live" and "auto" draw a live view on a terminal, "auto" if it is wide enough and colors are not refused.
+    every: the number of steps between lines; the last step has one too. The live view is drawn every 0.25 s at most.
     peak: the text for the peak that `mfu` is a share of ("sgemm", "989 TFLOP/s").
     """
 
-    def __init__(self, *, total_steps: int, every: int = 1, peak: str = "peak", stream: TextIO | None = None):
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        every: int = 1,
+        peak: str = "peak",
+        mode: ConsoleMode = "auto",
+        stream: TextIO | None = None,
+    ):
         self._total_steps, self._every, self._peak = total_steps, every, peak
         self._stream = stream or sys.stdout
-        self._bar = _live(self._stream) if is_screen(self._stream) else None
-        self._last: StepMetrics | None = None
-        self._seconds_not_drawn = 0.0
+        self._live = _live(self._stream, mode) if mode != "plain" and is_screen(self._stream) else None
+        self._history = RunHistory()
+        self._notes: tuple[str, ...] = ()
+        # The steps before this start; None once it has made one.
+        self._done: int | None = None
+        self._drawn = -REDRAW_SECONDS
 
     def __enter__(self) -> "Console":
         return self
@@ -61,31 +85,40 @@ class Console:
         self.close()
 
     def step(self, metrics: StepMetrics) -> None:
-        """Show a step: in the bar, elsewhere if it is an `every`-th step or the last one."""
-        self._last = metrics
-        due = metrics.step % self._every == 0 or metrics.step == self._total_steps
-        if self._bar is not None:
-            self._seconds_not_drawn += metrics.step_seconds
-            if due or self._seconds_not_drawn >= _SECONDS_OF_A_DRAWING:
+        """Show a step: in the live view, elsewhere if it is an `every`-th step or the last one."""
+        due, last = metrics.step % self._every == 0, metrics.step == self._total_steps
+        if self._live is not None:
+            self._history.add(metrics.record())
+            self._done = None
+            if last or time.monotonic() - self._drawn >= REDRAW_SECONDS:
                 self._draw()
-        elif due:
-            width = len(str(self._total_steps))
-            numbers = [*self._numbers(metrics), self._time_left(metrics)]
+        elif due or last:
+            record, width = metrics.record(), len(str(self._total_steps))
+            left = duration(seconds_left(record, self._total_steps) or 0.0)
+            numbers = [*step_fields(record, self._peak), f"{left} left"]
             self.say(f"step {metrics.step:>{width}}/{self._total_steps}  " + "  ".join(numbers))
 
-    def start(self, step: int) -> None:
-        """Show the bar before the first step of this start. step: the steps that are done."""
-        if self._bar is not None:
-            self._draw(f"step {step + 1}", step)
+    def start(self, step: int, past: Path) -> None:
+        """Show the live view before the first step of this start.
+
+        step: the steps that are done. past: the metrics.jsonl with their records.
+        """
+        if self._live is not None:
+            for record in read_metrics(past) if step else ():
+                self._history.add(record)
+            self._done = step
+            self._draw(f"step {step + 1}")
 
     def working(self, title: str, unit: str = "", total: int | None = None) -> Work:
-        """Return a phase between steps, shown below the bar, elsewhere by a line now and then."""
-        if self._bar is None:
+        """Return a phase between steps, shown in the live view, elsewhere by a line now and then."""
+        if self._live is None:
             return Work(title, draw=self.say, seconds=LINE_SECONDS, unit=unit, total=total)
         return Work(title, draw=self._draw, seconds=REDRAW_SECONDS, unit=unit, total=total, erase=self._draw)
 
     def validation(self, metrics: ValidationMetrics) -> None:
         """Show a validation."""
+        if self._live is not None:
+            self._history.add({"step": metrics.step, **metrics.record()})
         sets = (
             "".join(f"  {name} {loss:.4f}" for name, loss in metrics.sets.items())
             if len(metrics.sets) > 1
@@ -93,7 +126,7 @@ class Console:
         )
         others, unit = f"perplexity {metrics.perplexity:,.2f}", "tokens"
         if metrics.figures:
-            others, unit = "  ".join(_shown(metrics.figures)), "pairs"
+            others, unit = "  ".join(figure_texts(metrics.figures)), "pairs"
         self.say(
             f"validation after step {metrics.step}: loss {metrics.loss:.4f}{sets}  {others}  "
             f"{round(metrics.tokens):,} {unit} in {duration(metrics.seconds)}"
@@ -101,6 +134,7 @@ class Console:
 
     def saved(self, metrics: SaveMetrics) -> None:
         """Show a checkpoint and what it cost."""
+        self._notes = (f"checkpoint after step {metrics.step:,}",)
         text = f"saved {metrics.path.name}: training waited {metrics.stall_seconds:.2f} s"
         if metrics.staging_bytes:
             text += f", written in {metrics.write_seconds:.2f} s"
@@ -109,11 +143,11 @@ class Console:
         self.say(text)
 
     def say(self, text: str) -> None:
-        """Print a line, above the bar if there is one."""
-        if self._bar is None:
+        """Print a line, above the live view if there is one."""
+        if self._live is None:
             print(text, file=self._stream, flush=True)
         else:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
@@ -140,63 +174,28 @@ class Console:
             self.say(f"next: {summary.next_command}")
 
     def close(self) -> None:
-        """Stop updating the bar; `say` still works."""
-        if self._bar is not None:
-            self._bar.stop()
+        """Stop updating the live view, which stays; `say` still works."""
+        if self._live is not None and self._live.is_started:
+            self._draw(ends=True)
+            self._live.stop()
 
-    def _draw(self, phase: str = "", step: int = 0) -> None:
-        """Draw the bar with the numbers below it; side by side they do not fit into 80 columns.
-
-        phase: in place of the numbers. step: the steps that are done, as long as this start has made none.
-        """
-        from rich.console import Group
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
-
-        assert self._bar is not None
-        metrics, self._seconds_not_drawn = self._last, 0.0
-        if metrics is not None:
-            step, phase = metrics.step, phase or "  ".join(self._numbers(metrics))
-        row = Table.grid(padding=(0, 2))
-        left = "" if metrics is None else self._time_left(metrics)
-        row.add_row(
-            ProgressBar(total=self._total_steps, completed=step, width=40),
-            f"{step}/{self._total_steps}",
-            left,
+    def _draw(self, phase: str = "", *, ends: bool = False) -> None:
+        """Draw the live view. phase: what the run does instead of steps. ends: nothing is drawn after it."""
+        assert self._live is not None
+        status = RunStatus(
+            detail=phase,
+            total_steps=self._total_steps,
+            step=self._done,
+            peak=self._peak,
+            notes=self._notes,
         )
-        self._bar.start()
-        self._bar.console.show_cursor(True)  # otherwise a killed run leaves the terminal without a cursor
-        self._bar.update(Group(row, Text(phase, no_wrap=True, overflow="ellipsis")), refresh=True)
-
-    def _numbers(self, metrics: StepMetrics) -> list[str]:
-        shares = [] if metrics.mfu is None else [f"{metrics.mfu:.0%} of {self._peak}"]
-        scale = [] if metrics.loss_scale is None else [f"loss scale {metrics.loss_scale:,.10g}"]
-        if metrics.skipped_steps is not None:
-            scale.append(f"{metrics.skipped_steps} skipped")
-        memory = f"{metrics.memory_bytes / 2**30:.2f} GiB"
-        if metrics.reserved_bytes is not None:
-            memory += f" of {metrics.reserved_bytes / 2**30:.2f} reserved"
-        return [
-            f"loss {metrics.loss:.4f}",
-            *_shown(metrics.figures),
-            f"grad norm {metrics.grad_norm:.3f}",
-            f"lr {metrics.learning_rate:.3g}",
-            *scale,
-            f"{metrics.tokens_per_second:,.0f} tokens/s",
-            *shares,
-            memory,
-            *(f"{name} {value:.4g}" for name, value in metrics.custom.items()),
-        ]
-
-    def _time_left(self, metrics: StepMetrics) -> str:
-        tokens_per_step = metrics.tokens / metrics.step
-        steps_left = self._total_steps - metrics.step
-        return f"{duration(steps_left * tokens_per_step / metrics.tokens_per_second)} left"
-
-
-def _shown(figures: Mapping[str, float]) -> list[str]:
-    return [f"{name.replace('_', ' ')} {value:.4g}" for name, value in figures.items()]
+        console = self._live.console
+        lines = view_lines(self._history, status, console.width - 1, ascii_only=console.options.ascii_only)
+        self._live.start()
+        console.show_cursor(True)  # otherwise a killed run leaves the terminal without a cursor
+        # The empty line at the end has the cursor: the errors of other processes begin there.
+        self._live.update(styled(lines[1:] if ends else [*lines, ViewLine("")]), refresh=True)
+        self._drawn = time.monotonic()
 
 
 def announce(text: str) -> None:
@@ -209,10 +208,14 @@ def complain(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _live(stream: TextIO) -> "Live | None":
+def _live(stream: TextIO, mode: ConsoleMode) -> "Live | None":
     """Return rich's live display without its refresh thread, which would take time from the training threads."""
     from rich.console import Console as RichConsole
     from rich.live import Live
 
     console = RichConsole(file=stream)
-    return None if console.is_dumb_terminal else Live(console=console, auto_refresh=False)
+    narrow = console.width < LEAST_COLUMNS or console.no_color
+    if console.is_dumb_terminal or (mode == "auto" and narrow):
+        return None
+    # Errors that go to a file stay out of the terminal.
+    return Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())

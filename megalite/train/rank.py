@@ -107,7 +107,7 @@ class _Rank:
         self.reporter: RunReporter | None = None
 
     def run(self, meeting: Meeting | None) -> int:
-        """Join the process group, train, export and finish the sinks; as `train_rank`."""
+        """Join the process group, train, export, end the live view and the sinks; as `train_rank`."""
         code = 1
         try:
             code = self._run(meeting)
@@ -116,6 +116,7 @@ class _Rank:
             code = INTERRUPTED
             raise
         finally:
+            # An error is printed below the live view.
             if self.reporter is not None:
                 self.reporter.close(code)
 

@@ -79,7 +79,9 @@ class RunReporter:
             on_cpu = trainer.mesh.device.type == "cpu"
             measured = on_cpu and trainer.config.monitor.peak_tflops is None
             named = _GEMMS[trainer.config.training.precision] if measured else "peak"
-            self.console = Console(total_steps=self._total_steps, every=self._every, peak=named)
+            self.console = Console(
+                total_steps=self._total_steps, every=self._every, peak=named, mode=self._monitor.console
+            )
             self._sinks = RunSinks(_reported(trainer, metrics_file), metrics_file, self.warn)
             self._spikes = LossSpikes(record.get("loss") for record in read_metrics(metrics_file))
             count = ParameterCount.of(trainer.shape)
@@ -116,7 +118,7 @@ class RunReporter:
                     f"monitor.{key}: {listed([*map(str, steps)])} came before this start, and left nothing"
                 )
         if self.console is not None:
-            self.console.start(step)
+            self.console.start(step, self._path)
 
     @contextmanager
     def profiled(self, step: int) -> Iterator[None]:
@@ -275,7 +277,9 @@ class RunReporter:
         return {} if self._sinks is None else self._sinks.places
 
     def close(self, exit_code: int) -> None:
-        """Finish the sinks; exit_code: that of the run. The second call does nothing."""
+        """End the live view and finish the sinks; exit_code: that of the run. The second call does nothing."""
+        if self.console is not None:
+            self.console.close()
         if self._sinks is not None:
             self._sinks.close(exit_code)
 

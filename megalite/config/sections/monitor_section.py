@@ -11,6 +11,10 @@ class MonitorConfig(Section):
     """Reports during training; metrics.jsonl always has every step."""
 
     every: Count = Field(1, description="steps between console lines")
+    console: Literal["auto", "plain", "live"] = Field(
+        "auto",
+        description='"live": a live view on any terminal, "plain": lines, "auto": live from 60 columns',
+    )
     report_to: Annotated[tuple[Literal["tensorboard", "wandb", "mlflow", "csv"], ...], Lenient] = Field(
         (), description='where metrics go besides metrics.jsonl, as in ["tensorboard", "wandb"]'
     )

@@ -43,12 +43,13 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
     (Rule.FREE, "", "validation: every at_start patience minimum_improvement"),
     (Rule.FREE, "", "checkpoint: every async_save best keep_last keep_every resume resume_changed export"),
     (Rule.FREE, "", "checkpoint: export_like"),
-    (Rule.FREE, "", "monitor: every report_to project run_name entity group log_checkpoints layers_every"),
+    (Rule.FREE, "", "monitor: every console report_to project run_name entity group log_checkpoints"),
     (
         Rule.FREE,
         "",
         "monitor: tensorboard_folder csv_folder peak_tflops profile_steps profile_ranks trace_steps",
     ),
+    (Rule.FREE, "", "monitor: layers_every"),
     (Rule.FREE, "", "launch: rendezvous_seconds heartbeat_seconds collective_seconds bind_cores interface"),
     (Rule.FREE, "", "launch: grace_seconds"),
     (

@@ -69,6 +69,7 @@ def test_every_setting_that_can_be_auto_or_unset_for_another_is_known() -> None:
     # They have a value of their own that means "look", and no number follows.
     choices = {
         "model.kernels",
+        "monitor.console",
         "checkpoint.resume",
         "launch.bind_cores",
         "launch.interface",

@@ -1,4 +1,4 @@
-"""Single lines where there is no terminal, a bar where there is one, and a summary in both."""
+"""Single lines where there is no terminal, a live view where there is one, and a summary in both."""
 
 import fcntl
 import io
@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from megalite.monitor.console import Console, RunSummary
+from megalite.monitor.console import Console, ConsoleMode, RunSummary
+from megalite.monitor.jsonl import MetricsFile
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics, curves, is_own_metric
 from megalite.monitor.preparation import PreparationConsole, PreparationProgress
 from megalite.monitor.work import duration
 from megalite.parallel.objective import Preference
+from tests.support.terminal import Screen
 from tests.support.waiting import wait_until
 
 
@@ -129,24 +131,14 @@ def test_an_unknown_peak_is_left_out() -> None:
     assert "%" not in stream.getvalue()
 
 
-def test_a_terminal_has_a_bar_and_messages_stand_above_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stream(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """A terminal of 100 columns on which each step is drawn."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "80")
-    stream = Terminal()
-    console = Console(total_steps=2, stream=stream)
-    console.say("tokenizer: trained [4096]")
-    console.step(metrics(1))
-    console.warn("slow disk")
-    console.step(metrics(2))
-    console.summary(SUMMARY)
-    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue())
-    assert "tokenizer: trained [4096]\n" in text
-    assert "warning: slow disk\n" in text
-    for shown in ("1/2", "0:00 left", "loss 3.0000", "1.50 GiB", "2/2", "loss 1.5000"):
-        assert shown in text
-    assert stream.getvalue().rindex("\x1b[?25h") > stream.getvalue().rindex("\x1b[?25l"), (
-        "the cursor is hidden"
-    )
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr("megalite.monitor.console.REDRAW_SECONDS", 0.0)
+    return Terminal()
 
 
 def drawn(stream: io.StringIO) -> str:
@@ -157,14 +149,36 @@ def drawn(stream: io.StringIO) -> str:
     return text
 
 
-def test_a_bar_moves_with_every_step_whatever_the_steps_between_lines(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_terminal_has_a_live_view_and_messages_stand_above_it(stream: Terminal) -> None:
+    console = Console(total_steps=2, peak="sgemm", stream=stream)
+    console.say("tokenizer: trained [4096]")
+    console.step(metrics(1))
+    console.warn("slow disk")
+    console.step(metrics(2))
+    console.saved(SaveMetrics(2, Path("checkpoints/step-000002"), stall_seconds=1.25, write_seconds=1.25))
+    console.summary(SUMMARY)
+    screen = Screen(stream.getvalue())
+    lines = [line.rstrip() for line in screen.lines]
+    assert lines[:3] == [
+        "tokenizer: trained [4096]",
+        "warning: slow disk",
+        "saved step-000002: training waited 1.25 s",
+    ]
+    assert lines[3].endswith("━  2/2  100%  0:00 left")
+    assert lines[4:8] == [
+        "loss 1.5000  █▁",
+        "grad norm 0.500  lr 0.001  2,000 tokens/s  64% of sgemm  1.50 GiB  0.5 s a step",
+        "checkpoint after step 2",
+        "done: 10 steps, 10,000 tokens in 0:05 (2,000 tokens/s)",
+    ]
+    assert screen.cursor_is_shown
+
+
+def test_the_live_view_moves_with_every_step_whatever_the_steps_between_lines(
+    stream: Terminal, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
-    stream = Terminal()
     console = Console(total_steps=200, every=50, stream=stream)
-    console.start(0)
+    console.start(0, tmp_path / "metrics.jsonl")
     assert "0/200" in (first := drawn(stream)) and "step 1" in first
     for step in (1, 2, 3):
         console.step(metrics(step))
@@ -172,32 +186,66 @@ def test_a_bar_moves_with_every_step_whatever_the_steps_between_lines(
     console.close()
 
 
-def test_short_steps_share_a_drawing_and_due_ones_have_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    stream = Terminal()
-    console = Console(total_steps=9, every=4, stream=stream)
+def test_a_resumed_run_shows_what_was_before(stream: Terminal, tmp_path: Path) -> None:
+    past = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        past.append(metrics(step).record())
+    console = Console(total_steps=200, stream=stream)
+    console.start(3, tmp_path / "metrics.jsonl")
+    assert "3/200" in (text := drawn(stream)) and "step 4" in text and "loss 1.0000  █▃▁" in text
+    console.close()
+
+
+def test_steps_share_a_drawing_but_for_the_last(stream: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megalite.monitor.console.REDRAW_SECONDS", 1e9)
+    console = Console(total_steps=9, stream=stream)
     shown = []
     for step in range(1, 10):
-        console.step(replace(metrics(step), step_seconds=0.009))
+        console.step(metrics(step))
         shown.append(f"{step}/9" in drawn(stream))
     console.close()
-    assert [step for step, is_shown in enumerate(shown, start=1) if is_shown] == [3, 4, 7, 8, 9]
+    assert [step for step, is_shown in enumerate(shown, start=1) if is_shown] == [1, 9]
 
 
-def test_a_phase_between_steps_stands_below_the_bar_and_gives_way_to_the_numbers(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_phase_between_steps_stands_in_the_live_view_and_gives_way_to_the_steps(
+    stream: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr("megalite.monitor.console.REDRAW_SECONDS", 0.001)
-    stream = Terminal()
     console = Console(total_steps=10, stream=stream)
     console.step(metrics(4))
     with console.working("validating", "batches", 3) as work:
         work.advance()
         wait_until(lambda: "validating: 1 of 3 batches" in stream.getvalue(), "nothing was shown")
-    assert stream.getvalue().rindex("loss 0.7500") > stream.getvalue().rindex("validating")
+    assert "validating" not in str(Screen(stream.getvalue()))
     console.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "columns", "no_color", "live"),
+    [
+        ("auto", "59", "", False),
+        ("auto", "60", "", True),
+        ("auto", "140", "1", False),
+        ("live", "40", "1", True),
+        ("plain", "140", "", False),
+    ],
+)
+def test_the_live_view_needs_a_wide_terminal_unless_it_is_asked_for(
+    stream: Terminal,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: ConsoleMode,
+    columns: str,
+    no_color: str,
+    live: bool,
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("NO_COLOR", no_color)
+    console = Console(total_steps=2, mode=mode, stream=stream)
+    console.step(metrics(1))
+    console.close()
+    assert ("\x1b" in stream.getvalue()) == live
+    assert "loss 3.0000" in str(screen := Screen(stream.getvalue()))
+    assert not live or max(map(len, screen.lines)) < int(columns)
 
 
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,6 +261,8 @@ def test_a_launcher_that_logs_through_a_terminal_gets_lines(
 ) -> None:
     """Open MPI's ranks write to pseudo-terminals, without a size where its own output is a file."""
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns or 80))
+    monkeypatch.delenv("NO_COLOR", raising=False)
     reader, writer = pty.openpty()
     fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     with os.fdopen(writer, "w") as stream, os.fdopen(reader, "rb", buffering=0) as log:
