@@ -14,6 +14,7 @@ from megalite.version import __version__
 COMMANDS = {
     "init": "write a RUN.toml for your text; asks three questions",
     "train": "train a model on this machine, or as one rank of a launcher",
+    "top": "watch runs: loss, speed, time left, checkpoints, alarms",
     "plan": "predict memory, speed and days on a cluster, and rank layouts",
     "timeline": "draw a traced step: which stage waited for which, and the bubble",
     "launch": "start a run on several hosts, and supervise it",
@@ -90,13 +91,12 @@ def overview() -> str:
     commands = [f"  {name:<{width}}{line}" for name, line in COMMANDS.items()]
     return "\n".join(
         [
-            "megalite COMMAND ...: a 3D-parallel runtime for training large language models",
+            f"megalite {__version__}: a 3D-parallel runtime for training large language models",
             "",
             *commands,
             "",
             "  megalite train --data.source book.txt    a first model, in minutes",
             "  megalite COMMAND --help                  the options of a command",
             "  megalite help train SECTION              the settings of a section",
-            "  megalite --version                       the version",
         ]
     )
