@@ -14,7 +14,6 @@ from megalite.monitor.run_view import (
     LEAST_COLUMNS,
     RunHistory,
     RunStatus,
-    ViewLine,
     figure_texts,
     seconds_left,
     step_fields,
@@ -181,6 +180,8 @@ class Console:
 
     def _draw(self, phase: str = "", *, ends: bool = False) -> None:
         """Draw the live view. phase: what the run does instead of steps. ends: nothing is drawn after it."""
+        from rich.console import Group
+
         assert self._live is not None
         status = RunStatus(
             detail=phase,
@@ -194,7 +195,8 @@ class Console:
         self._live.start()
         console.show_cursor(True)  # otherwise a killed run leaves the terminal without a cursor
         # The empty line at the end has the cursor: the errors of other processes begin there.
-        self._live.update(styled(lines[1:] if ends else [*lines, ViewLine("")]), refresh=True)
+        view = Group(styled(lines[1:])) if ends else Group(styled(lines), "")
+        self._live.update(view, refresh=True)
         self._drawn = time.monotonic()
 
 

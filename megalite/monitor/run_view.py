@@ -156,7 +156,7 @@ def styled(lines: Sequence[ViewLine]) -> "Text":
     """Return lines as rich's text; a longer one is cut at the terminal's edge."""
     from rich.text import Text
 
-    text = Text(no_wrap=True, overflow="ellipsis", end="")
+    text = Text(no_wrap=True, overflow="ellipsis")
     for number, line in enumerate(lines):
         text.append("\n" * bool(number)).append(line.text, line.style)
     return text

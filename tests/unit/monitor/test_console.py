@@ -154,6 +154,11 @@ def test_a_terminal_has_a_live_view_and_messages_stand_above_it(stream: Terminal
     console.say("tokenizer: trained [4096]")
     console.step(metrics(1))
     console.warn("slow disk")
+    # The error of another process would begin at the cursor.
+    assert Screen(stream.getvalue() + "error").lines[-2:] == [
+        "grad norm 0.500  lr 0.001  2,000 tokens/s  64% of sgemm  1.50 GiB  0.5 s a step",
+        "error",
+    ]
     console.step(metrics(2))
     console.saved(SaveMetrics(2, Path("checkpoints/step-000002"), stall_seconds=1.25, write_seconds=1.25))
     console.summary(SUMMARY)
