@@ -15,7 +15,7 @@ _JOB_NAME = "DeepSpeedJobName"
 
 
 def read_monitors(draft: SettingsDraft, block: Block) -> None:
-    """Add each enabled block as a sink to monitor.report_to, with its names, unless a flag says which sinks there are."""
+    """Add each enabled block as a sink to monitor.report_to, with its names, unless a flag names the sinks."""
     for name, sink in _SINKS.items():
         table = block.values.get(name)
         if not isinstance(table, Mapping):

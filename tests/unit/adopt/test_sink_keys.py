@@ -24,7 +24,13 @@ CASES: dict[str, tuple[Mapping[str, KeyRule], dict[str, Any], dict[str, Any]]] =
     ),
     "GPT-NeoX": (
         neox.RULES,
-        {"use_wandb": True, "wandb_project": "neox", "wandb_group": "g", "wandb_team": "t", "tensorboard_dir": "d"},
+        {
+            "use_wandb": True,
+            "wandb_project": "neox",
+            "wandb_group": "g",
+            "wandb_team": "t",
+            "tensorboard_dir": "d",
+        },
         {"report_to": ["tensorboard", "wandb"], "project": "neox", "group": "g", "entity": "t"},
     ),
     "Megatron-LM": (
