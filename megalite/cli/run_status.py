@@ -1,6 +1,7 @@
 """The state of a run as its folder shows it, to a reader that changes nothing there. No torch."""
 
 import json
+import math
 import time
 import tomllib
 from collections.abc import Mapping
@@ -20,6 +21,8 @@ _SETTLED_SECONDS = 10.0
 _NOBODY = "no process of this machine uses the folder"
 # Clocks of hosts differ, and a failed rank may leave its report before rank 0 records the step.
 _CLOCKS_DIFFER_SECONDS = 60.0
+# The errors of a file with any content, such as the first half of a table.
+_NO_SUCH_CONTENT = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,10 @@ class _Traces:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder has anything that a run writes."""
-    return any((folder / name).exists() for name in _OWN_FILES)
+    """Whether a folder has anything that a run writes, and this user may look into it."""
+    with suppress(PermissionError):
+        return any((folder / name).exists() for name in _OWN_FILES)
+    return False
 
 
 class RunFolderReader:
@@ -102,8 +107,8 @@ class RunFolderReader:
                     break  # it is being written
                 self._offset, self._last_line = self._offset + len(line), line
                 try:
-                    self.history.add(json.loads(line))
-                except (ValueError, TypeError, KeyError):
+                    self.history.add(_record_of(line))
+                except ValueError:
                     self._damaged += 1
 
     def _traces(self) -> _Traces:
@@ -124,10 +129,9 @@ class RunFolderReader:
 
     def _total_steps(self) -> int | None:
         """Return training.steps of the resolved run; None before it is written, and for a run of epochs."""
-        with suppress(OSError, ValueError):
-            steps = tomllib.loads((self.folder / "run.toml").read_text(encoding="utf-8"))["training"].get(
-                "steps"
-            )
+        with suppress(OSError, *_NO_SUCH_CONTENT):
+            settings = tomllib.loads((self.folder / "run.toml").read_text(encoding="utf-8"))
+            steps = settings["training"].get("steps")
             return steps if isinstance(steps, int) else None
         return None
 
@@ -173,11 +177,24 @@ def ago(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
+def _record_of(line: bytes) -> dict[str, Any]:
+    """Return the record in a line of metrics.jsonl. Raises ValueError where a value is neither null nor finite."""
+    try:
+        record: dict[str, Any] = json.loads(line)
+        if isinstance(record["step"], int) and all(
+            value is None or math.isfinite(value) for value in record.values()
+        ):
+            return record
+    except _NO_SUCH_CONTENT as error:
+        raise ValueError("not a record") from error
+    raise ValueError("not a record")
+
+
 def _failure(folder: Path) -> FailureReport | None:
     """Return the first cause among the reports of failed ranks; None without one that can be read."""
     reports = []
     for path in folder.glob("rank-*.json"):
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, *_NO_SUCH_CONTENT):
             reports.append(FailureReport.from_dict(json.loads(path.read_text(encoding="utf-8"))))
     if not reports:
         return None

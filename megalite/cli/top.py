@@ -14,7 +14,7 @@ from megalite.cli.arguments import Parser
 from megalite.cli.run_status import RunFolderReader, is_run_folder
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.exit_codes import TERMINATED
-from megalite.monitor.run_view import RunStatus, ViewLine, seconds_left, styled, view_lines
+from megalite.monitor.run_view import RunStatus, ViewLine, printable, seconds_left, styled, view_lines
 from megalite.monitor.work import duration
 
 _REFRESH_SECONDS = 0.5
@@ -106,7 +106,8 @@ def _lines(readers: Sequence[RunFolderReader], width: int, *, ascii_only: bool) 
     if len(readers) == 1:
         return view_lines(readers[0].history, statuses[0], width, ascii_only=ascii_only)
     rows: list[tuple[str, ...]] = [("run", "state", "step", "", "left", "loss", "tokens/s", "")]
-    rows += [_row(reader, status) for reader, status in zip(readers, statuses, strict=True)]
+    for reader, status in zip(readers, statuses, strict=True):
+        rows.append(tuple(printable(text, ascii_only=ascii_only) for text in _row(reader, status)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     texts = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     styles = ["dim", *("bold red" if status.state == "failed" else "" for status in statuses)]

@@ -133,7 +133,7 @@ class ViewLine(NamedTuple):
 def view_lines(
     history: RunHistory, status: RunStatus, width: int, *, ascii_only: bool = False
 ) -> list[ViewLine]:
-    """Return the lines of the view, none longer than `width`."""
+    """Return the lines of the view, none longer than `width`. ascii_only: for a terminal without UTF-8."""
     record, step = history.last, status.step if status.step is not None else history.step or 0
     style = "bold red" if status.state == "failed" else "bold"
     lines = [ViewLine(text, style) for text in _flow([status.name, status.state, status.detail], width)]
@@ -148,15 +148,22 @@ def view_lines(
         fields += [] if seconds is None else [f"{seconds:.3g} s a step"]
         lines += map(ViewLine, _flow(fields, width))
     lines += map(ViewLine, _flow([*_validations(history), *status.notes], width))
-    alarms = [*history.alarms, *status.alarms]
-    return lines + [ViewLine(text, "bold red") for text in _flow([f"! {text}" for text in alarms], width)]
+    alarms = [f"! {text}" for text in (*history.alarms, *status.alarms)]
+    lines += [ViewLine(text, "bold red") for text in _flow(alarms, width)]
+    return [ViewLine(printable(line.text, ascii_only=ascii_only), line.style) for line in lines]
+
+
+def printable(text: str, *, ascii_only: bool) -> str:
+    """Return the text of a folder, an error or a callback as one line that any terminal of this kind can show."""
+    line = "".join(mark if mark.isprintable() else " " for mark in text)
+    return line.encode("ascii", "replace").decode() if ascii_only else line
 
 
 def styled(lines: Sequence[ViewLine]) -> "Text":
     """Return lines as rich's text; a longer one is cut at the terminal's edge."""
     from rich.text import Text
 
-    text = Text(no_wrap=True, overflow="ellipsis")
+    text = Text(no_wrap=True, overflow="crop")  # not every terminal has the character of an ellipsis
     for number, line in enumerate(lines):
         text.append("\n" * bool(number)).append(line.text, line.style)
     return text
@@ -226,9 +233,7 @@ def _validations(history: RunHistory) -> list[str]:
 def _flow(fields: Sequence[str], width: int) -> list[str]:
     """Return lines of fields with two blanks between them; empty ones are left out, and long ones are wrapped."""
     lines: list[str] = []
-    for field in fields:
-        # An error may have lines and control characters of its own.
-        text = "".join(mark if mark.isprintable() else " " for mark in field)
+    for text in fields:
         if lines and text and len(lines[-1]) + 2 + len(text) <= width:
             lines[-1] += f"  {text}"
         else:

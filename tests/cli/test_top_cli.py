@@ -1,6 +1,7 @@
 """megalite top: the state of a run from its folder alone, on terminals of three widths, in pipes and as JSON."""
 
 import fcntl
+import io
 import json
 import os
 import signal
@@ -282,3 +283,50 @@ def test_a_training_on_a_terminal_keeps_its_lines_and_ends_cleanly(tmp_path: Pat
     ):
         assert kept in text
     assert text.index("saved step-000005") < text.index("/100,000") < text.index("interrupted: ")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param('{"step": 21, "loss": "high"}', id="text"),
+        pytest.param('{"step": 21, "loss": 1e400}', id="an infinite number"),
+        pytest.param('{"step": 1e400, "loss": 1.0}', id="an infinite step"),
+        pytest.param('{"step": "21", "loss": 1.0}', id="a step in quotes"),
+        pytest.param("[21]", id="no table"),
+        pytest.param("[" * 100_000, id="nested without end"),
+    ],
+)
+def test_a_line_that_is_no_record_is_counted_and_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], record: str
+) -> None:
+    run = write_run(tmp_path / "run", 20)
+    with (run / "metrics.jsonl").open("a") as metrics:
+        metrics.write(f"{record}\n")
+    text = shown(capsys, run, "--once")
+    assert "20/40" in text and "1 damaged lines" in text
+
+
+@pytest.mark.parametrize("content", ['[run]\nfolder = "run"\n', "training = 3\n", "[training]\nsteps = ", ""])
+def test_a_half_written_run_file_leaves_the_last_step_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    run = write_run(tmp_path / "run", 20)
+    (run / "run.toml").write_text(content)
+    assert "step 20\n" in shown(capsys, run, "--once")
+
+
+def test_a_terminal_without_utf8_shows_names_and_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = [write_run(Path(name), 20) for name in ("k\xf6ln", "ulm")]
+    failures = FailureFolder(runs[0] / "failures", Layout(), "job")
+    now = {"coordinates": {}, "node": "n0", "pid": 1, "job": "job", "time": time.time() + 9}
+    failures.write(FailureReport(0, exception="ValueError", message="hot \x1b[2J \u20ac", **now))
+    for arguments in (runs, runs[:1]):
+        raw = io.BytesIO()
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+        assert main(["top", *map(str, arguments), "--once"]) == 0
+        sys.stdout.flush()
+        text = raw.getvalue().decode("ascii")
+        assert "k?ln" in text and "hot" in text and "\x1b" not in text
