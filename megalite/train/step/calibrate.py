@@ -108,7 +108,8 @@ def this_machine() -> MeasuredMachine:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         cores = available_cores()
-        together = min(cores, _MOST_RANKS)
+        # A power of two, so that groups of two and of all of them share the models.
+        together = 2 ** (min(cores, _MOST_RANKS).bit_length() - 1)
         groups = {2 * together: together == 1, together: True, 1: True}
         return MeasuredMachine(False, "cpu", cores, total_memory_bytes() or 0, groups)
     cards = torch.accelerator.device_count()
@@ -200,10 +201,12 @@ def _computing(
 def _links(clock: RankClock, probes: Probes, chosen: Mapping[str, KernelChoice]) -> MeasuredLinks:
     """Measure the links in the groups of the mesh's tensor axis, while all ranks are in such groups."""
     tiny, *_, large = probes.models
-    shared = [replace(model, layers=layers) for model in (tiny, large) for layers in (1, model.layers)]
+    layout = clock.mesh.layout
+    # A group of more ranks than heads could not share a model.
+    wide = [replace(model, heads=max(model.heads, layout.tensor)) for model in (tiny, large)]
+    shared = [replace(model, layers=layers) for model in wide for layers in (1, model.layers)]
     models = {
         precision: [PartTimes(clock, precision, kernels, shared=True).model(model) for model in shared]
         for precision, kernels in chosen.items()
     }
-    layout = clock.mesh.layout
     return MeasuredLinks(layout.world_size, layout.tensor, list(link_times(clock, probes.links)), models)
