@@ -217,7 +217,8 @@ def _live(stream: TextIO, mode: ConsoleMode) -> "Live | None":
 
     console = RichConsole(file=stream)
     narrow = console.width < LEAST_COLUMNS or console.no_color
-    if console.is_dumb_terminal or (mode == "auto" and narrow):
+    # rich has rules of its own for a terminal, such as TTY_COMPATIBLE=0, and draws nothing elsewhere.
+    if not console.is_terminal or console.is_dumb_terminal or (mode == "auto" and narrow):
         return None
     # Errors that go to a file stay out of the terminal.
     return Live(console=console, auto_refresh=False, redirect_stderr=sys.stderr.isatty())

@@ -253,9 +253,11 @@ def test_the_live_view_needs_a_wide_terminal_unless_it_is_asked_for(
     assert not live or max(map(len, screen.lines)) < int(columns)
 
 
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "dumb")
-    stream = Terminal()
+@pytest.mark.parametrize(("name", "value"), [("TERM", "dumb"), ("TTY_COMPATIBLE", "0"), ("FORCE_COLOR", "")])
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
+    stream: Terminal, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
     Console(total_steps=2, stream=stream).step(metrics(1))
     assert stream.getvalue().startswith("step 1/2  loss 3.0000")
 

@@ -1,11 +1,13 @@
 """The lines of the live view, which show all there is at every width, and the loss curve in bounded memory."""
 
+import io
 import math
 from typing import Any
 
 import pytest
+from rich.console import Console as RichConsole
 
-from megalite.monitor.run_view import LossCurve, RunHistory, RunStatus, view_lines
+from megalite.monitor.run_view import LossCurve, RunHistory, RunStatus, ViewLine, styled, view_lines
 
 
 def record(step: int, **changes: Any) -> dict[str, Any]:
@@ -89,3 +91,9 @@ def test_the_drop_of_the_first_steps_does_not_flatten_the_curve() -> None:
     for _ in range(4):
         level.add(1.0)
     assert level.drawn(8, "0123") == "0000"
+
+
+def test_a_terminal_that_became_narrower_cuts_lines_without_another_character() -> None:
+    stream, lines = io.StringIO(), [ViewLine("loss 2.0000  grad norm 0.5"), ViewLine("running")]
+    RichConsole(file=stream, width=10).print(styled(lines))
+    assert stream.getvalue() == "loss 2.000\nrunning\n"
