@@ -142,18 +142,16 @@ class _Step:
 
     def _pace(self, stages: int) -> float:
         """Return the pace of a stage's ranks while so many stages compute."""
-        together = self.measured.ranks
-        computing = stages * self.ranks // self.run.split.stages
         if not self.machine.on_cpu or self.ranks == 1:
             return 1.0
+        units, together = self.machine.calibration.units, self.measured.ranks
+        computing = stages * self.ranks // self.run.split.stages
+        threads = max(1, units // self.ranks)
         if computing >= together:
-            return (
-                together
-                / computing
-                / (self.measured.threads / max(1, self.machine.calibration.units // self.ranks))
-            )
-        share = (together - computing) / (together - 1)
-        return 1 + share * (self.measured.alone - 1)
+            pace = min(1.0, units / (computing * threads))
+        else:
+            pace = 1 + (together - computing) / (together - 1) * (self.measured.alone - 1)
+        return pace * threads / self.measured.threads
 
     @cached_property
     def chunks(self) -> list[Passes]:
@@ -316,7 +314,8 @@ class _Step:
             values = sum(parameter.numel for parameter in tensors)
             known += rates.update("adamw", values, len(tensors))
             if self.measured.ranks > 1:
-                links = [each for each in self.machine.calibration.links if each.ranks == self.measured.ranks]
+                ranks = self.measured.ranks
+                links = [link for link in self.machine.calibration.links if link.ranks == link.group == ranks]
                 exact = max(4, PRECISIONS[self.run.precision].size_bytes)
                 known += link_seconds(links[0], "all_reduce", exact * values)
         return time.seconds - known

@@ -266,9 +266,9 @@ class RankRates:
 
     @cached_property
     def _loss(self) -> Passes:
-        """The seconds of a logit, of what a model has beside its layers and the product: of the largest share of it.
+        """The seconds of a logit in the loss, from the model of which the loss is the largest share.
 
-        In the other models it would be the small difference of two long times.
+        In the other models the loss would be the small difference of two long times.
         """
         one, several = max(self._pairs[1:], key=lambda pair: _logits(pair[0].model) / pair[0].forward)
         model = one.model
@@ -326,11 +326,15 @@ def _between(points: Sequence[tuple[float, float]], place: float) -> float:
 
 
 def _on_line(points: Sequence[tuple[float, float]], place: float) -> float:
-    """Return the value at a place on the line through two points (place, value), never below 0; 0 without them."""
+    """Return the value at a place on the line through two points (place, value), never below 0; 0 without them.
+
+    Two points at the same place are no line: the second one counts.
+    """
     if len(points) < 2:
         return 0.0
     (before, low), (after, high) = points
-    return max(0.0, low + (high - low) * (place - before) / (after - before))
+    slope = (high - low) / (after - before) if after != before else 0.0
+    return max(0.0, high + slope * (place - after))
 
 
 class _Grid:

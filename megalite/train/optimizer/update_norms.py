@@ -39,7 +39,7 @@ class UpdateNorms:
         ops: Operators = PLAIN_TORCH,
     ):
         self._groups, self._mesh, self._ops = groups, mesh, ops
-        # Those of the whole model, in one order on every rank.
+        # The cells of the whole model, in the same order on every rank.
         cells = dict.fromkeys(self._cell(each) for each in model_parameters(shape) if each.trained)
         self._cells = {cell: index for index, cell in enumerate(cells)}
         self._shares = torch.zeros(3, len(cells), dtype=torch.float64, device=mesh.device)

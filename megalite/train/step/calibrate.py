@@ -61,7 +61,7 @@ class MeasuredMachine:
 def calibrate(
     configs: Sequence[RunConfig], vocabulary: int, machine_name: str, probes: Probes | None = None
 ) -> Calibration:
-    """Measure this machine, in about a minute. configs: the run in each precision to measure, for its operators.
+    """Measure this machine, in one to two minutes. configs: the run in each precision to measure, for its operators.
 
     Call it in a process that has computed nothing with torch; `prepare_process` was called before torch's import.
     """

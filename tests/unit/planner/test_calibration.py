@@ -111,6 +111,21 @@ def test_more_ranks_than_cores_take_turns() -> None:
     assert predicted(two).data == about(sums)
 
 
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads", "planned"),
+    [(2, 2, 1, 4), (4, 1, 4, 2), (6, 4, 1, 6), (6, 4, 1, 12), (16, 8, 2, 16), (16, 1, 16, 4)],
+)
+def test_replicas_have_no_bubble_on_any_number_of_cores(
+    cores: int, ranks: int, threads: int, planned: int
+) -> None:
+    here = calibrated.calibration()
+    computing = [replace(here.computing[-1], ranks=ranks, threads=threads)]
+    links = [replace(here.links[0], ranks=ranks, group=ranks)]
+    machine = CalibratedMachine(replace(here, units=cores, computing=computing, links=links), planned)
+    run = plan(layout=Layout(data=planned), **FP32)
+    assert step_time(run, machine, largest_rank(run)).bubble < 1e-9
+
+
 def test_tensor_parallel_ranks_wait_for_their_sums() -> None:
     run = plan(layout=Layout(tensor=2), **FP32)
     hidden = 4 * run.tokens * run.shape.hidden_size
@@ -128,6 +143,17 @@ def test_tensor_parallel_ranks_wait_for_each_other_as_their_layers_are_long() ->
     # Half a layer's more for the embedding and for the head.
     added = step_time(run, slower, largest_rank(run)).tensor - predicted(run).tensor
     assert waits < added < waits * (1 + 1.1 / run.shape.num_hidden_layers)
+
+
+def test_models_whose_layers_take_the_same_time_have_the_same_wait() -> None:
+    here = calibrated.calibration(waiting=0.25)
+    links = []
+    for link in here.links:
+        small = [time for time in link.models["fp32"] if time.model.hidden == calibrated.SMALL.hidden]
+        links.append(replace(link, models={"fp32": [*small, *small]}))
+    run = plan(layout=Layout(tensor=2), **FP32)
+    time = step_time(run, CalibratedMachine(replace(here, links=links), 2), largest_rank(run))
+    assert time.tensor > predicted(run).tensor
 
 
 def test_zero_takes_what_its_steps_took() -> None:
