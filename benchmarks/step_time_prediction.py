@@ -182,7 +182,8 @@ def write(
         show(row)
     show_errors(rows)
     settings = {"seed": arguments.seed, "precisions": arguments.precisions, "unit": "seconds"}
-    settings |= {"passes": len(calibrations)}
+    passes = len(next(iter(steps.values()))) // (STEPS - WARM_UP)
+    settings |= {"passes": passes}
     settings |= {"calibration": asdict(calibration)}
     report.write("step-time-prediction", facts, settings, rows, arguments.results)
 

@@ -129,7 +129,7 @@ def _written(mesh: ParallelMesh, parameter: Parameter, ranges: Iterable[PartRang
 
 
 class ShardRow(NamedTuple):
-    """A shard of a rank's file, as rank 0 hears of it: of all ranks it has them in memory, so without names."""
+    """A shard of a rank's file as rank 0 receives it: a JSON list, since field names of all shards fill its memory."""
 
     state_key: str
     name: str
