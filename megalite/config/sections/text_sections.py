@@ -63,8 +63,7 @@ class DataConfig(Section):
     )
     source: Text | Annotated[tuple[Text, ...], Lenient] | None = Field(
         None,
-        description="text file, folder, .jsonl, .parquet, .gz, X of X.bin, hf:org/name[/config][:split] of the Hub, "
-        '"stdlib", or a list of these',
+        description='text file, folder, .jsonl, .parquet, .gz, X of X.bin, hf:org/name, "stdlib", or a list',
     )
     blend: Annotated[tuple[BlendPart, ...], Lenient] | None = Field(
         None, description="[[data.blend]] tables with source and weight, instead of source"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
+from rich.console import Group
 
 from megalite.monitor.run_view import LossCurve, RunHistory, RunStatus, ViewLine, styled, view_lines
 
@@ -95,5 +96,5 @@ def test_the_drop_of_the_first_steps_does_not_flatten_the_curve() -> None:
 
 def test_a_terminal_that_became_narrower_cuts_lines_without_another_character() -> None:
     stream, lines = io.StringIO(), [ViewLine("loss 2.0000  grad norm 0.5"), ViewLine("running")]
-    RichConsole(file=stream, width=10).print(styled(lines))
+    RichConsole(file=stream, width=10).print(Group(styled(lines)))  # print alone joins texts, and wraps
     assert stream.getvalue() == "loss 2.000\nrunning\n"
