@@ -5,6 +5,7 @@ so on under the revision refs/convert/parquet, which no code of the data set mak
 """
 
 from collections.abc import Sequence
+from glob import escape
 from pathlib import Path
 
 from megalite.config.sections.hub_dataset import HUB_FORMS, HubDataset
@@ -49,7 +50,7 @@ def _fetched(source: str) -> Path:
         try:
             files = HfApi().list_repo_files(name.repository, repo_type="dataset", revision=_REVISION)
             inner = _folder_of(name, files)
-            folder = snapshot([f"{inner}/*.parquet"], cached=False)
+            folder = snapshot([f"{escape(inner)}/*.parquet"], cached=False)
             # When the Hub is lost meanwhile, its client returns the cache's folder as it is.
             if not all((folder / file).is_file() for file in files if file.startswith(f"{inner}/")):
                 raise DataError(_not_fetched(name, "files are missing after the download"))
