@@ -2,6 +2,7 @@
 
 import csv
 from collections.abc import Iterable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ class CsvFile(Sink):
         self._path = Path(run.monitor.csv_folder or run.folder) / "metrics.csv"
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._columns: list[str] = []
+        if run.monitor.csv_folder and run.after_step < 0:
+            self._keep_another_runs()
         rows = self._rows() if self._path.exists() else []
         self._rewrite(row for row in rows if int(row["step"]) <= run.after_step)
 
@@ -34,6 +37,12 @@ class CsvFile(Sink):
 
     def close(self, exit_code: int) -> None:
         self._file.close()
+
+    def _keep_another_runs(self) -> None:
+        """Rename the table that an earlier run left in a folder that is not the run's own."""
+        if self._path.exists():
+            names = (self._path.with_name(f"metrics-{number}.csv") for number in count(1))
+            self._path.rename(next(path for path in names if not path.exists()))
 
     def _rows(self) -> list[dict[str, Any]]:
         """Read the columns, and return the rows that are complete."""

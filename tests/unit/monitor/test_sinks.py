@@ -93,6 +93,15 @@ def test_a_table_has_every_step_once_and_takes_new_columns(tmp_path: Path) -> No
     assert sorted(path.name for path in table.parent.iterdir()) == ["metrics.csv"]
 
 
+def test_a_folder_of_tables_keeps_those_of_other_runs(tmp_path: Path) -> None:
+    for run, loss in enumerate((1.0, 2.0, 3.0)):
+        sink = CsvFile(reported(tmp_path, csv_folder=str(tmp_path / "tables")))
+        sink.append({"step": 1, "run": run, "loss": loss})
+        sink.close(0)
+    tables = {path.name: rows(path)[0]["loss"] for path in (tmp_path / "tables").iterdir()}
+    assert tables == {"metrics-1.csv": "1.0", "metrics-2.csv": "2.0", "metrics.csv": "3.0"}
+
+
 class FullDisk(Sink):
     """Takes one record."""
 
