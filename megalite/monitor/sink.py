@@ -56,8 +56,8 @@ class Sink:
         raise NotImplementedError
 
     @property
-    def place(self) -> str | Path:
-        """Where a person finds the records."""
+    def place(self) -> str | Path | None:
+        """Where a person finds the records; None: the service is switched off, as with WANDB_MODE=disabled."""
         raise NotImplementedError
 
     def append(self, record: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 """All sinks of a run: metrics.jsonl, which must be written, and those of monitor.report_to, which may fail."""
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ SINKS: Mapping[str, type[Sink]] = {
 """Word of monitor.report_to -> its sink."""
 # A rank that fails or stops is waited for by others, so that no service may hold it up.
 _SECONDS_AT_A_STOP = 8.0
+_LOGIN = re.compile(r"(?<=://)[^/\s@]+@")
 
 
 class RunSinks:
@@ -43,8 +45,13 @@ class RunSinks:
 
     @property
     def places(self) -> dict[str, str | Path]:
-        """Name -> where a person finds the records, of each sink that has not failed."""
-        return {name: sink.place for name, sink in self._opened.items()}
+        """Name -> where a person finds the records, of each sink that has not failed and has a place."""
+        places = {name: sink.place for name, sink in self._opened.items()}
+        return {
+            name: _without_login(place) if isinstance(place, str) else place
+            for name, place in places.items()
+            if place is not None
+        }
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a record, which has the key "step"."""
@@ -77,8 +84,13 @@ class RunSinks:
                 self._tell(name, error)
 
     def _tell(self, name: str, error: Exception) -> None:
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = _without_login(" ".join(str(error).split())) or type(error).__name__
         self._warn(f"monitor.report_to: {name} gets no more records: {text}; metrics.jsonl has all of them")
+
+
+def _without_login(text: str) -> str:
+    """Return a text without the user and password of its addresses."""
+    return _LOGIN.sub("", text)
 
 
 def absent_packages(names: Iterable[str]) -> Iterator[Problem]:

@@ -37,7 +37,7 @@ class WandbRun(Sink):
         run.write_id("wandb", self._run.id)
 
     @property
-    def place(self) -> str | Path:
+    def place(self) -> str | Path | None:
         return Path(self._run.dir).parent if self._run.offline else self._run.url
 
     def append(self, record: Mapping[str, Any]) -> None:

@@ -123,7 +123,29 @@ class Unreachable(Sink):
     """Cannot be opened."""
 
     def __init__(self, run: ReportedRun):
-        raise ConnectionError("no route\nto host")
+        raise ConnectionError("no route\nto https://me:secret@host/api")
+
+
+class Served(FullDisk):
+    """Has an address with a login."""
+
+    place = "https://me:secret@host/runs/1"
+
+
+class Disabled(FullDisk):
+    """Has no address."""
+
+    place = None
+
+
+def test_the_summary_has_no_login_and_no_place_of_a_service_that_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "SINKS", {"mlflow": Served, "wandb": Disabled})
+    run = reported(tmp_path, report_to=["mlflow", "wandb"])
+    opened = RunSinks(run, tmp_path / "metrics.jsonl", pytest.fail)
+    assert opened.places == {"mlflow": "https://host/runs/1"}
+    opened.close(0)
 
 
 def test_a_sink_that_fails_is_warned_of_once_and_the_others_go_on(
@@ -139,7 +161,7 @@ def test_a_sink_that_fails_is_warned_of_once_and_the_others_go_on(
     every.close(0)
     every.close(1)
     assert said == [
-        "monitor.report_to: wandb gets no more records: no route to host; metrics.jsonl has all of them",
+        "monitor.report_to: wandb gets no more records: no route to https://host/api; metrics.jsonl has all of them",
         "monitor.report_to: tensorboard gets no more records: [Errno 28] No space left on device; "
         "metrics.jsonl has all of them",
     ]
