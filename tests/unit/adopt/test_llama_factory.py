@@ -98,7 +98,11 @@ INFO = {
     },
     "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "body"}},
     "on_the_hub": {"hf_hub_url": "org/on_the_hub", "subset": "all"},
+    "here_and_on_the_hub": {"hf_hub_url": "org/both", "file_name": "identity.json"},
     "on_another_hub": {"ms_hub_url": "org/on_the_hub"},
+    "here_and_on_another_hub": {"ms_hub_url": "org/on_the_hub", "file_name": "identity.json"},
+    "folder_of_the_hub": {"hf_hub_url": "org/code", "folder": "python"},
+    "revision_of_the_hub": {"hf_hub_url": "org/code", "revision": "v2"},
     "renamed": {"file_name": "identity.json", "columns": {"response": "solution"}},
 }
 
@@ -206,7 +210,7 @@ def test_the_info_is_found_beside_the_file_too(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("on_another_hub", "download it"),
+        *((name, "download it") for name in INFO if name.endswith(("another_hub", "of_the_hub"))),
         ("no_such", "is not in dataset_info.json"),
         ("renamed", "its column solution"),
     ],
@@ -217,8 +221,9 @@ def test_data_that_megalite_cannot_read_are_refused(name: str, reason: str) -> N
 
 
 def test_data_of_the_hub_are_named() -> None:
-    settings = account_of(write("a.yaml", {**_COMMON, "dataset": "on_the_hub, identity"})).settings
-    assert settings["data.source"] == ["hf:org/on_the_hub/all", "data/identity.json"]
+    names = "on_the_hub, identity, here_and_on_the_hub"
+    settings = account_of(write("a.yaml", {**_COMMON, "dataset": names})).settings
+    assert settings["data.source"] == ["hf:org/on_the_hub/all", "data/identity.json", "hf:org/both"]
 
 
 def test_without_dataset_info_the_names_mean_nothing() -> None:

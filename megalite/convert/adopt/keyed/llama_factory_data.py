@@ -22,6 +22,7 @@ _COLUMNS = {
     "chosen": ("chosen",),
     "rejected": ("rejected",),
 }
+_HUBS = frozenset({"hf_hub_url", "ms_hub_url", "om_hub_url"})
 _TAGS = {"role_tag": ("from", "role"), "content_tag": ("value", "content")}
 
 
@@ -75,11 +76,14 @@ def _table(entry: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _source(entry: Mapping[str, Any], folder: Path) -> str | None:
+    """Return the name on the Hub, which LLaMA-Factory reads before a file, or the file."""
     name = entry.get("file_name")
-    return str(folder / name) if isinstance(name, str) else _hub_source(entry)
+    return _hub_source(entry) or (str(folder / name) if isinstance(name, str) else None)
 
 
 def _hub_source(entry: Mapping[str, Any]) -> str | None:
+    if entry.get("folder") or entry.get("revision") not in (None, "main"):
+        return None
     return HubDataset.source_of(entry.get("hf_hub_url"), entry.get("subset"), entry.get("split"))
 
 
@@ -87,15 +91,15 @@ def _problems(entry: Any, stage: Any) -> Iterator[str]:
     if not isinstance(entry, Mapping):
         yield f"is not in {_INFO}"
         return
-    if "file_name" not in entry and _hub_source(entry) is None:
-        yield "is on a hub, which megalite does not read; download it"
+    if ("file_name" not in entry or not _HUBS.isdisjoint(entry)) and _hub_source(entry) is None:
+        yield "is on another hub than Hugging Face's, or a folder or revision there; download it"
     for theirs, column in _table(entry, "columns").items():
         if column not in _COLUMNS.get(theirs, ()) and (stage, theirs) != ("pt", "prompt"):
             yield f"its column {column} ({theirs}) has another name in megalite's forms"
     for theirs, name in _table(entry, "tags").items():
         if theirs in _TAGS and name not in _TAGS[theirs]:
             yield f"its field {name} ({theirs}) has another name in megalite's forms"
-    if ("file_name" in entry and entry.get("subset")) or entry.get("num_samples"):
+    if (entry.get("subset") and _hub_source(entry) is None) or entry.get("num_samples"):
         yield "it takes a part of the file"
     if entry.get("ranking") and entry.get("formatting") == "sharegpt":
         yield "its prompt is a conversation, where megalite reads prompt, chosen and rejected"
