@@ -79,7 +79,7 @@ class Account:
                         Outcome.REFUSED,
                         reason=f"asks for {setting} = {shown(value)}, but {other}",
                         remedy="make the two agree",
-                        numbers=True,
+                        numbers=not setting.startswith("monitor."),
                     )
                 )
                 return

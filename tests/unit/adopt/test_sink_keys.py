@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megalite.convert.adopt.account import Account
+from megalite.convert.adopt.account import Account, Outcome
 from megalite.convert.adopt.keyed import axolotl, trainer
 from megalite.convert.adopt.megatron import rules as megatron
 from megalite.convert.adopt.neox import system as neox
@@ -53,3 +53,18 @@ def test_keys_of_sinks_become_the_list_and_the_names(case: str) -> None:
     account = Account(case)
     apply_rules(Reading(account, keys), rules)
     assert account.settings == {f"monitor.{key}": value for key, value in expected.items()}
+
+
+def test_a_service_without_a_sink_is_named() -> None:
+    account = Account("Trainer")
+    apply_rules(Reading(account, {"report_to": ["wandb", "comet_ml"]}), trainer.RULES)
+    [changed] = account.with_outcome(Outcome.CHANGED)
+    assert changed.reason == "megalite does not report to comet_ml"
+
+
+def test_two_names_of_a_run_are_refused_without_a_change_of_its_numbers() -> None:
+    account = Account("axolotl")
+    keys = {"wandb_project": "books", "use_mlflow": True, "mlflow_experiment_name": "films"}
+    apply_rules(Reading(account, keys), axolotl.RULES)
+    [refused] = account.with_outcome(Outcome.REFUSED)
+    assert "monitor.project" in refused.reason and not account.changes_numbers

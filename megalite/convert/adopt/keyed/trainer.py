@@ -82,7 +82,11 @@ def _read_grouping(reading: Reading, key: str, value: Any) -> None:
 
 def _read_report_to(reading: Reading, key: str, value: Any) -> None:
     asked = value if isinstance(value, list) else [value]
-    if known := [name for name in asked if name in ("tensorboard", "wandb", "mlflow")]:
+    known = [name for name in asked if name in ("tensorboard", "wandb", "mlflow")]
+    others = ", ".join(str(name) for name in asked if name not in known)
+    if known and others:
+        reading.change(key, {"monitor.report_to": known}, f"megalite does not report to {others}")
+    elif known:
         reading.take(key, {"monitor.report_to": known})
     else:
         reading.no_effect(key, "megalite reports to tensorboard, wandb, mlflow and csv (monitor.report_to)")
