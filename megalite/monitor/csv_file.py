@@ -45,10 +45,10 @@ class CsvFile(Sink):
             self._path.rename(next(path for path in names if not path.exists()))
 
     def _rows(self) -> list[dict[str, Any]]:
-        """Read the columns, and return the rows that are complete."""
+        """Read the columns, and return the rows; a last one without its end may have a number that is cut off."""
         with self._path.open(encoding="utf-8", newline="") as file:
-            reader = csv.DictReader(file)
-            rows = [row for row in reader if None not in row.values()]
+            reader = csv.DictReader(line for line in file if line.endswith("\n"))
+            rows = list(reader)
             self._columns = list(reader.fieldnames or [])
         return rows
 

@@ -88,6 +88,12 @@ class RunSinks:
         self._warn(f"monitor.report_to: {name} gets no more records: {text}; metrics.jsonl has all of them")
 
 
+def _is_installed(module: str) -> bool:
+    """Whether a package is installed; a folder of its name, as wandb makes one where it runs, is none."""
+    spec = importlib.util.find_spec(module)
+    return spec is not None and spec.origin is not None
+
+
 def _without_login(text: str) -> str:
     """Return a text without the user and password of its addresses."""
     return _LOGIN.sub("", text)
@@ -97,7 +103,7 @@ def absent_packages(names: Iterable[str]) -> Iterator[Problem]:
     """Yield a problem for each sink whose package is not installed."""
     for name in names:
         sink = SINKS[name]
-        if sink.module and importlib.util.find_spec(sink.module) is None:
+        if sink.module and not _is_installed(sink.module):
             remedy = (
                 f"install it (pip install {sink.package}), or leave {name} out: metrics.jsonl has its numbers"
             )

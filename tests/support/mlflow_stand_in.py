@@ -78,6 +78,6 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         for name, attributes in members.items():
             module = ModuleType(name)
-            module.__spec__ = ModuleSpec(name, None)
+            module.__spec__ = ModuleSpec(name, None, origin=__file__)
             vars(module).update(attributes)
             monkeypatch.setitem(sys.modules, name, module)

@@ -16,6 +16,7 @@ from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.metrics import curves
 from megalite.monitor.sink import ReportedRun, Sink
 from megalite.monitor.sinks import SINKS, RunSinks
+from megalite.monitor.wandb_run import WandbRun
 from megalite.train.run import Trainer
 from tests.unit.config.runs import load, problems
 
@@ -47,6 +48,15 @@ def test_an_absent_package_is_named_with_the_command_that_installs_it(
     said = rf"monitor\.report_to: {word} needs the package {package}, .*pip install {package}\)"
     with pytest.raises(ConfigError, match=said):
         Trainer(config).run("run.toml")
+
+
+def test_a_folder_with_the_name_of_a_package_is_not_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "absent_service").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(WandbRun, "module", "absent_service")
+    assert [problem.key for problem in sinks.absent_packages(["wandb"])] == ["monitor.report_to"]
 
 
 def test_the_switch_of_before_is_refused_with_the_list_that_replaces_it(tmp_path: Path) -> None:
@@ -91,6 +101,16 @@ def test_a_table_has_every_step_once_and_takes_new_columns(tmp_path: Path) -> No
         ["", "", "7.0", ""],
     ]
     assert sorted(path.name for path in table.parent.iterdir()) == ["metrics.csv"]
+
+
+def test_a_row_that_is_cut_off_in_its_last_number_is_removed(tmp_path: Path) -> None:
+    sink, table = CsvFile(reported(tmp_path)), tmp_path / "metrics.csv"
+    for step in (1, 2):
+        sink.append({"step": step, "loss": 0.25 * step})
+    sink.close(0)
+    table.write_bytes(table.read_bytes()[:-3])
+    CsvFile(reported(tmp_path, 2)).close(0)
+    assert rows(table) == [{"step": "1", "loss": "0.25"}]
 
 
 def test_a_folder_of_tables_keeps_those_of_other_runs(tmp_path: Path) -> None:
