@@ -5,7 +5,7 @@
 Each rank's peak resident memory in three steps, less what is resident once the same settings have trained a tiny model
 (everything is imported and connected then), beside the largest rank's peak by planner/memory.py. Nothing of the
 prediction was fitted to the configurations of SEED; mend it with another seed. The C library keeps freed pieces below
-32 MiB, which no prediction knows: here it gives back those of 64 KiB and more (MALLOC_MMAP_THRESHOLD_), as an
+32 MiB, which no prediction knows: here it gives back those of 16 KiB and more (MALLOC_MMAP_THRESHOLD_), as an
 accelerator's allocator reuses them. oneDNN keeps nothing of a bf16 product's shape (ONEDNN_PRIMITIVE_CACHE_CAPACITY).
 """
 
@@ -88,7 +88,7 @@ def measure(drawn: Sequence[tuple[int, dict[str, Any]]]) -> Iterator[dict[str, A
     """Yield a row for each configuration with its number."""
     PRELOADED.append(TrainStep.__module__)
     # Read by the processes that are started from here.
-    os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**16), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
+    os.environ |= {"MALLOC_MMAP_THRESHOLD_": str(2**14), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0"}
     for case, settings in drawn:
         config = resolved(settings)
         measured = max(run_ranks(peak, config.layout.world_size, config, resolved(settings | TINY)))

@@ -71,6 +71,8 @@ def zero_buffers(run: PlannedRun, stage: int, counts: ValueCounts) -> ZeroBuffer
         )
     asked = with_zero_defaults({"stage": run.zero_stage, **run.zero}, numel=counts.trained, data=run.copies)
     filled = size * max(largest, min(int(asked["reduce_bucket_size"]), counts.trained))
+    # One gradient alone, or its part for one rank, is reduced where it lies.
+    bucket = filled * (2 if filled > size * largest else 1)
     if run.zero_stage == 3:
         live = min(counts.weights, int(asked.get("stage3_max_live_parameters", _MOST_LIVE)))
         ahead = int(asked.get("stage3_prefetch_bucket_size", _PREFETCHED))
@@ -81,8 +83,7 @@ def zero_buffers(run: PlannedRun, stage: int, counts: ValueCounts) -> ZeroBuffer
             run.weight_bytes * live,
             run.weight_bytes * min(others, ahead),
             table,
-            # One gradient alone is reduced where it lies.
-            bucket=filled * (2 if filled > size * largest else 1),
+            bucket=bucket,
             update=share * (not offloads),
             host=2 * share * offloads,
         )
@@ -91,10 +92,10 @@ def zero_buffers(run: PlannedRun, stage: int, counts: ValueCounts) -> ZeroBuffer
     if offloads:
         stays = run.weight_bytes * (largest + int(asked["reduce_bucket_size"]))
         host = run.weight_bytes * largest + own + (size + run.weight_bytes) * counts.trained / run.copies
-        return ZeroBuffers(bucket=2 * filled, buffers=stays, host=host)
+        return ZeroBuffers(bucket=bucket, buffers=stays, host=host)
     excess = own if flat else own - share
     return ZeroBuffers(
-        first=excess, later=own + (0 if flat else excess), bucket=2 * filled, update=0.0 if flat else own
+        first=excess, later=own + (0 if flat else excess), bucket=bucket, update=0.0 if flat else own
     )
 
 
