@@ -1,5 +1,6 @@
 """The account as lines to print, and the run file that it makes."""
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from textwrap import wrap
@@ -13,6 +14,7 @@ from megalite.errors import ConfigError, Problem
 _COUNTED = (Outcome.TAKEN, Outcome.NO_EFFECT)
 _ORDER = (*_COUNTED, Outcome.CHANGED, Outcome.REFUSED)
 _COMMENT = 110
+_SECRET = re.compile(r"(api_key|secret|password|(hub|auth|access)_token|webhook_url)$")
 _NAMES = 4
 
 
@@ -63,7 +65,9 @@ def _counted(account: Account) -> Iterator[str]:
 
 def answer_line(answer: KeyAnswer) -> str:
     """Return one answer: "--lr 1e-4 -> optimizer.learning_rate = 0.0001"."""
-    line = answer.key if answer.value is None else f"{answer.key} {_as_written(answer.value)}"
+    secret = _SECRET.search(answer.key.replace("-", "_")) is not None
+    value = "(not shown)" if secret else _as_written(answer.value)
+    line = answer.key if answer.value is None else f"{answer.key} {value}"
     if answer.settings:
         line += " -> " + ", ".join(f"{name} = {shown(value)}" for name, value in answer.settings.items())
     if answer.reason:

@@ -45,6 +45,15 @@ def test_taken_and_idle_keys_are_counted_unless_all_are_asked_for(capsys: pytest
     assert len(short.splitlines()) < len(long.splitlines()) / 2
 
 
+def test_the_value_of_a_secret_is_neither_shown_nor_written(capsys: pytest.CaptureFixture[str]) -> None:
+    secrets = {"wandb_api_key": "s3cr3t-1", "hub_token": "s3cr3t-2", "webhook_url": "s3cr3t-3"}
+    write("b.yml", {**secrets, "eos_token": "<|end|>"})
+    main(["adopt", "a.yml", "b.yml", "--all", *PARTIAL])
+    shown = capsys.readouterr()
+    assert "s3cr3t" not in shown.out + shown.err + Path("run.toml").read_text()
+    assert "wandb_api_key (not shown)" in shown.out and "<|end|>" in shown.out
+
+
 def test_a_partial_run_file_has_the_whole_of_each_remedy() -> None:
     value = "A" * 30 + "\x1b\n" + "B" * 20
     write(
