@@ -1,5 +1,6 @@
 """A sink of a run's records besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow, a CSV file."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ class ReportedRun:
         return self.folder / f"{service}-run-id"
 
 
-class Sink:
+class Sink(ABC):
     """Receives the records of a run in the order of their steps, on rank 0. Any method may raise, and is then the last.
 
     module, package: the Python module that it needs, and what pip installs; "": none.
@@ -51,22 +52,22 @@ class Sink:
     module: ClassVar[str] = ""
     package: ClassVar[str] = ""
 
+    @abstractmethod
     def __init__(self, run: ReportedRun):
         """Open the sink; a resumed run goes on where it stopped, and no step is reported twice."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def place(self) -> str | Path | None:
         """Where a person finds the records; None: the service is switched off, as with WANDB_MODE=disabled."""
-        raise NotImplementedError
 
+    @abstractmethod
     def append(self, record: Mapping[str, Any]) -> None:
         """Take a record of metrics.jsonl, whose floats may be inf or nan."""
-        raise NotImplementedError
 
-    def checkpoint(self, path: Path) -> None:
+    def checkpoint(self, path: Path) -> None:  # noqa: B027 - most sinks take no files
         """Take the files of a published checkpoint; a sink without files does nothing."""
 
+    @abstractmethod
     def close(self, exit_code: int) -> None:
         """Finish; exit_code: that of the run, 0 after its last step, 75 or 130 where it stopped before."""
-        raise NotImplementedError

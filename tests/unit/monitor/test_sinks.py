@@ -123,9 +123,10 @@ def test_a_folder_of_tables_keeps_those_of_other_runs(tmp_path: Path) -> None:
 
 
 class FullDisk(Sink):
-    """Takes one record."""
+    """Takes one record, and has no address."""
 
     closed: list[int]
+    place = None
 
     def __init__(self, run: ReportedRun):
         self._taken, FullDisk.closed = 0, []
@@ -139,7 +140,7 @@ class FullDisk(Sink):
         FullDisk.closed.append(exit_code)
 
 
-class Unreachable(Sink):
+class Unreachable(FullDisk):
     """Cannot be opened."""
 
     def __init__(self, run: ReportedRun):
@@ -152,16 +153,10 @@ class Served(FullDisk):
     place = "https://me:secret@host/runs/1"
 
 
-class Disabled(FullDisk):
-    """Has no address."""
-
-    place = None
-
-
 def test_the_summary_has_no_login_and_no_place_of_a_service_that_is_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sinks, "SINKS", {"mlflow": Served, "wandb": Disabled})
+    monkeypatch.setattr(sinks, "SINKS", {"mlflow": Served, "wandb": FullDisk})
     run = reported(tmp_path, report_to=["mlflow", "wandb"])
     opened = RunSinks(run, tmp_path / "metrics.jsonl", pytest.fail)
     assert opened.places == {"mlflow": "https://host/runs/1"}
