@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,6 @@ class MetricsFile:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics file in order, without an incomplete last line."""
     return [record for record, _ in _records(path)]
-
-
-def epoch_loss(records: Sequence[Mapping[str, Any]], last: float) -> float:
-    """Return the mean loss of an epoch's steps: those behind the last record of an epoch's end, and the last one.
-
-    last: the loss of that step, which has no record yet. A loss that is not finite does not count.
-    """
-    ends = [number for number, record in enumerate(records, start=1) if "epoch" in record]
-    losses = [record.get("loss") for record in records[ends[-1] if ends else 0 :]] + [last]
-    finite = [loss for loss in losses if loss is not None and math.isfinite(loss)]
-    return sum(finite) / len(finite) if finite else math.nan
 
 
 def _end_of_step(path: Path, step: int) -> int:

@@ -20,8 +20,8 @@ from megalite.launcher.control.step_trace import TRACES, TracedStepFacts, step_f
 from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
-from megalite.monitor.jsonl import epoch_loss, read_metrics
-from megalite.monitor.loss_spikes import LossSpikes
+from megalite.monitor.jsonl import read_metrics
+from megalite.monitor.losses import EpochLoss, LossSpikes
 from megalite.monitor.memory import MemoryUse, device_memory, process_memory
 from megalite.monitor.metrics import PARAMETER_COUNTS, SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.profiler import HOW_TO_READ, StepProfile
@@ -62,7 +62,7 @@ class RunReporter:
         self._seconds = array("d")
         self._peak_bytes, self._on_device = 0, False
         self._reserved_bytes: int | None = None
-        self._spikes, self._spiked = LossSpikes(), False
+        self._spikes, self._spiked, self._epoch_loss = LossSpikes(), False, EpochLoss()
         # For the next step's record: the counts of a start, the costs of a save.
         self._unrecorded: dict[str, Any] = {}
         self._started = time.perf_counter()
@@ -83,7 +83,9 @@ class RunReporter:
                 total_steps=self._total_steps, every=self._every, peak=named, mode=self._monitor.console
             )
             self._sinks = RunSinks(_reported(trainer, metrics_file), metrics_file, self.warn)
-            self._spikes = LossSpikes(record.get("loss") for record in read_metrics(metrics_file))
+            past = read_metrics(metrics_file)
+            self._spikes = LossSpikes(record.get("loss") for record in past)
+            self._epoch_loss = EpochLoss(past)
             count = ParameterCount.of(trainer.shape)
             counts = (count.total, count.trained, count.total - count.trained)
             self._unrecorded = dict(zip(PARAMETER_COUNTS, counts, strict=True))
@@ -214,7 +216,7 @@ class RunReporter:
             layers=report.layers,
             loss_spike=spike,
             epoch=report.epoch,
-            epoch_loss=None if report.epoch is None else epoch_loss(read_metrics(self._path), report.loss),
+            epoch_loss=self._epoch_loss.add(report.loss, ends=report.epoch is not None),
         )
         validated = {} if validation is None else validation.record()
         self._sinks.append({**metrics.record(), **validated, **self._unrecorded})

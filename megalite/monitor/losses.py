@@ -1,9 +1,10 @@
-"""Tells a spike of the loss from its noise."""
+"""The losses of a run step by step: which one is a spike, and the mean of an epoch."""
 
 import math
 from collections import deque
-from collections.abc import Iterable
-from statistics import median
+from collections.abc import Iterable, Mapping
+from statistics import fmean, median
+from typing import Any
 
 _WINDOW, _FEWEST = 100, 20
 # Eight median absolute deviations are 5.4 standard deviations of normal noise.
@@ -33,3 +34,23 @@ class LossSpikes:
         spread = median(abs(earlier - middle) for earlier in losses)
         excess = loss - middle
         return excess if excess > max(_DEVIATIONS * spread, _SHARE * abs(middle)) else None
+
+
+class EpochLoss:
+    """The mean loss of an epoch's steps. A loss that is not finite does not count."""
+
+    def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
+        """records: of metrics.jsonl before the first step; the epoch goes on behind the last one that ended."""
+        self._losses: list[float] = []
+        for record in records:
+            if "loss" in record:
+                self.add(math.nan if record["loss"] is None else record["loss"], ends="epoch" in record)
+
+    def add(self, loss: float, *, ends: bool) -> float | None:
+        """Add the loss of a step; return the mean of the epoch that ends with it, nan without a finite loss."""
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        if not ends:
+            return None
+        losses, self._losses = self._losses, []
+        return fmean(losses) if losses else math.nan

@@ -4,8 +4,7 @@ import math
 
 import pytest
 
-from megalite.monitor.jsonl import epoch_loss
-from megalite.monitor.loss_spikes import LossSpikes
+from megalite.monitor.losses import EpochLoss, LossSpikes
 from tests.support.parity import about
 
 NOISY = [3.0 + 0.01 * (step % 7) for step in range(40)]
@@ -47,6 +46,8 @@ def test_the_loss_of_an_epoch_is_the_mean_of_its_finite_steps() -> None:
         {"loss": None},
         {"validation_loss": 9.0},
     ]
-    assert epoch_loss(records, 2.0) == 2.5
-    assert epoch_loss(records[:1], 4.0) == 4.5
-    assert math.isnan(epoch_loss([], math.nan))
+    resumed = EpochLoss(records)
+    assert resumed.add(2.0, ends=True) == 2.5
+    assert resumed.add(7.0, ends=False) is None and resumed.add(math.inf, ends=True) == 7.0
+    assert EpochLoss(records[:1]).add(4.0, ends=True) == 4.5
+    assert math.isnan(EpochLoss().add(math.nan, ends=True) or 0.0)
