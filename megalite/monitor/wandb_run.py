@@ -33,6 +33,7 @@ class WandbRun(Sink):
             resume="allow",
             dir=environ.get("WANDB_DIR") or run.folder,
             config=run.config.model_dump(mode="json"),
+            settings=wandb.Settings(console="off"),  # it would upload every drawing of the live view
         )
         run.write_id("wandb", self._run.id)
 
