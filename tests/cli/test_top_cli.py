@@ -19,6 +19,7 @@ from megalite.cli import main
 from megalite.cli.run_status import RunFolderReader
 from megalite.launcher.control.failures import FailureFolder, FailureReport
 from megalite.topology.axes import Layout
+from tests.support.step_records import step_record
 from tests.support.terminal import TerminalProgram
 from tests.support.tiny_run import SETTINGS, write_token_files
 from tests.support.waiting import PATIENCE, ROOT
@@ -27,20 +28,7 @@ TOTAL = 40
 
 
 def line(step: int, **changes: Any) -> str:
-    record = {
-        "step": step,
-        "loss": 2.0 + 3.0 / step,
-        "grad_norm": 0.5,
-        "learning_rate": 1e-3,
-        "tokens": 1000 * step,
-        "tokens_per_second": 2000.0,
-        "mfu": 0.64,
-        "memory_bytes": 3 * 2**29,
-        "step_seconds": 0.5,
-        "data_seconds": 0.001,
-        **changes,
-    }
-    return json.dumps(record) + "\n"
+    return json.dumps(step_record(step, **changes)) + "\n"
 
 
 def write_run(folder: Path, steps: int) -> Path:

@@ -9,22 +9,7 @@ from rich.console import Console as RichConsole
 from rich.console import Group
 
 from megalite.monitor.run_view import LossCurve, RunHistory, RunStatus, ViewLine, styled, view_lines
-
-
-def record(step: int, **changes: Any) -> dict[str, Any]:
-    return {
-        "step": step,
-        "loss": 2.0 + 3.0 / step,
-        "grad_norm": 0.5,
-        "learning_rate": 1e-3,
-        "tokens": 1000 * step,
-        "tokens_per_second": 2000.0,
-        "mfu": 0.64,
-        "memory_bytes": 3 * 2**29,
-        "step_seconds": 0.5,
-        "data_seconds": 0.001,
-        **changes,
-    }
+from tests.support.step_records import step_record as record
 
 
 def history(*records: dict[str, Any]) -> RunHistory:
