@@ -47,12 +47,14 @@ TINY = {
 
 def peak(config: RunConfig, tiny: RunConfig) -> int:
     """Return the bytes by which this rank's peak resident memory is above what was resident before."""
-    _train(tiny)
+    # One mesh: torch would name the groups of a second one by how many this rank has made, which ranks differ in.
+    mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
+    _train(tiny, mesh)
     _multiply(config.training.precision)
     gc.collect()
     _restart_peak()
     before = process_memory().now_bytes
-    _train(config)
+    _train(config, mesh)
     return process_memory().peak_bytes - before
 
 
@@ -67,7 +69,7 @@ def _multiply(precision: str) -> None:
         torch.ones(rows, inner, dtype=dtype) @ torch.ones(columns, inner, dtype=dtype).t()
 
 
-def _train(config: RunConfig) -> None:
+def _train(config: RunConfig, mesh: ParallelMesh) -> None:
     frozen = config.adapter.kind != "none"
     if frozen:
         # A run beside frozen weights remembers which they were by their file.
@@ -75,7 +77,6 @@ def _train(config: RunConfig) -> None:
         atexit.register(shutil.rmtree, folder)
         (folder / "model.safetensors").write_bytes(bytes(8))
         config = config.model_copy(update={"model": config.model.model_copy(update={"weights": str(folder)})})
-    mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
     shape = config.shape(int(config.model.vocab_size))
     trainer = TrainStep(config, mesh, shape, cast(StepLoader, RandomLoader(config, mesh)))
     if frozen:

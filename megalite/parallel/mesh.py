@@ -84,6 +84,8 @@ class ParallelMesh(RankPlace):
     ) -> "ParallelMesh":
         """Create the process groups of the axes over the default process group; collective over the world.
 
+        With three or more stages call it once in a process: torch names a group by how many its rank has made, and the
+        first and the last stage make one more for their tied table, so that the groups of a second mesh never meet.
         collective_seconds: the time limit of a collective in every group, without which torch sets its own.
         Raises ValueError if the layout has another size than the world, LaunchError if two ranks share an accelerator.
         """

@@ -11,7 +11,7 @@ from benchmarks.memory_prediction import CASES, SEED
 from benchmarks.report import RESULTS
 from megalite.topology.optimizers import OPTIMIZERS
 
-FEWEST, MEDIAN, GOAL, WORST, ABOVE_GOAL = 46, 0.05, 0.10, 0.16, 1
+FEWEST, MEDIAN, GOAL, WORST, ABOVE_GOAL = 48, 0.05, 0.10, 0.16, 1
 """ABOVE_GOAL: the runs that are further off than GOAL; docs/planning.md names them."""
 
 
