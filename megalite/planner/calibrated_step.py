@@ -159,10 +159,9 @@ class _Step:
         run, chunks = self.run, []
         for chunk, layers in enumerate(run.split.layers):
             total = Passes()
-            for place, layer in enumerate(layers):
+            for layer, mode in zip(layers, run.training.recompute_modes(len(layers)), strict=True):
                 passes = self._layer(layer)
                 total += passes
-                mode = run.training.recompute_of(place, len(layers))
                 if mode == "full":
                     total += Passes(0.0, passes.forward) + self.rates.host_recompute
                 elif mode == "selective":
@@ -200,9 +199,7 @@ class _Step:
         layer += waits.times(1 / self.crowd)
         chunks = []
         for chunk, layers in enumerate(run.split.layers):
-            full = sum(
-                run.training.recompute_of(place, len(layers)) == "full" for place in range(len(layers))
-            )
+            full = run.training.recompute_modes(len(layers)).count("full")
             total = layer.times(len(layers)) + Passes(0.0, full * layer.forward)
             if chunk == 0:
                 total += Passes(layer.forward / 2)

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple
+from functools import lru_cache, partial
+from operator import add, ge, mul
+from typing import NamedTuple
 
 from megalite.planner.activations import Activations
 from megalite.planner.zero_buffers import NO_BUFFERS, ZeroBuffers
@@ -46,14 +47,19 @@ class StageMoment(NamedTuple):
 class LiveState(NamedTuple):
     """The state of a stage before an action: numbers of micro batches, by the stage's chunks in ascending order.
 
-    kept: between F and B. deferred: between I and W. begun: whether a chunk has gradients.
+    is_first: no backward of the action's chunk came before. numbers: of each chunk the micro batches between F and B,
+    then of each those between I and W, then of each whether it has gradients.
     """
 
     kind: ActionKind
     chunk: int
-    kept: tuple[int, ...]
-    deferred: tuple[int, ...]
-    begun: tuple[bool, ...]
+    is_first: bool
+    numbers: tuple[int, ...]
+
+    @property
+    def alive(self) -> int:
+        """The micro batches of which activations are kept, of all chunks."""
+        return sum(self.numbers[: len(self.numbers) // 3 * 2])
 
 
 def schedule_states(
@@ -71,17 +77,16 @@ def _fullest_states(
     name: str, stage: int, stages: int, micro_batches: int, chunks: int
 ) -> tuple[LiveState, ...]:
     states = set(live_states(SCHEDULES[name].order(stage, stages, micro_batches, chunks)))
-    most: dict[tuple[Any, ...], list[LiveState]] = {}
-    for state in sorted(states, key=lambda state: -sum(state.kept) - sum(state.deferred)):
-        fuller = most.setdefault((state.kind, state.chunk, state.begun), [])
+    most: dict[tuple[ActionKind, int, bool], list[LiveState]] = {}
+    for state in sorted(states, key=lambda state: -sum(state.numbers)):
+        fuller = most.setdefault((state.kind, state.chunk, state.is_first), [])
         if not any(_covers(other, state) for other in fuller):
             fuller.append(state)
     return tuple(state for group in most.values() for state in group)
 
 
 def _covers(fuller: LiveState, state: LiveState) -> bool:
-    pairs = zip(fuller.kept + fuller.deferred, state.kept + state.deferred, strict=True)
-    return all(more >= fewer for more, fewer in pairs)
+    return all(map(ge, fuller.numbers, state.numbers))
 
 
 def live_states(order: Sequence[Action]) -> Iterator[LiveState]:
@@ -89,8 +94,8 @@ def live_states(order: Sequence[Action]) -> Iterator[LiveState]:
     chunks = sorted({action.chunk for action in order})
     kept, deferred, begun = (dict.fromkeys(chunks, 0) for _ in range(3))
     for action in order:
-        before = (tuple(kept.values()), tuple(deferred.values()), tuple(map(bool, begun.values())))
-        yield LiveState(action.kind, action.chunk, *before)
+        numbers = (*kept.values(), *deferred.values(), *begun.values())
+        yield LiveState(action.kind, action.chunk, not begun[action.chunk], numbers)
         if action.kind == FORWARD:
             kept[action.chunk] += 1
         elif action.kind == WEIGHT:
@@ -104,42 +109,63 @@ def live_states(order: Sequence[Action]) -> Iterator[LiveState]:
 def stage_moments(states: Sequence[LiveState], chunks: Mapping[int, ChunkMemory]) -> list[StageMoment]:
     """Return the moments of a stage's actions at which its memory may be highest.
 
-    A chunk's gradients appear during its first backward, which frees its activations meanwhile.
+    Before actions that change as much, only the states with the most bytes in all, of activations, or of gradients.
     """
     memories = [chunks[chunk] for chunk in sorted(chunks)]
-    moments = []
+    none = [0.0] * len(memories)
+    layers, losses = [memory.layers for memory in memories], [memory.loss for memory in memories]
+    activations = [*(of.kept for of in layers), *(of.deferred for of in layers), *none]
+    loss = [*(of.kept for of in losses), *(of.deferred for of in losses), *none]
+    gradients = [*none, *none, *(memory.gradients for memory in memories)]
+    alive = list(map(add, activations, loss))
+    measures = (list(map(add, alive, gradients)), alive, gradients)
+    alike: dict[tuple[ActionKind, int, bool], list[LiveState]] = {}
     for state in states:
-        activations = loss = gradients = 0.0
-        for memory, kept, deferred, begun in zip(
-            memories, state.kept, state.deferred, state.begun, strict=True
-        ):
-            activations += kept * memory.layers.kept + deferred * memory.layers.deferred
-            loss += kept * memory.loss.kept + deferred * memory.loss.deferred
-            gradients += memory.gradients * begun
-        here = chunks[state.chunk]
-        layers, of_loss, zero = here.layers, here.loss, here.zero
-        gathered = gradients + zero.gathered
-        if state.kind == FORWARD:
-            working = 0.0 if of_loss.kept else layers.forward
-            with_loss = loss + of_loss.kept + of_loss.forward
-            moments.append(StageMoment(activations + layers.kept + working, with_loss, gathered))
-            if zero.prefetched:
-                of_layers = activations + layers.kept + layers.forward
-                moments.append(StageMoment(of_layers, loss, gathered + zero.prefetched))
-        elif state.kind == WEIGHT:
-            moments.append(StageMoment(activations, loss, gradients))
-        else:
-            first = not state.begun[sorted(chunks).index(state.chunk)]
-            # The loss comes first, with all that is kept; then the layers, once the logits are freed.
-            early = here.head_gradient if first and state.kind != INPUT else 0.0
-            early += here.head_product if state.kind != INPUT else 0.0
-            moments.append(StageMoment(activations, loss + of_loss.backward, gathered + early))
-            rest = loss - of_loss.kept
-            moments.append(StageMoment(activations + layers.backward, rest, gathered + here.waiting))
-            # At the end the gradients are there, and the activations are not.
-            own = here.gradients if first and state.kind != INPUT else 0.0
-            own += (zero.first if first else zero.later) + zero.table
-            left = activations - layers.kept
-            moments.append(StageMoment(left + layers.backward, rest, gradients + own + zero.bucket))
-            moments.append(StageMoment(left, rest, gradients + own + max(zero.bucket, here.table)))
+        alike.setdefault(state[:3], []).append(state)
+    moments: list[StageMoment] = []
+    for (kind, chunk, first), group in alike.items():
+        most = {max(group, key=partial(_bytes, each)) for each in measures} if len(group) > 1 else group
+        for state in most:
+            before = StageMoment(
+                *(_bytes(bytes_each, state) for bytes_each in (activations, loss, gradients))
+            )
+            moments += _action_moments(kind, chunks[chunk], first, before)
     return moments
+
+
+def _bytes(bytes_each: Sequence[float], state: LiveState) -> float:
+    return sum(map(mul, state.numbers, bytes_each))
+
+
+def _action_moments(
+    kind: ActionKind, here: ChunkMemory, first: bool, before: StageMoment
+) -> Iterator[StageMoment]:
+    """Yield the moments of an action of a chunk. first: none of its gradients are there. before: what is kept.
+
+    A chunk's gradients appear during its first backward, which frees its activations meanwhile.
+    """
+    activations, loss, gradients = before
+    layers, of_loss, zero = here.layers, here.loss, here.zero
+    gathered = gradients + zero.gathered
+    if kind == FORWARD:
+        working = 0.0 if of_loss.kept else layers.forward
+        with_loss = loss + of_loss.kept + of_loss.forward
+        yield StageMoment(activations + layers.kept + working, with_loss, gathered)
+        if zero.prefetched:
+            of_layers = activations + layers.kept + layers.forward
+            yield StageMoment(of_layers, loss, gathered + zero.prefetched)
+    elif kind == WEIGHT:
+        yield before
+    else:
+        # The loss comes first, with all that is kept; then the layers, once the logits are freed.
+        early = here.head_gradient if first and kind != INPUT else 0.0
+        early += here.head_product if kind != INPUT else 0.0
+        yield StageMoment(activations, loss + of_loss.backward, gathered + early)
+        rest = loss - of_loss.kept
+        yield StageMoment(activations + layers.backward, rest, gathered + here.waiting)
+        # At the end the gradients are there, and the activations are not.
+        own = here.gradients if first and kind != INPUT else 0.0
+        own += (zero.first if first else zero.later) + zero.table
+        left = activations - layers.kept
+        yield StageMoment(left + layers.backward, rest, gradients + own + zero.bucket)
+        yield StageMoment(left, rest, gradients + own + max(zero.bucket, here.table))

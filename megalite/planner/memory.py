@@ -1,7 +1,9 @@
 """The memory of a rank, by kind: the one answer to "how many bytes", for train, launch, config, init and plan."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from megalite.config.output.summary import TOKENS_PER_PARAMETER, memory_text, tokens_text
 from megalite.config.sections.derived import vocabulary
@@ -30,6 +32,7 @@ from megalite.planner.zero_buffers import (
 from megalite.topology.collective_sizes import BUCKET_BYTES, COLLECTIVE_BYTES
 from megalite.topology.optimizers import OPTIMIZERS
 from megalite.topology.parameters import HEAD, alike, parameter_count
+from megalite.topology.shape import ModelShape
 from megalite.topology.transfers import ACTIONS_AHEAD
 
 STATE_BYTES = 2 + 4 + 4 + 4 * len(OPTIMIZERS["adamw"].state)
@@ -266,11 +269,8 @@ def _chunks(
 def _layers(run: PlannedRun, chunk: int, known: dict[tuple[RecomputeMode, int], Activations]) -> Activations:
     """Return the activations of a chunk's layers together; one of them runs at a time. known: by mode and layer."""
     layers = run.split.layers[chunk]
-    number: dict[tuple[RecomputeMode, int], int] = {}
-    for place, layer in enumerate(layers):
-        mode = run.training.recompute_of(place, len(layers))
-        key = (mode, alike(run.shape, layer))
-        number[key] = number.get(key, 0) + 1
+    number = _kinds(run.shape, layers, run.training.recompute_modes(len(layers)))
+    for key in number:
         if key not in known:
             known[key] = block_activations(run, *key)
     return Activations(
@@ -279,6 +279,14 @@ def _layers(run: PlannedRun, chunk: int, known: dict[tuple[RecomputeMode, int], 
         max(known[key].forward for key in number),
         max(known[key].backward for key in number),
     )
+
+
+@lru_cache(maxsize=1024)
+def _kinds(
+    shape: ModelShape, layers: range, modes: tuple[RecomputeMode, ...]
+) -> Counter[tuple[RecomputeMode, int]]:
+    """Return recomputation and first layer of each kind -> the number of layers like it."""
+    return Counter((mode, alike(shape, layer)) for mode, layer in zip(modes, layers, strict=True))
 
 
 def stage_states(run: PlannedRun, stage: int) -> tuple[LiveState, ...]:

@@ -1,9 +1,12 @@
 """All layouts of a run on a cluster: legal by the configuration's own rules, in memory, ranked by the step's time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from itertools import product
 from math import log2
+from multiprocessing import get_context
 
 from megalite.config.output.summary import memory_text
 from megalite.config.rules.every import layout_problems
@@ -11,6 +14,7 @@ from megalite.config.sections.checked import CheckedRun, KnownValues
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.training_section import ComputeSettings, RecomputeMode
 from megalite.errors import Problem
+from megalite.launcher.process import available_cores
 from megalite.planner.cluster import Machine
 from megalite.planner.context import context_problems
 from megalite.planner.experts import expert_problems
@@ -20,7 +24,7 @@ from megalite.planner.step_time import StepTime, step_time
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.sharding import divisors
-from megalite.topology.stages import pipeline_split
+from megalite.topology.stages import PipelineSplit, pipeline_split
 
 # GPipe and breadth-first keep every micro batch, and take as long as 1F1B and interleaved 1F1B, which do not.
 _SCHEDULES = tuple(name for name, schedule in SCHEDULES.items() if not schedule.keeps_all)
@@ -29,6 +33,8 @@ _ORIGINS = {"deepspeed.zero_optimization": "planned"}
 _MOST_STAGES = 64
 _NO_AXES = PlannedAxes()
 _MICRO_BATCHES = (1, 2, 4, 8)
+# Choices that take longer to judge than processes take to start.
+_MANY = 4096
 _RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
@@ -131,20 +137,37 @@ def search(
     base = replace(PlannedRun.of(config, vocab_size, on_cpu=cluster.on_cpu), axes=axes)
     ranks = cluster.cards // axes.context
     checked = checked_run(config, ranks)
-    planned: list[PlannedLayout] = []
-    refused: list[RefusedLayout] = []
-    for choice in every_choice(ranks, cluster):
-        problem = next(axes_problems(base, choice), None)  # these take less time than the rules of a run
-        problem = problem or next(layout_problems(_with_choice(checked, config, choice)), None)
-        if problem is not None:
-            refused.append(RefusedLayout(choice, problem))
-        else:
-            planned.append(plan_layout(base, choice, config.batch.global_batch_size, cluster))
+    judged = _on_all_cores(
+        partial(_judge, base, checked, config, cluster), list(every_choice(ranks, cluster))
+    )
+    planned = [layout for layout in judged if isinstance(layout, PlannedLayout)]
+    refused = [layout for layout in judged if isinstance(layout, RefusedLayout)]
     fitting = sorted((layout for layout in planned if layout.fits), key=_time_and_memory)
     too_large = sorted(
         (layout for layout in planned if not layout.fits), key=lambda layout: layout.memory.peak
     )
     return LayoutSearch(fitting, too_large, refused)
+
+
+def _judge(
+    base: PlannedRun, checked: CheckedRun, config: RunConfig, cluster: Machine, choice: LayoutChoice
+) -> PlannedLayout | RefusedLayout:
+    problem = next(axes_problems(base, choice), None)  # these take less time than the rules of a run
+    problem = problem or next(layout_problems(_with_choice(checked, config, choice)), None)
+    if problem is not None:
+        return RefusedLayout(choice, problem)
+    return plan_layout(base, choice, config.batch.global_batch_size, cluster)
+
+
+def _on_all_cores(
+    judge: Callable[[LayoutChoice], PlannedLayout | RefusedLayout], choices: Sequence[LayoutChoice]
+) -> list[PlannedLayout | RefusedLayout]:
+    """Judge all choices in order; thousands of them in a process a core."""
+    cores = available_cores()
+    if cores == 1 or len(choices) < _MANY:
+        return list(map(judge, choices))
+    with ProcessPoolExecutor(cores, get_context("fork")) as pool:
+        return list(pool.map(judge, choices, chunksize=_MANY // 8))
 
 
 def axes_problems(base: PlannedRun, choice: LayoutChoice) -> Iterator[Problem]:
@@ -162,11 +185,8 @@ def plan_layout(
     base: PlannedRun, choice: LayoutChoice, global_batch_size: int, cluster: Machine
 ) -> PlannedLayout:
     """Return the prediction of a legal layout."""
-    split = pipeline_split(
-        base.shape.num_hidden_layers,
-        choice.pipeline,
-        chunks_per_stage=choice.chunks,
-        v_shaped=SCHEDULES[choice.schedule].v_shaped,
+    split = _split(
+        base.shape.num_hidden_layers, choice.pipeline, choice.chunks, SCHEDULES[choice.schedule].v_shaped
     )
     run = replace(
         base,
@@ -186,6 +206,11 @@ def plan_layout(
     )
     fits = memory.peak <= cluster.memory_bytes * cluster.usable
     return PlannedLayout(choice, run, memory, step_time(run, cluster, memory), fits)
+
+
+@lru_cache(maxsize=256)
+def _split(layers: int, stages: int, chunks: int, v_shaped: bool) -> PipelineSplit:
+    return pipeline_split(layers, stages, chunks_per_stage=chunks, v_shaped=v_shaped)
 
 
 def checked_run(config: RunConfig, world_size: int) -> CheckedRun:

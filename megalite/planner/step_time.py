@@ -104,7 +104,7 @@ def _stage_operations(run: PlannedRun, stage: int) -> float:
         of_chunk = layer_sums[layers.stop] - layer_sums[layers.start]
         forward += of_chunk + (head if chunk == len(run.split.layers) - 1 else 0)
         mode = run.training.recompute
-        chosen = sum(run.training.recompute_of(place, len(layers)) == mode for place in range(len(layers)))
+        chosen = run.training.recompute_modes(len(layers)).count(mode)
         repeated = {
             "none": 0,
             "selective": attention_sums[layers.stop] - attention_sums[layers.start],

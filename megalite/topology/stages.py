@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
 
 
+@lru_cache(maxsize=1024)
 def balanced_split(total: int, parts: int) -> tuple[range, ...]:
     """Split range(total) into `parts` contiguous ranges whose sizes differ by at most one, the larger ones first."""
     size, extra = divmod(total, parts)
@@ -37,14 +39,25 @@ class PipelineSplit:
 
     def chunks_of(self, stage: int) -> tuple[int, ...]:
         """Return the chunks of a stage, ascending."""
-        back = self.stages - 1 - stage if self.v_shaped else stage
-        return tuple(
-            turn * self.stages + (back if turn % 2 else stage) for turn in range(self.chunks_per_stage)
-        )
+        return self._chunks[stage]
 
     def layers_of(self, stage: int) -> tuple[int, ...]:
         """Return the global layer indices of a stage, ascending."""
-        return tuple(layer for chunk in self.chunks_of(stage) for layer in self.layers[chunk])
+        return self._layers[stage]
+
+    # The planner asks for both a hundred thousand times.
+    @cached_property
+    def _chunks(self) -> tuple[tuple[int, ...], ...]:
+        chunks: list[list[int]] = [[] for _ in range(self.stages)]
+        for chunk in range(len(self.layers)):
+            chunks[self.stage_of(chunk)].append(chunk)
+        return tuple(map(tuple, chunks))
+
+    @cached_property
+    def _layers(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(
+            tuple(layer for chunk in chunks for layer in self.layers[chunk]) for chunks in self._chunks
+        )
 
 
 def pipeline_split(

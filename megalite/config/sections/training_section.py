@@ -1,5 +1,6 @@
 """The settings of [training]: length and batch, number types, and how a step is computed."""
 
+from functools import lru_cache
 from math import ceil
 from typing import Annotated, Literal
 
@@ -60,6 +61,19 @@ class PrecisionSettings(Section):
     )
 
 
+@lru_cache(maxsize=1024)
+def _recompute_modes(
+    mode: RecomputeMode, first: int | None, ratio: float | None, layers: int
+) -> tuple[RecomputeMode, ...]:
+    places = range(layers)
+    chosen = set(places if first is None else places[:first])
+    if ratio is not None:
+        # As many as the ratio gives, rounded up, spread evenly.
+        number = ceil(ratio * layers - 1e-9)
+        chosen &= {place for place in places if (place + 1) * number // layers > place * number // layers}
+    return tuple(mode if place in chosen else "none" for place in places)
+
+
 class ComputeSettings(Section):
     """How a step is computed: recomputation, compilation, terms of the loss."""
 
@@ -91,14 +105,11 @@ class ComputeSettings(Section):
 
     def recompute_of(self, place: int, layers: int) -> RecomputeMode:
         """Return what backward recomputes of layer number `place` of a chunk with `layers` layers."""
-        if self.recompute_layers is not None and place >= self.recompute_layers:
-            return "none"
-        if self.recompute_ratio is not None:
-            # As many as the ratio gives, rounded up, spread evenly.
-            chosen = ceil(self.recompute_ratio * layers - 1e-9)
-            if (place + 1) * chosen // layers == place * chosen // layers:
-                return "none"
-        return self.recompute
+        return self.recompute_modes(layers)[place]
+
+    def recompute_modes(self, layers: int) -> tuple[RecomputeMode, ...]:
+        """Return what backward recomputes of each layer of a chunk with `layers` layers."""
+        return _recompute_modes(self.recompute, self.recompute_layers, self.recompute_ratio, layers)
 
 
 class TrainingConfig(ComputeSettings, PrecisionSettings, _LengthSettings):

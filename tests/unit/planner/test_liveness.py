@@ -74,7 +74,7 @@ def test_the_fullest_states_are_those_of_the_schedule(name: str) -> None:
             for moment in stage_moments(schedule_states(name, stage, 4, 8, chunks), _of_stage(actions))
         ]
         assert max(every) == max(fullest)
-        most = max(sum(state.kept) + sum(state.deferred) + (state.kind == "F") for state in states)
+        most = max(state.alive + (state.kind == "F") for state in states)
         assert most == in_flight_chunks(actions)
 
 

@@ -263,10 +263,12 @@ def _no_tied_copy(patch: pytest.MonkeyPatch) -> None:
 
 def _one_micro_batch_too_few(patch: pytest.MonkeyPatch) -> None:
     def too_few(run: PlannedRun, stage: int) -> tuple[LiveState, ...]:
-        states = stage_states(run, stage)
-        return tuple(
-            state._replace(kept=tuple(max(0, number - 1) for number in state.kept)) for state in states
-        )
+        fewer = []
+        for state in stage_states(run, stage):
+            chunks = len(state.numbers) // 3
+            kept = tuple(max(0, number - 1) for number in state.numbers[:chunks])
+            fewer.append(state._replace(numbers=kept + state.numbers[chunks:]))
+        return tuple(fewer)
 
     patch.setattr(planner_memory, "stage_states", too_few)
 

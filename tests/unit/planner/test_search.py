@@ -70,6 +70,20 @@ def test_the_nearest_layout_differs_least(layouts: LayoutSearch) -> None:
     assert LayoutSearch((), (), ()).nearest(best) is None
 
 
+def test_several_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load(tmp_path, BATCH).config
+    found = []
+    for cores in (1, 2):
+        monkeypatch.setattr("megalite.planner.search.available_cores", lambda cores=cores: cores)
+        found.append(search(config, 300, replace(CLUSTER, cards_per_node=8)))
+    one, two = found
+    assert len(one.fitting) + len(one.too_large) + len(one.refused) > 4096
+    for kind in ("fitting", "too_large", "refused"):
+        assert [vars(layout) for layout in getattr(one, kind)] == [
+            vars(layout) for layout in getattr(two, kind)
+        ]
+
+
 @pytest.mark.extended
 def test_a_layout_that_needs_more_than_a_card_has_says_both(tmp_path: Path) -> None:
     large = {
