@@ -35,7 +35,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
     """Return a checkpoint's manifest. Raises CheckpointError if it is missing or damaged."""
     path = own_file(checkpoint, MANIFEST)
     try:
-        return from_json(path.read_text(encoding="utf-8"), path)
+        with path.open(encoding="utf-8") as lines:
+            return from_json(lines, path)
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{path} does not exist: {checkpoint} is not a checkpoint; name another folder"

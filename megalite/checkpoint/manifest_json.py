@@ -3,7 +3,8 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -20,6 +21,7 @@ from megalite.topology.shape import ModelShape, RopeScaling
 
 FORMAT_VERSION = 1
 _ENTRY = {"shape", "dtype", "shards"}
+_PACKED = "packed"
 _HASHED = 2**20
 _MOST_POSITIONS = 1 << 24
 # Epoch, file, place, document and token (data.stream_lane.LanePlace).
@@ -34,7 +36,10 @@ def to_json(manifest: Manifest) -> str:
 
 
 def texts_of(manifest: Manifest) -> Iterator[str]:
-    """Yield the pieces of `to_json`; none is larger than one tensor's, whatever the number of ranks."""
+    """Yield the pieces of `to_json`; none is larger than one tensor's, whatever the number of ranks.
+
+    Each tensor's entry is a line of its own, so that a reader needs no more than one of them as text.
+    """
     digest = hashlib.sha256()
     yield '{"manifest":'
     for piece in _content_texts(manifest):
@@ -53,7 +58,7 @@ def _content_texts(manifest: Manifest) -> Iterator[str]:
         for first, (key, entries) in zip(chain("{", repeat(",")), manifest.tensors.items(), strict=False):
             yield f"{first}{_dump(key)}:"
             for start, (tensor, entry) in zip(chain("{", repeat(",")), entries.items(), strict=False):
-                yield f"{start}{_dump(tensor)}:{_dump(_entry_content(entry))}"
+                yield f"{start}{_dump(tensor)}:\n{_dump(_entry_content(entry))}\n"
             yield "}" if entries else "{}"
         yield "}" if manifest.tensors else "{}"
     yield "}"
@@ -63,18 +68,19 @@ def _entry_content(entry: TensorEntry) -> dict[str, Any]:
     return {"shape": entry.shape, "dtype": entry.dtype, "shards": [vars(shard) for shard in entry.shards]}
 
 
-def from_json(text: str, source: Path) -> Manifest:
-    """Parse and check a manifest; source: its path, for messages.
+def from_json(lines: Iterable[str], source: Path) -> Manifest:
+    """Parse and check a manifest, a line at a time; source: its path, for messages.
 
     Raises CheckpointError if it is damaged, of another format version, or has a field that megalite would not write.
     """
     with without_collections():
-        return _from_json(text, source)
+        return _from_json(lines, source)
 
 
-def _from_json(text: str, source: Path) -> Manifest:
+def _from_json(lines: Iterable[str], source: Path) -> Manifest:
+    rest, entries, actual = _pack(lines)
     try:
-        outer = parse(text, _packed)
+        outer = parse(rest, lambda table: _entry_or_table(table, entries))
         content, digest = outer["manifest"], outer["sha256"]
         version = content["format"]
     except (ValueError, KeyError, TypeError) as error:
@@ -86,7 +92,8 @@ def _from_json(text: str, source: Path) -> Manifest:
             f"{source}: format {version} is not {FORMAT_VERSION}, the only one that this version of megalite reads;"
             " use the version that wrote it"
         )
-    if digest != _digest_of_text(text) and digest != _digest(parse(text)["manifest"]):
+    # Other tools write the same content in other forms.
+    if digest != actual and (entries or digest != _digest(parse(rest)["manifest"])):
         raise CheckpointError(f"{source}: its content does not match its own hash; use another checkpoint")
     try:
         return manifest_of({key: value for key, value in content.items() if key != "format"})
@@ -94,6 +101,35 @@ def _from_json(text: str, source: Path) -> Manifest:
         raise CheckpointError(
             f"{source}: a field is missing, unknown or of the wrong type ({error}); use another checkpoint"
         ) from error
+
+
+def _pack(lines: Iterable[str]) -> tuple[str, list[TensorEntry], str]:
+    """Return the manifest's text with {"packed":place} for each entry on a line of its own, the entries, and the hash.
+
+    The text of the shards of many ranks would take as much memory as they do.
+    """
+    rest, entries, digest, last = list[str](), list[TensorEntry](), hashlib.sha256(), ""
+    for line in lines:
+        digest.update(last.encode(errors="replace"))
+        last = line if rest else line.removeprefix('{"manifest":')
+        entry = None
+        if line.startswith('{"shape":'):
+            with suppress(ValueError):
+                entry = parse(line, _packed)
+        if isinstance(entry, TensorEntry):
+            rest.append(_dump({_PACKED: len(entries)}))
+            entries.append(entry)
+        else:
+            rest.append(line)
+    end = last.rfind(',"sha256":')
+    for start in range(0, end, _HASHED):
+        digest.update(last[start : min(start + _HASHED, end)].encode(errors="replace"))
+    return "".join(rest), entries, digest.hexdigest()
+
+
+def _entry_or_table(table: dict[str, Any], entries: Sequence[TensorEntry]) -> Any:
+    place: Any = table.get(_PACKED)
+    return entries[place] if is_int(place) and place < len(entries) else _packed(table)
 
 
 def manifest_of(content: Mapping[str, Any]) -> Manifest:
@@ -274,11 +310,3 @@ def _dump(content: object) -> str:
 
 def _digest(content: object) -> str:
     return hashlib.sha256(_dump(content).encode()).hexdigest()
-
-
-def _digest_of_text(text: str) -> str:
-    """Hash the content as it stands in `to_json`'s text, which saves dumping it again."""
-    digest, end = hashlib.sha256(), text.rfind(',"sha256":')
-    for start in range(len('{"manifest":'), end, _HASHED):
-        digest.update(text[start : min(start + _HASHED, end)].encode(errors="replace"))
-    return digest.hexdigest()

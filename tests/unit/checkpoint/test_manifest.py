@@ -67,7 +67,7 @@ def manifest(kinds: tuple[str, ...] = ("weight", "exp_avg"), **changed: TensorEn
 def test_a_manifest_survives_its_text() -> None:
     written = manifest(exp_avg=TensorEntry((48, 48), "float32", (shard((0, 0), (24, 48), (3, 70)),)))
     written = replace(written, stream=Stream((("a.jsonl", 900),), ((0, 0, 12, 3, 5), (1, 0, 450, 0, 0))))
-    assert from_json(to_json(written), SOURCE) == written
+    assert from_json([to_json(written)], SOURCE) == written
     assert written.step == 3 and written.optimizer_state_keys == {"exp_avg"}
 
 
@@ -158,12 +158,47 @@ def test_a_damaged_manifest_is_refused(damage: Callable[[str], str], message: st
 def test_an_unknown_field_is_refused() -> None:
     content = json.loads(to_json(manifest()))["manifest"]
     text = to_json(replace(manifest(), optimizer={"step": 3.0}))
-    assert from_json(text, SOURCE).optimizer == {"step": 3.0}
+    assert from_json([text], SOURCE).optimizer == {"step": 3.0}
     content["model"]["mystery"] = 1
     text = json.dumps(content, separators=(",", ":"))
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     with pytest.raises(CheckpointError, match="mystery"):
-        from_json(f'{{"manifest":{text},"sha256":"{sha256}"}}', SOURCE)
+        from_json([f'{{"manifest":{text},"sha256":"{sha256}"}}'], SOURCE)
+
+
+def test_a_manifest_of_one_line_is_read_as_one_of_many() -> None:
+    written = manifest()
+    text = to_json(written)
+    content = json.dumps(json.loads(text)["manifest"], separators=(",", ":"))
+    one_line = f'{{"manifest":{content},"sha256":"{hashlib.sha256(content.encode()).hexdigest()}"}}\n'
+    assert len(text.splitlines()) > len(one_line.splitlines()) == 1
+    assert from_json([one_line], SOURCE) == from_json(text.splitlines(keepends=True), SOURCE) == written
+
+
+@pytest.mark.parametrize("change", ['"dtype":"float32"', "rank-00000", '"packed":'])
+def test_an_altered_line_of_a_manifest_is_refused(change: str, tmp_path: Path) -> None:
+    lines = to_json(manifest()).splitlines(keepends=True)
+    place = next(place for place, line in enumerate(lines) if line.startswith('{"shape"'))
+    other = {'"dtype":"float32"': '"dtype":"float64"', "rank-00000": "rank-00001"}
+    lines[place] = lines[place].replace(change, other[change]) if change in other else '{"packed":7}\n'
+    (tmp_path / "manifest.json").write_text("".join(lines))
+    with pytest.raises(CheckpointError, match="does not match its own hash"):
+        read_manifest(tmp_path)
+
+
+def test_reading_a_manifest_takes_less_memory_than_its_text(tmp_path: Path) -> None:
+    shards = [replace(shard, file="rank-00000.safetensors") for shard in _shards(400)]
+    whole = replace(
+        manifest(), tensors={"weight": {f"layer-{number}": entry(*shards) for number in range(24)}}
+    )
+    (tmp_path / "manifest.json").write_text(to_json(whole))
+    tracemalloc.start()
+    try:
+        read_manifest(tmp_path)
+        highest = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert highest < (tmp_path / "manifest.json").stat().st_size
 
 
 @settings(max_examples=200)
@@ -218,7 +253,7 @@ def test_the_check_of_a_hostile_manifest_is_linear_in_its_boxes() -> None:
 )
 def test_a_position_in_streamed_text_that_is_none_is_refused(stream: Stream) -> None:
     with pytest.raises(CheckpointError, match="stream"):
-        from_json(to_json(replace(manifest(), stream=stream)), SOURCE)
+        from_json([to_json(replace(manifest(), stream=stream))], SOURCE)
 
 
 def _shards(count: int) -> list[Shard]:
