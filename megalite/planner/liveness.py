@@ -165,7 +165,8 @@ def _action_moments(
         yield StageMoment(activations + layers.backward, rest, gathered + here.waiting)
         # At the end the gradients are there, and the activations are not.
         own = here.gradients if first and kind != INPUT else 0.0
-        own += (zero.first if first else zero.later) + zero.table
+        own += zero.first if first else zero.later
         left = activations - layers.kept
-        yield StageMoment(left + layers.backward, rest, gradients + own + zero.bucket)
-        yield StageMoment(left, rest, gradients + own + max(zero.bucket, here.table))
+        # ZeRO 3 has freed hardly any weights when it reduces its first bucket.
+        yield StageMoment(left + layers.backward, rest, gathered + own + zero.bucket)
+        yield StageMoment(left, rest, gradients + own + zero.table + max(zero.bucket, here.table))

@@ -83,7 +83,8 @@ def zero_buffers(run: PlannedRun, stage: int, counts: ValueCounts) -> ZeroBuffer
             run.weight_bytes * live,
             run.weight_bytes * min(others, ahead),
             table,
-            bucket=bucket,
+            # The gradients of low precision, and what gloo makes of the bucket, lie beside it.
+            bucket=bucket + filled / size * run.weight_bytes * flat + filled * run.on_cpu,
             update=share * (not offloads),
             host=2 * share * offloads,
         )

@@ -11,8 +11,7 @@ from benchmarks.memory_prediction import CASES, SEED
 from benchmarks.report import RESULTS
 from megalite.topology.optimizers import OPTIMIZERS
 
-FEWEST, MEDIAN, GOAL, WORST, ABOVE_GOAL = 48, 0.05, 0.10, 0.16, 1
-"""ABOVE_GOAL: the runs that are further off than GOAL; docs/planning.md names them."""
+FEWEST, MEDIAN, WORST = 48, 0.05, 0.10
 
 
 @cache
@@ -44,4 +43,4 @@ def test_todays_predictions_are_those_kept_and_within_the_bars() -> None:
         assert row["kinds"] == {kind: round(size) for kind, size in kinds.items()}
         errors.append(abs(expected / row["measured"] - 1))
     assert median(errors) <= MEDIAN
-    assert max(errors) <= WORST and sum(error > GOAL for error in errors) <= ABOVE_GOAL
+    assert max(errors) <= WORST
