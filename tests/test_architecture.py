@@ -42,6 +42,7 @@ ROWS = {
     "evaluate": 9,
     "serve": 9,
     "train": 10,
+    "studies": 10,
     "cli": 11,
     "__main__": 12,
     "__init__": 12,
@@ -120,7 +121,17 @@ WINGS: dict[str, dict[str, set[str]]] = {
 }
 # They take numbers, tensors and groups, so that they can be used without a run's configuration.
 WITHOUT_CONFIG = ("parallel", "ops")
-TORCH_FREE = ("__init__", "errors", "version", "topology", "families", "config", "launcher", "planner")
+TORCH_FREE = (
+    "__init__",
+    "errors",
+    "version",
+    "topology",
+    "families",
+    "config",
+    "launcher",
+    "planner",
+    "studies",
+)
 # Imported name -> the files that may import it. The longest matching name decides.
 OWNERS = {
     "torch.distributed": ("parallel/",),

@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "train a model on this machine, or as one rank of a launcher",
     "top": "watch runs: loss, speed, time left, checkpoints, alarms",
     "plan": "predict memory, speed and days on a cluster, and rank layouts",
+    "sweep": "train a run with many values of its settings, and compare",
     "timeline": "draw a traced step: which stage waited for which, and the bubble",
     "launch": "start a run on several hosts, and supervise it",
     "generate": "continue a text with a trained model",
@@ -96,7 +97,6 @@ def overview() -> str:
             *commands,
             "",
             "  megalite train --data.source book.txt    a first model, in minutes",
-            "  megalite COMMAND --help                  the options of a command",
-            "  megalite help train SECTION              the settings of a section",
+            "  megalite COMMAND --help                  its options; help train SECTION: settings",
         ]
     )

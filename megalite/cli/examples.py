@@ -19,7 +19,7 @@ def run(arguments: Sequence[str]) -> int:
     about = "the folder to create (default: %(default)s)"
     parser.add_argument("folder", nargs="?", type=Path, default=_DEFAULT, metavar="FOLDER", help=about)
     folder = parser.parse_args(arguments).folder
-    source = _source()
+    source = shared_folder()
     if standing := [name for name in FOLDERS if (folder / name).exists()]:
         problem = Problem(
             "FOLDER", f"{folder / standing[0]} exists", f"megalite examples {folder}-2 copies to another"
@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _source() -> Path:
+def shared_folder() -> Path:
     """Return the folder with FOLDERS: in an installed wheel the package's _share, else the checkout."""
     share = _PACKAGE / "_share"
     folder = share if share.exists() else _PACKAGE.parent
