@@ -121,17 +121,7 @@ WINGS: dict[str, dict[str, set[str]]] = {
 }
 # They take numbers, tensors and groups, so that they can be used without a run's configuration.
 WITHOUT_CONFIG = ("parallel", "ops")
-TORCH_FREE = (
-    "__init__",
-    "errors",
-    "version",
-    "topology",
-    "families",
-    "config",
-    "launcher",
-    "planner",
-    "studies",
-)
+TORCH_FREE = ("__init__", "errors", "version", "topology", "families", "config", "launcher", "planner")
 # Imported name -> the files that may import it. The longest matching name decides.
 OWNERS = {
     "torch.distributed": ("parallel/",),

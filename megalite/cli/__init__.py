@@ -98,6 +98,6 @@ def overview() -> str:
             *commands,
             "",
             "  megalite train --data.source book.txt    a first model, in minutes",
-            "  megalite COMMAND --help                  its options; help train SECTION: settings",
+            "  megalite COMMAND --help                  options; help train SECTION: settings",
         ]
     )

@@ -43,7 +43,7 @@ from megalite.studies.study_runs import (
     with_text,
 )
 
-# Of a ladder that is made from a text alone: flags in front of the user's own.
+# Flags in front of the user's own where a ladder is made from a text alone.
 _FROM_TEXT = (
     "--training.sequence_length=128",
     "--training.micro_batch_size=8",
@@ -51,6 +51,7 @@ _FROM_TEXT = (
     "--tokenizer.vocab_size=512",
     "--validation.samples=1024",
 )
+_COMMON = "run_file --sizes --budgets --held-out --jobs --plan --help"
 _KEYS = ("model.hidden_size", "model.num_hidden_layers", "training.steps", "optimizer.learning_rate")
 
 
@@ -131,7 +132,7 @@ def _ladder(options: argparse.Namespace, flags: Sequence[str]) -> _Ladder:
         problem = Problem("data.source", "has no token files that all runs can share", "name one text")
         raise ConfigError([problem], source.name)
     tokens, most = default_tokens(text.train_tokens)
-    tokens, held_tokens = options.tokens or tokens, options.held_out_tokens or most
+    tokens, held_tokens = options.budgets or tokens, options.held_out_tokens or most
     sizes = [(size, count) for size in options.sizes or LADDER for count in tokens]
     sizes.append((options.held_out, held_tokens))
     if len(set(sizes)) < len(sizes):
@@ -285,15 +286,17 @@ def _write(ladder: _Ladder, fit: ScalingFit, flops: float) -> None:
 
 def _parser() -> Parser:
     about = "--SECTION.KEY VALUE sets any other setting; the runs are in run.folder with -scaling behind it"
-    parser = Parser(prog="megalite scaling", description=__doc__, epilog=about)
+    parser = Parser(prog="megalite scaling", description=__doc__, common=_COMMON.split(), epilog=about)
     about = "the base of every run: text, tokenizer, batch; without it --data.source TEXT"
     parser.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml", help=about)
     about = f"sizes of the fitted models ({' '.join(map(str, LADDER))})"
     parser.add_argument("--sizes", type=rung, nargs="+", metavar="WIDTHxLAYERS", help=about)
-    about = "tokens of each size's runs, as in 100k 400k 1.6M (1/16, 1/8, 1/4, 1/2 of the held-out's)"
-    parser.add_argument("--tokens", type=token_count, nargs="+", metavar="N", help=about)
+    about = (
+        "tokens of each size's runs, as in 100k 400k 1.6M (1/16, 1/8, 1/4, 1/2 of 2,097,152 or of the text)"
+    )
+    parser.add_argument("--budgets", type=token_count, nargs="+", metavar="N", help=about)
     add_value(parser, "--held-out", rung, "WIDTHxLAYERS", "the larger model that tests the law", HELD_OUT)
-    about = "its tokens (1,048,576, or all of a shorter text)"
+    about = "its tokens (2,097,152, or all of a shorter text)"
     add_value(parser, "--held-out-tokens", token_count, "N", about)
     about = "learning rate x width"
     add_value(parser, "--rate-times-width", number_above_zero(), "X", about, RATE_TIMES_WIDTH)

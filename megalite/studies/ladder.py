@@ -13,8 +13,8 @@ from megalite.topology.flops import flops_per_token
 from megalite.topology.parameters import EMBEDDING, HEAD, HEAD_BIAS, POSITIONS, model_parameters
 
 HEAD_DIM, MULTIPLE = 16, 16
-MOST_TOKENS = 2**20
-"""Tokens of the held-out run, unless the text has fewer; the ladder has fractions of them."""
+MOST_TOKENS = 2**21
+"""Tokens of the held-out run, unless the text has fewer; the ladder has fractions of the same number."""
 _FRACTIONS = (16, 8, 4, 2)
 RATE_TIMES_WIDTH = 0.128
 """The learning rate is this divided by the width, as for Adam's hidden matrices in Yang et al. 2022, arXiv 2203.03466.
@@ -38,13 +38,12 @@ class Rung:
     def __str__(self) -> str:
         return f"{self.width}x{self.layers}"
 
-    def flags(self, base: RunConfig) -> dict[str, str]:
-        """Return the model's settings. The MLP is 8/3 as wide as the model if it is gated, else 4 times."""
+    def flags(self) -> dict[str, str]:
+        """Return the model's settings; the MLP is 4 times as wide as the model."""
         heads = max(1, self.width // HEAD_DIM)
-        inner = self.width * 8 / 3 if base.model.gated_mlp else self.width * 4.0
         sizes = {
             "hidden_size": self.width,
-            "intermediate_size": round(inner / MULTIPLE) * MULTIPLE,
+            "intermediate_size": 4 * self.width,
             "num_hidden_layers": self.layers,
             "num_attention_heads": heads,
             "num_key_value_heads": heads,
@@ -101,7 +100,7 @@ def run_settings(size: Rung, tokens: int, base: RunConfig, rate: float) -> dict[
     batch = base.batch.global_batch_size * base.training.sequence_length
     steps = max(1, round(tokens / batch))
     return {
-        **size.flags(base),
+        **size.flags(),
         "training.steps": str(steps),
         "training.epochs": "unset",
         "optimizer.learning_rate": f"{rate / size.width:.4g}",

@@ -1,6 +1,7 @@
 """megalite scaling: the ladder and its fit, from runs whose losses are those of a known law."""
 
 import json
+import math
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -8,11 +9,11 @@ import pytest
 
 from megalite.cli import main
 from megalite.studies.scaling_fit import ScalingLaw
-from tests.support.parity import FIGURE_RTOL, about
+from tests.support.parity import FIGURE_RTOL, PUBLISHED_RTOL, about
 from tests.support.studies import write_finished, write_study
 
 TRUE = ScalingLaw(1.5, 8.0, 60.0, 0.3, 0.4)
-LADDER = ["--sizes", "16x1", "32x1", "48x2", "--tokens", "480", "1k", "4k", "--held-out", "64x2"]
+LADDER = ["--sizes", "16x1", "32x1", "48x2", "--budgets", "480", "1k", "4k", "--held-out", "64x2"]
 LADDER += ["--held-out-tokens", "10k"]
 
 
@@ -29,7 +30,8 @@ def finish(folder: Path, planned: list[list[str]], held_out_factor: float) -> No
     """Leave the runs of a plan with the losses of TRUE; the held-out one has another by a factor."""
     for row in planned:
         size, parameters, tokens = row[0], *(int(row[place].replace(",", "")) for place in (1, 3))
-        factor = held_out_factor if "held" in row else 1.0
+        # Single runs scatter by a few thousandths.
+        factor = held_out_factor if "held" in row else 1 + 0.003 * math.sin(tokens + parameters)
         name = next(f"{size}-{asked}" for asked in (480, 1000, 4000, 10_000) if abs(asked - tokens) <= 12)
         write_finished(folder / name, tokens // 24, TRUE.loss(parameters, tokens) * factor)
 
@@ -48,12 +50,13 @@ def test_the_law_of_finished_runs_is_found_and_tested_on_the_held_out_run(
     shown = capsys.readouterr().out
     assert "9 runs of 9 finished already" in shown and "starts" not in shown
     report = json.loads((folder / "scaling.json").read_text())
-    for name in ("irreducible", "a", "b", "alpha", "beta"):
-        assert report["law"][name] == about(getattr(TRUE, name), FIGURE_RTOL)
-    best = TRUE.optimum(1e12)
+    for name, field in (("E", "irreducible"), ("alpha", "alpha"), ("beta", "beta")):
+        low, high = report["intervals_95"][name]
+        assert low <= getattr(TRUE, field) <= high
+    best = ScalingLaw(**report["law"]).optimum(1e12)
     assert [report["optimum"][key] for key in ("parameters", "tokens")] == about(list(best), FIGURE_RTOL)
     held_out = report["held_out"]
-    assert 1 + held_out["error"] == about(factor, FIGURE_RTOL)
+    assert 1 + held_out["error"] == about(factor, PUBLISHED_RTOL)
     assert (("inside" in shown), ("outside" in shown)) == ((True, False) if factor == 1.0 else (False, True))
     root = ElementTree.fromstring((folder / "scaling.svg").read_text())
     titles = [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}title")]
@@ -66,8 +69,8 @@ def test_the_plan_says_sizes_tokens_operations_and_rates(
     assert main([*command, "--plan", "--rate-times-width", "0.32"]) == 0
     shown = capsys.readouterr().out
     size, parameters, every, tokens, flops, rate = rows(shown)[0]
-    # One layer of width 16: four matrices of attention, three of an MLP of 48, and three norms; 101 rows of a table.
-    own = 4 * 16 * 16 + 3 * 16 * 48 + 3 * 16
+    # One layer of width 16: four matrices of attention, three of an MLP of 64, and three norms; 101 rows of a table.
+    own = 4 * 16 * 16 + 3 * 16 * 64 + 3 * 16
     assert (size, int(parameters.replace(",", "")), int(every.replace(",", ""))) == (
         "16x1",
         own,
@@ -91,7 +94,7 @@ def test_what_cannot_be_a_ladder_is_refused(
         return capsys.readouterr().err
 
     assert "not WIDTHxLAYERS with a multiple of 16" in refused("--sizes", "20x2")
-    assert "not a number of tokens" in refused("--tokens", "many")
+    assert "not a number of tokens" in refused("--budgets", "many")
     assert "the ladder has a run twice" in refused("--sizes", "16x1", "16x1")
     assert "is needed: the law is one of the validation loss" in refused("--data.validation", "unset")
     assert main(["scaling", "--plan"]) == 2 and "data.source" in capsys.readouterr().err

@@ -127,7 +127,7 @@ def test_all_problems_of_all_runs_are_said_before_the_first_starts(
 
 
 def test_the_array_script_trains_the_run_of_its_task(
-    run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sweep = [str(run_file), "--over", f"{RATE}=1e-3,1e-2", "--over", "data.shuffle=true,false"]
     write_finished(tmp_path / "runs" / "tiny-sweep" / "learning_rate=1e-3,shuffle=true", 6, 2.5)
@@ -148,8 +148,14 @@ def test_the_array_script_trains_the_run_of_its_task(
         words = (tmp_path / "said").read_text().splitlines()
         assert words[words.index("train") + 1] == str(run_file)
         assert f"--run.folder={script.parent}/learning_rate={name}" in words
+    monkeypatch.setenv("PATH", str(programs))
     assert main(["sweep", *sweep, "--submit"]) == 2
     assert "there is no sbatch on PATH" in capsys.readouterr().err
+    monkeypatch.setenv("SAID", str(tmp_path / "submitted"))
+    (programs / "sbatch").write_text('#!/bin/bash\necho "$@" > "$SAID"\n')
+    (programs / "sbatch").chmod(0o755)
+    assert main(["sweep", *sweep, "--submit"]) == 0
+    assert (tmp_path / "submitted").read_text() == f"{script}\n"
 
 
 def test_runs_that_a_batch_job_has_trained_are_compared(
