@@ -52,6 +52,7 @@ _FROM_TEXT = (
     "--validation.samples=1024",
 )
 _COMMON = "run_file --sizes --budgets --held-out --jobs --plan --help"
+_LEAST_FLOOR = 0.01
 _KEYS = ("model.hidden_size", "model.num_hidden_layers", "training.steps", "optimizer.learning_rate")
 
 
@@ -218,6 +219,12 @@ def _law_lines(fit: ScalingFit, flops: float) -> Iterator[str]:
         f"({short_number(n_low)} to {short_number(n_high)}), D = {short_number(tokens)} "
         f"({short_number(d_low)} to {short_number(d_high)}), loss {law.loss(parameters, tokens):.4f}"
     )
+
+    if law.irreducible < _LEAST_FLOOR * min(point.loss for point in fit.points):
+        yield "  note: E is near 0, which these runs do not tell from a small one: the ladder is too short for it"
+    spans = {parameters: [p.parameters for p in fit.points], tokens: [p.tokens for p in fit.points]}
+    if any(not min(values) <= value <= max(values) for value, values in spans.items()):
+        yield "  note: this optimum lies outside of the ladder, where nothing was measured"
 
 
 def _intervals(fit: ScalingFit) -> dict[str, tuple[float, float]]:
