@@ -106,6 +106,8 @@ class RunPool:
             self._running.remove(each)
             code = each.process.returncode = os.waitstatus_to_exitcode(status)
             code = code if code >= 0 else 128 - code
+            if self.stopped_by is not None and code == 128 + signal.SIGKILL:
+                code = TERMINATED  # killed by a second Ctrl-C: no failure of the run
             cause = "" if code == 0 else _cause(log_file(each.run), code)
             seconds, cores = time.monotonic() - each.began, usage.ru_utime + usage.ru_stime
             ended.append(EndedRun(each.run, code, seconds, cores, cause))
