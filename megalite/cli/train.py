@@ -59,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
         if leads:
             for note in loaded.notes:
                 print(f"note: {note}")
-        return _train(Trainer(loaded.config), str(options.run_file or COMMAND_LINE))
+        return _train(Trainer(loaded.config, origins=loaded.origins), str(options.run_file or COMMAND_LINE))
     except ConfigError as error:
         if info is None or not meets_others(info):
             raise

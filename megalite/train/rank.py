@@ -41,10 +41,11 @@ from megalite.train.interruption import StopSignals, stop_signals
 from megalite.train.loaders import held_out_sets, loader_maker, training_loader
 from megalite.train.loop import StopConditions, TrainingLoop
 from megalite.train.out_of_memory import KnownRun
-from megalite.train.report import RunReporter
+from megalite.train.report import RunReporter, device_name
 from megalite.train.run_folder import RunFolder
 from megalite.train.shared_inputs import agreed_inputs, agreed_store
 from megalite.train.start import data_line, stream_line
+from megalite.train.start_record import record_start
 from megalite.train.step.precision import DTYPES, Precision, choose_precision, set_tf32
 from megalite.train.step.train_step import StartingPoint, TrainStep
 from megalite.train.time_budget import TimeBudget
@@ -53,12 +54,16 @@ from megalite.train.validation import HeldOutSet
 
 @dataclass(frozen=True)
 class RankJob:
-    """The job of every rank. threads: of torch. budget: the time that this start has; rank 0's counts."""
+    """The job of every rank. threads: of torch. budget: the time that this start has; rank 0's counts.
+
+    origins: as those of Trainer.
+    """
 
     config: RunConfig
     threads: int
     callbacks: Sequence[Callback] = ()
     budget: TimeBudget = field(default_factory=TimeBudget)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 def train_rank(
@@ -193,6 +198,7 @@ class _Rank:
                 _resume(trainer, resumed_from)
         if mesh.rank == 0:
             write_resolved(config, folder.root / "run.toml")
+            record_start(folder, trainer, info, self.job.origins, device_name(device))
         self.reporter = reporter = RunReporter(trainer, info, folder.metrics)
         reporter.say(_data_line(trainer, held_out))
         _tell_choices(reporter, trainer, precision, [tested, *inputs.data.notes])

@@ -90,7 +90,7 @@ class RunReporter:
             counts = (count.total, count.trained, count.total - count.trained)
             self._unrecorded = dict(zip(PARAMETER_COUNTS, counts, strict=True))
             if peak is None:
-                self.say(_no_peak(_device_name(trainer.mesh.device), trainer.config.training.precision))
+                self.say(_no_peak(device_name(trainer.mesh.device), trainer.config.training.precision))
 
     def say(self, text: str) -> None:
         """A line on rank 0's console."""
@@ -250,7 +250,7 @@ class RunReporter:
         on_cpu, plain = device.type == "cpu", trainer.kernels.name == "reference"
         run = PlannedRun.of(trainer.config, trainer.shape.vocab_size, on_cpu=on_cpu, plain_torch=plain)
         nodes = mesh.layout.world_size // self._ranks_a_node
-        name = _device_name(device)
+        name = device_name(device)
         calibration = calibration_here(name, run.precision, torch.__version__)
         self._prediction = predict_run(run, None if on_cpu else name, nodes, self._ranks_a_node, calibration)
         if self._prediction.line:
@@ -361,14 +361,15 @@ def _peak_flops_per_second(mesh: ParallelMesh, config: RunConfig, info: RankInfo
         return config.monitor.peak_tflops * 1e12 * (nodes if on_cpu else info.world_size)
     if not on_cpu:
         tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
-        of_a_device = peak_flops(_device_name(mesh.device), config.training.precision, tf32=tf32)
+        of_a_device = peak_flops(device_name(mesh.device), config.training.precision, tf32=tf32)
         return None if of_a_device is None else of_a_device * info.world_size
     mesh.barrier()
     [measured] = mesh.sum_over_world([gemm_flops_per_second(DTYPES[config.training.precision])])
     return measured
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Return the name of a card in torch, "cpu" or the kind of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

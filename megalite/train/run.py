@@ -10,7 +10,7 @@ import select
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -82,8 +82,15 @@ class TrainingResult:
 class Trainer:
     """Trains the run that a configuration describes, in the layout it asks for."""
 
-    def __init__(self, config: RunConfig, *, callbacks: Sequence[Callback] = ()):
-        self.config, self.callbacks = config, tuple(callbacks)
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        callbacks: Sequence[Callback] = (),
+        origins: Mapping[str, str] | None = None,
+    ):
+        """origins: those of LoadedRun, for the run's records."""
+        self.config, self.callbacks, self.origins = config, tuple(callbacks), dict(origins or {})
 
     def train(self) -> TrainingResult:
         """Train to the end, going on from the last checkpoint as checkpoint.resume says.
@@ -155,7 +162,7 @@ class Trainer:
                 train_rank,
                 config.layout,
                 folder.failures,
-                arguments=(RankJob(config, threads, self.callbacks, budget),),
+                arguments=(RankJob(config, threads, self.callbacks, budget, self.origins),),
                 preload=preload,
                 method=method,
             )
@@ -202,7 +209,7 @@ class Trainer:
         _prepare_deepspeed(self.config, info)
         _require_kernels(self.config)
         try:
-            job = RankJob(self.config, threads, self.callbacks, budget)
+            job = RankJob(self.config, threads, self.callbacks, budget, self.origins)
             code = train_rank(info, job, signals, meeting)
         except KeyboardInterrupt:
             if meeting is not None:

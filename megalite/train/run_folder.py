@@ -37,6 +37,10 @@ class RunFolder:
         return self.root / "metrics.jsonl"
 
     @property
+    def starts(self) -> Path:
+        return self.root / "starts.jsonl"
+
+    @property
     def reference(self) -> Path:
         return self.root / "reference.json"
 

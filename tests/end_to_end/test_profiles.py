@@ -1,8 +1,10 @@
 """A run that cannot write a profile or a trace trains on, and a resumed one makes those of a later step."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from megalite.cli import main
 from megalite.launcher.control.progress import Activity
@@ -44,6 +46,11 @@ def test_what_cannot_be_written_ends_no_run_and_a_later_step_of_the_resumed_run_
     assert "monitor.trace_steps: 1, 2 came before this start, and left nothing" in said
     for folder in folders.values():
         assert [step.name for step in folder.iterdir()] == ["step-000004"]
+    starts = [json.loads(line) for line in Path("run/starts.jsonl").read_text().splitlines()]
+    assert [start["step"] for start in starts] == [0, 2]
+    origins = [starts[1]["origins"].get(key) for key in ("training.steps", "data.source", "optimizer.eps")]
+    assert origins == ["--training.steps", "run.toml", None]
+    assert starts[1]["packages"]["torch"] == torch.__version__ and starts[1]["device"] == "cpu"
     # The profile has a phase of its own in the trace of its step, before the step and behind it.
     phases = [phase.name for phase in read_step(Path("run"), 4).facts.phases]
     assert phases.count(Activity.PROFILING.value) == 2 and len(phases) > 5
