@@ -41,6 +41,7 @@ ROWS = {
     "generation": 8,
     "evaluate": 9,
     "serve": 9,
+    "report": 10,
     "train": 10,
     "studies": 10,
     "cli": 11,

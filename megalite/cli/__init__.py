@@ -18,6 +18,7 @@ COMMANDS = {
     "plan": "predict memory, speed and days on a cluster, and rank layouts",
     "sweep": "train a run with many values of its settings, and compare",
     "scaling": "fit a scaling law to a ladder of small models",
+    "report": "write an HTML page about runs: curves, settings, memory, alarms",
     "timeline": "draw a traced step: which stage waited for which, and the bubble",
     "launch": "start a run on several hosts, and supervise it",
     "generate": "continue a text with a trained model",

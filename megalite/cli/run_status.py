@@ -4,13 +4,14 @@ import json
 import math
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.folder import PARTIAL, published_checkpoints
+from megalite.errors import ConfigError, Problem
 from megalite.launcher.control.failures import FailureReport, first_cause
 from megalite.monitor.run_view import RunHistory, RunStatus, seconds_left
 
@@ -48,11 +49,24 @@ def is_run_folder(folder: Path) -> bool:
     return False
 
 
-class RunFolderReader:
-    """Follows one run folder: `read` takes in what was written since the last call."""
+def run_folders(paths: Sequence[Path]) -> list[Path]:
+    """Return the run folders that the arguments name. ConfigError for an argument with none."""
+    folders: dict[Path, None] = {}
+    for path in paths:
+        own = [path] if is_run_folder(path) else sorted(filter(is_run_folder, path.glob("*/")))
+        if not own:
+            wrong = "has no run" if path.is_dir() else "is not a folder"
+            remedy = "name the run.folder of a run, such as runs/default, or a folder of them"
+            raise ConfigError([Problem("RUN", f"{path} {wrong}", remedy)], "the command line")
+        folders |= dict.fromkeys(own)
+    return list(folders)
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+
+class RunFolderReader:
+    """Follows one run folder: `read` takes in what was written since the last call, and hands each record to `take`."""
+
+    def __init__(self, folder: Path, take: Callable[[Mapping[str, Any]], None] = lambda record: None):
+        self.folder, self._take = folder, take
         self.history = RunHistory()
         self._metrics = folder / "metrics.jsonl"
         # Where the next record begins, and the record before it, by which a rewritten file is known.
@@ -107,9 +121,12 @@ class RunFolderReader:
                     break  # it is being written
                 self._offset, self._last_line = self._offset + len(line), line
                 try:
-                    self.history.add(_record_of(line))
+                    record = _record_of(line)
                 except ValueError:
                     self._damaged += 1
+                    continue
+                self.history.add(record)
+                self._take(record)
 
     def _traces(self) -> _Traces:
         checkpoints = self.folder / "checkpoints"

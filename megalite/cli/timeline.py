@@ -29,8 +29,7 @@ def run(arguments: Sequence[str]) -> int:
     timelines = pipeline_timelines(step)
     picture, events = _files(options.run, step, options.out)
     if options.out is not None or not options.json:
-        title, bubbles = _title(timelines[0]), _bubbles(timelines[0])
-        _write(picture, timeline_svg(timelines[0], title, [_sizes(timelines[0]), bubbles]))
+        _write(picture, picture_of(step))
         _write(events, json.dumps(trace_events(step, timelines)) + "\n")
     if options.json:
         print(json.dumps(_report(step, timelines), indent=2))
@@ -40,6 +39,12 @@ def run(arguments: Sequence[str]) -> int:
     print(f"picture  {picture}")
     print(f"trace    {events} (open it in ui.perfetto.dev or chrome://tracing)")
     return 0
+
+
+def picture_of(step: TracedStep) -> str:
+    """Return the picture of the slowest pipeline of a traced step, SVG."""
+    timeline = pipeline_timelines(step)[0]
+    return timeline_svg(timeline, _title(timeline), [_sizes(timeline), _bubbles(timeline)])
 
 
 def _parser() -> Parser:

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from megalite.cli.arguments import Parser
-from megalite.cli.run_status import RunFolderReader, is_run_folder
-from megalite.errors import ConfigError, Problem
+from megalite.cli.run_status import RunFolderReader, run_folders
 from megalite.launcher.exit_codes import TERMINATED
 from megalite.monitor.run_view import RunStatus, ViewLine, printable, seconds_left, styled, view_lines
 from megalite.monitor.work import duration
@@ -23,7 +22,7 @@ _REFRESH_SECONDS = 0.5
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite top [RUN ...] [--once] [--json]`. ConfigError where there is no run."""
     options = _parser().parse_args(arguments)
-    readers = [RunFolderReader(folder) for folder in _run_folders(options.runs)]
+    readers = [RunFolderReader(folder) for folder in run_folders(options.runs)]
     if options.json:
         reports = [reader.report(reader.read()) for reader in readers]
         print(json.dumps(reports[0] if len(reports) == 1 else {"runs": reports}, indent=2))
@@ -49,19 +48,6 @@ def _parser() -> Parser:
     parser.add_argument("--once", action="store_true", help="print the present state and end, as into a pipe")
     parser.add_argument("--json", action="store_true", help='one JSON object: the run, or {"runs": [...]}')
     return parser
-
-
-def _run_folders(paths: Sequence[Path]) -> list[Path]:
-    """Return the run folders that the arguments name. ConfigError for an argument with none."""
-    folders: dict[Path, None] = {}
-    for path in paths:
-        own = [path] if is_run_folder(path) else sorted(filter(is_run_folder, path.glob("*/")))
-        if not own:
-            wrong = "has no run" if path.is_dir() else "is not a folder"
-            remedy = "name the run.folder of a run, such as runs/default, or a folder of them"
-            raise ConfigError([Problem("RUN", f"{path} {wrong}", remedy)], "the command line")
-        folders |= dict.fromkeys(own)
-    return list(folders)
 
 
 def _watch(readers: Sequence[RunFolderReader]) -> bool:
