@@ -16,6 +16,7 @@ if [ "${1-}" = --all ]; then
     bash tests/unit/convert/setup.sh
     bash tests/unit/evaluate/setup.sh & # beside what needs no lm_eval
     bash tests/launch/setup.sh || exit
+    bash tests/browser/setup.sh
 fi
 set_up=$SECONDS
 [ $# -eq 0 ] || { wait && exec "$python" -m pytest "${chosen[@]}" "$@"; }
@@ -39,7 +40,7 @@ groups=(
     "tests/kernels"
     "tests/distributed tests/standin"
     "tests/parity"
-    "tests/cli tests/test_architecture.py tests/test_pages.py"
+    "tests/cli tests/browser tests/test_architecture.py tests/test_pages.py"
 )
 outputs=$(mktemp -d)
 ended=0
