@@ -1,16 +1,37 @@
 """The errors that a user reads, each with the exit code of the process."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem of the user's input: the setting, the rule that it breaks, the remedy."""
+    """One problem of the user's input: the setting, the rule that it breaks, the remedy.
+
+    set: what the remedy sets, for a program: setting, --option or positional argument -> value; None: leave it out.
+    command: the remedy as words to run before the failed command is repeated. value: what the key is now.
+    """
 
     key: str
     message: str
     remedy: str = ""
+    set: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    command: Sequence[str] = field(default=(), compare=False)
+    value: Any = field(default=None, compare=False)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the object that --json prints."""
+        return {
+            "key": self.key or None,
+            "value": self.value,
+            "rule": self.message,
+            "remedy": self.remedy,
+            "set": dict(self.set),
+            "command": list(self.command),
+        }
 
     def __str__(self) -> str:
         return f"{self.key}: {self.message}" + (f"; {self.remedy}" if self.remedy else "")
@@ -23,9 +44,25 @@ def problem_list(problems: Sequence[Problem], source: str) -> str:
 
 
 class MegaliteError(Exception):
-    """Base class of all errors raised on purpose; `exit_code` is 2 for the user's input and 1 for the run."""
+    """Base class of all errors raised on purpose; `exit_code` is 2 for the user's input and 1 for the run.
+
+    key, set, command, value: as of a Problem, for an error that is one; the text behind "; " is its remedy.
+    """
 
     exit_code = 1
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        key: str = "",
+        set: Mapping[str, Any] | None = None,
+        command: Sequence[str] = (),
+        value: Any = None,
+    ):
+        rule, _, remedy = str(message).partition("; ")
+        self.problems: tuple[Problem, ...] = (Problem(key, rule, remedy, set or {}, command, value),)
+        super().__init__(message)
 
 
 class ConfigError(MegaliteError):
@@ -34,9 +71,9 @@ class ConfigError(MegaliteError):
     exit_code = 2
 
     def __init__(self, problems: Sequence[Problem], source: str = "the configuration"):
+        super().__init__(problem_list(problems, source))
         self.problems = tuple(problems)
         self.source = source
-        super().__init__(problem_list(self.problems, source))
 
 
 class LaunchError(MegaliteError):
@@ -75,6 +112,16 @@ class RankFailure(TrainingError):
     def __init__(self, message: str, exit_code: int = 1):
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def closest_path(path: Path) -> str:
+    """Return the path of the most similar name in the folder of a missing one; "" without one."""
+    try:
+        names = [each.name for each in path.parent.iterdir() if not each.name.startswith(".")]
+    except OSError:
+        return ""
+    close = get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return str(path.parent / close[0]) if close else ""
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

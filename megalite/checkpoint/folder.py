@@ -13,7 +13,7 @@ from pathlib import Path
 from megalite.checkpoint.coverage import check_sizes
 from megalite.checkpoint.manifest import MANIFEST, Manifest
 from megalite.checkpoint.manifest_json import from_json
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, closest_path
 
 LATEST = "latest"
 BEST = "best"
@@ -129,7 +129,10 @@ def find_checkpoint(path: Path) -> Path:
         if latest is not None:
             return latest
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist; name a checkpoint folder or a run folder")
+        close = closest_path(path)
+        remedy = f"did you mean {close}?" if close else "name a checkpoint folder or a run folder"
+        cure = {"MODEL": close} if close else {}
+        raise CheckpointError(f"{path} does not exist; {remedy}", key="MODEL", set=cure, value=str(path))
     hint = ""
     if (path / "config.json").is_file():
         hint = "; to import a Hugging Face folder: megalite convert import FOLDER RUN"

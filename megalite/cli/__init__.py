@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from megalite.cli.arguments import EVERYTHING, meant
-from megalite.errors import MegaliteError
+from megalite.cli import results
+from megalite.cli.arguments import EVERYTHING, JSON, closest, meant
+from megalite.errors import MegaliteError, Problem
 from megalite.launcher.rank.local_rank import without_local_rank
 from megalite.version import __version__
 
@@ -31,6 +32,7 @@ COMMANDS = {
     "convert": "export, import and inspect checkpoints of this and other programs",
     "examples": "copy the examples and launch scripts into a folder",
     "doctor": "show what is installed here and what a run would use",
+    "completion": "print what completes megalite's commands and settings in bash or zsh",
     "selftest": "check and time each operator on this machine's device",
 }
 
@@ -43,10 +45,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
     0: done. 1: the run failed. 2: wrong input. 75: stopped and saved, to be resumed. 76: stopped before there was
-    anything to save. 130: Ctrl-C. 141: stdout was closed. 143: ended by a signal, without a save.
+    anything to save. 130: Ctrl-C. 141: stdout was closed. 143: ended by a signal, without a save. With --json stdout
+    has one JSON document.
     """
+    words = list(sys.argv[1:] if argv is None else argv)
+    own = words[: words.index("--")] if "--" in words else words
+    if JSON not in own:
+        return _run(words)
+    kept = [word for word in own if word != JSON] + words[len(own) :]
+    return results.with_document(lambda: _run(kept))
+
+
+def _run(words: Sequence[str]) -> int:
     try:
-        name, *rest = without_local_rank(sys.argv[1:] if argv is None else argv) or ["--help"]
+        name, *rest = without_local_rank(words) or ["--help"]
     except MegaliteError as error:
         return _refused(error)
     if name == "help" and rest:
@@ -58,7 +70,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megalite {__version__}")
         return 0
     if name not in COMMANDS:
-        print(f"error: megalite has no command {name}; {meant(name, COMMANDS)}", file=sys.stderr)
+        close = closest(name, COMMANDS)
+        problem = Problem(
+            "COMMAND",
+            f"megalite has no command {name}",
+            meant(name, COMMANDS),
+            {"COMMAND": close} if close else {},
+            value=name,
+        )
+        print(f"error: {problem.message}; {problem.remedy}", file=sys.stderr)
+        results.report_error((problem,), problem.message, _USER_ERROR)
         return _USER_ERROR
     try:
         code: int = import_module(f"megalite.cli.{name}").run(rest)
@@ -76,6 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refused(error: MegaliteError) -> int:
     print(f"error: {error}", file=sys.stderr)
+    results.error_of(error)
     return error.exit_code
 
 
@@ -99,6 +121,6 @@ def overview() -> str:
             *commands,
             "",
             "  megalite train --data.source book.txt    a first model, in minutes",
-            "  megalite COMMAND --help                  options; help train SECTION: settings",
+            "  megalite COMMAND --help                  options, with --json; help train SECTION: settings",
         ]
     )

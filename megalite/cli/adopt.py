@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.cli.arguments import Parser
+from megalite.cli.results import error_of, report, report_error
 from megalite.config.load import load_run
-from megalite.convert.adopt.report import account_lines, write_run_file
+from megalite.convert.adopt.report import account_lines, account_report, write_run_file
 from megalite.convert.adopt.systems import PROGRAMS, adopt
 from megalite.errors import ConfigError, Problem
 
@@ -20,20 +21,24 @@ def run(arguments: Sequence[str]) -> int:
     Returns 0, or 2 where a refused key would change the numbers or the run file lacks a setting, unless with
     --partial. Raises ConfigError.
     """
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     output: Path = options.output
     if output.exists() and not options.overwrite:
-        problem = Problem(str(output), "exists already", "name another --output, or add --overwrite")
+        problem = Problem(
+            str(output), "exists already", "name another --output, or add --overwrite", {"--overwrite": True}
+        )
         raise ConfigError([problem], "megalite adopt")
     account = adopt(options.paths, dict(options.set))
     for line in account_lines(account, every=options.all):
         print(line)
+    report(**account_report(account))
     if account.changes_numbers and not options.partial:
-        print(
-            "error: refused keys change the numbers, so no run file is written; follow the remedies, or add --partial",
-            file=sys.stderr,
-        )
+        message = "refused keys change the numbers, so no run file is written"
+        problem = Problem("--partial", message, "follow the remedies, or add --partial", {"--partial": True})
+        print(f"error: {message}; {problem.remedy}", file=sys.stderr)
+        report_error((problem,), message, _WRONG_INPUT)
         return _WRONG_INPUT
+    report(run_file=output)
     write_run_file(account, output, " ".join(map(str, options.paths)))
     print(f"\n{output} written")
     return _checked(output, partial=options.partial)
@@ -48,11 +53,13 @@ def _checked(output: Path, *, partial: bool) -> int:
         load_run(output)
     except ConfigError as error:
         if partial:
+            report(to_set=[problem.as_dict() for problem in error.problems])
             print(f"to be set in {output} before it runs:")
             for problem in error.problems:
                 print(f"  {problem}")
             return 0
         print(f"error: {error}", file=sys.stderr)
+        error_of(error)
         return _WRONG_INPUT
     try:
         load_run(output, places=True)
@@ -62,7 +69,7 @@ def _checked(output: Path, *, partial: bool) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
     parser = Parser(
         prog="megalite adopt",
         description=__doc__,

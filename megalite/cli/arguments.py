@@ -3,17 +3,23 @@
 import argparse
 import math
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_origin
 
+from megalite.cli.results import report_error
 from megalite.config.flags import COMMAND_LINE, split_overrides, with_section
 from megalite.config.foreign_flags import DEEPSPEED, with_deepspeeds_flags
 from megalite.config.sections.describe import setting, type_names
-from megalite.errors import ConfigError
+from megalite.errors import ConfigError, MegaliteError
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)'")
+_ARGUMENT = re.compile(r"argument ([^\s:/]+)")
+_UNKNOWN = "unrecognized arguments: "
+
+JSON = "--json"
+"""The option that every command has, which `megalite.cli.main` takes: it never reaches a parser."""
 
 EVERYTHING = "all"
 """Behind --help: every option of a command that has more than a screen of them."""
@@ -50,6 +56,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=text[:1].upper() + text[1:] or None, **settings)
         self._names: Collection[str] = ()
         self.common = common
+        about = "print one JSON document, errors too (docs/automation.md)"
+        self.add_argument(JSON, action="store_true", help=about)
         if common:
             about = f"show common options; {EVERYTHING}: every option"
             self.add_argument("-h", "--help", nargs="?", choices=(EVERYTHING,), action=_Help, help=about)
@@ -80,14 +88,43 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print one line to stderr and exit with 2."""
+        key, cure, value = "", {}, None
         wrong = _INVALID_CHOICE.search(message)
         if wrong is not None and self._names:
+            key, value, close = "COMMAND", wrong[1], closest(wrong[1], self._names)
             message = f"{self.prog} has no command {wrong[1]}; {meant(wrong[1], self._names)}"
+            cure = {key: close} if close else {}
         elif message.endswith(": COMMAND") and self._names:
             message = f"{self.prog} needs a command; use one of {', '.join(self._names)}"
         else:
+            key, cure, value = self._cure(message)
             message = f"{self.prog}: {message}; {self.prog} --help shows the options"
+        error = MegaliteError(message, key=key, set=cure, value=value)
+        report_error(error.problems, message, 2)
         self.exit(2, f"error: {message}\n")
+
+    def _cure(self, message: str) -> tuple[str, dict[str, Any], Any]:
+        """Return the option that argparse complains about, what to set instead of it, and its value."""
+        wrong, option = _INVALID_CHOICE.search(message), _ARGUMENT.match(message)
+        if wrong is not None and option is not None:
+            choices = message.partition("choose from")[2].replace("'", "").strip(" )").split(", ")
+            close = closest(wrong[1], choices)
+            return option[1], {option[1]: close} if close else {}, wrong[1]
+        name, _, value = message.removeprefix(_UNKNOWN).partition(" ")[0].partition("=")
+        if message.startswith(_UNKNOWN) and name.startswith("--"):
+            options = dict(self._options())
+            close = closest(name, options)
+            meant_one = {close: value or True} if close and bool(value) == options[close] else {}
+            return name, {name: None, **meant_one}, value or None
+        return (option[1] if option else ""), {}, None
+
+    def _options(self) -> Iterator[tuple[str, bool]]:
+        """Yield each option of this command and its subcommands, and whether it takes a value."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    yield from parser._options()
+            yield from ((option, action.nargs != 0) for option in action.option_strings)
 
 
 class _Help(argparse.Action):
@@ -189,8 +226,13 @@ def flag(setting: str) -> str:
 
 def meant(word: str, known: Collection[str]) -> str:
     """Return a remedy for an unknown word: the closest of the known ones, or all of them."""
-    close = get_close_matches(word, known, n=1)
-    return f"did you mean {close[0]}?" if close else f"use one of {', '.join(known)}"
+    close = closest(word, known)
+    return f"did you mean {close}?" if close else f"use one of {', '.join(known)}"
+
+
+def closest(word: str, known: Collection[str]) -> str | None:
+    """Return the known word that is most like another one; None where none is close."""
+    return next(iter(get_close_matches(word, known, n=1)), None)
 
 
 def whole_number(least: int, most: int | None = None) -> Callable[[str], int]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.cli.arguments import Parser, options_and_settings, whole_number
+from megalite.cli.results import report
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.output.equations import explanation
 from megalite.config.output.summary import (
@@ -35,17 +36,26 @@ def run(arguments: Sequence[str]) -> int:
     Returns the exit code. Raises ConfigError with every problem of the run.
     """
     own, overrides = options_and_settings(arguments)
-    options = _parser().parse_args(own)
+    options = command_parser().parse_args(own)
     if options.command == "presets":
+        report(presets=[_preset(name) for name in PRESETS])
         for line in _preset_lines():
             print(line)
         return 0
     loaded = load_run(options.run_file, overrides, options.world_size, places=True)
     if too_large := list(memory_beyond_any_machine(loaded.config)):
         raise ConfigError(too_large, str(options.run_file))
-    lines = _explanation if options.explain else _lines
-    for line in lines(loaded, str(options.run_file)):
-        print(line)
+    lines = list((_explanation if options.explain else _lines)(loaded, str(options.run_file)))
+    config = loaded.config
+    report(
+        settings=config.model_dump(),
+        origins=loaded.origins,
+        notes=loaded.notes,
+        ranks=config.layout.world_size,
+    )
+    if options.explain:
+        report(lines=lines)
+    print(*lines, sep="\n")
     return 0
 
 
@@ -109,7 +119,7 @@ def _table(name: str, table: Mapping[str, Any], loaded: LoadedRun) -> Iterator[s
         yield from _table(f"{name}.{format_key(key)}", value, loaded)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite config", description=__doc__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("presets", help="list the values of model.preset with parameters and memory")
@@ -129,6 +139,11 @@ def _parser() -> argparse.ArgumentParser:
         help="resolve for N ranks started by a launcher (default: megalite starts its own)",
     )
     return parser
+
+
+def _preset(name: str) -> dict[str, Any]:
+    model = ModelConfig(**PRESETS[name])
+    return {"name": name, "family": model.family, "parameters": parameter_count(model.shape(_OWN_VOCABULARY))}
 
 
 def _preset_lines() -> Iterator[str]:

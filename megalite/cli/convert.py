@@ -19,6 +19,7 @@ from megalite.cli.convert_foreign import add_foreign_flags, imported_for_export
 from megalite.cli.convert_import import add_import
 from megalite.cli.convert_inspect import inspect_checkpoint
 from megalite.cli.convert_quantise import add_quantise, check_quantise, export_quantised
+from megalite.cli.results import report
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
 from megalite.families.table import family_page
@@ -33,7 +34,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite convert COMMAND` and return its exit code. Raises CheckpointError, DataError, ConfigError."""
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
 
@@ -70,6 +71,13 @@ def _export_checkpoints(options: argparse.Namespace, source: Path | None) -> int
     print(f"{options.output}: from {origin}, {len(result.files)} weight file(s) of {result.stored}")
     if tokenizer is None:
         print("no tokenizer was found for this checkpoint, so the export has none; name one with --tokenizer")
+    report(
+        output=options.output,
+        source=origin,
+        files=result.files,
+        stored=result.stored,
+        comparisons=[vars(check) for check in result.comparisons],
+    )
     before = ", before quantisation" if options.quantise else ""
     print(f"compared with transformers{before} (largest absolute and relative difference):")
     for check in result.comparisons:
@@ -86,6 +94,7 @@ def _export_adapter(
         raise CheckpointError("--adapter writes the adapter of one checkpoint; name one")
     with working(f"exporting to {options.output}"):
         done = export_adapter(checkpoints[0], options.output, tokenizer, dtype=dtype, weights=options.weights)
+    report(output=done.folder, source=checkpoints[0], trained=done.trained)
     print(f"{done.folder}: an adapter of {done.trained:,} values, from {checkpoints[0]}")
     return 0
 
@@ -112,6 +121,7 @@ def _universal(options: argparse.Namespace) -> int:
 
     with working(f"exporting to {options.output}"):
         manifest = export_universal(checkpoint, options.output)
+    report(output=options.output, source=checkpoint, updates=manifest.optimizer["step"])
     print(f"{options.output}: from {checkpoint}, {manifest.optimizer['step']:g} updates of AdamW in float32")
     print(
         "to load it, set checkpoint.load_universal = true in DeepSpeed's config; the folder's README.md shows how"
@@ -120,7 +130,9 @@ def _universal(options: argparse.Namespace) -> int:
 
 
 def _families(options: argparse.Namespace) -> int:
-    print(family_page(FAMILIES.values()), end="")
+    page = family_page(FAMILIES.values())
+    report(families=list(FAMILIES), page=page)
+    print(page, end="")
     return 0
 
 
@@ -170,7 +182,7 @@ def _add_export(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     export.set_defaults(command=_export)
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite convert", description=__doc__)
     commands = parser.add_subparsers()
     _add_export(commands)

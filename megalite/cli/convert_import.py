@@ -8,6 +8,7 @@ from shlex import quote
 from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.manifest import MANIFEST
 from megalite.cli.convert_foreign import add_foreign_flags, find_foreign, import_found
+from megalite.cli.results import report
 from megalite.config.sources.hub import HubName
 from megalite.config.sources.huggingface import notes_of, shape_of_folder
 from megalite.convert.foreign.formats import FORMATS, ForeignFormat
@@ -65,6 +66,7 @@ def run_import(options: argparse.Namespace) -> int:
     folder = local_folder(options.folder)
     with working(f"importing {options.folder}"):
         checkpoint = import_checkpoint(folder, shape, options.output)
+    report(checkpoint=checkpoint, family=shape.family, parameters=parameter_count(shape))
     print(f"{checkpoint}: {parameter_count(shape):,} parameters of a {shape.family} from {options.folder}")
     description = options.hf_config or folder
     description = description / "config.json" if description.is_dir() else description
@@ -84,6 +86,8 @@ def _import_foreign(kind: ForeignFormat, place: Path, options: argparse.Namespac
     step = "" if opened.step is None else f", step {opened.step:,}"
     print(f"{options.folder}: {kind.name}{step}")
     print(f"{checkpoint}: {parameter_count(run.shape):,} parameters of {dtype}, a {run.shape.family}")
+    report(format=kind.name, checkpoint=checkpoint, family=run.shape.family)
+    report(parameters=parameter_count(run.shape), step=opened.step, notes=opened.notes)
     for note in opened.notes:
         print(f"  {note}")
     if len(run.state_keys) == 1:

@@ -1,13 +1,15 @@
 """megalite convert inspect: print what a checkpoint or weight folder holds."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_checkpoint, require_whole
 from megalite.checkpoint.manifest import MANIFEST, WEIGHT, Manifest
+from megalite.cli.results import report
 from megalite.config.sources.peft import ADAPTER_CONFIG, ADAPTER_FILE
 from megalite.convert.foreign.formats import find_format
 from megalite.convert.huggingface.files import header_of, headers, is_folder_of_weights
@@ -20,7 +22,9 @@ def inspect_checkpoint(options: argparse.Namespace) -> int:
     """Print what a folder of any known format holds. Raises CheckpointError."""
     if (found := find_format(options.checkpoint)) is not None:
         kind, place = found
-        print(*kind.loader().describe(place), sep="\n")
+        lines = list(kind.loader().describe(place))
+        report(format=kind.name, folder=place, lines=lines)
+        print(*lines, sep="\n")
         return 0
     if is_folder_of_weights(options.checkpoint) and not (options.checkpoint / MANIFEST).is_file():
         return _inspect_huggingface(options.checkpoint)
@@ -31,6 +35,20 @@ def inspect_checkpoint(options: argparse.Namespace) -> int:
     check_coverage(manifest, checkpoint)
     print(
         f"{checkpoint}: complete, each element is stored exactly once; hashes are checked when it is loaded"
+    )
+    state = manifest.trainer_state
+    report(
+        format="megalite",
+        folder=checkpoint,
+        step=state["step"],
+        layout=manifest.layout.named_sizes,
+        model=vars(manifest.model),
+        optimizer=dict(manifest.optimizer),
+        bytes=sum(manifest.files.values()),
+        elements={
+            key: sum(prod(each.shape) for each in entries.values())
+            for key, entries in manifest.tensors.items()
+        },
     )
     for line in _facts(manifest):
         print(f"  {line}")
@@ -47,6 +65,7 @@ def inspect_checkpoint(options: argparse.Namespace) -> int:
 def _inspect_adapter(folder: Path) -> int:
     """Print the tensors of an adapter that PEFT, or an export, has saved."""
     entries = header_of(folder / ADAPTER_FILE)
+    _report("peft", folder, entries)
     print(f"{folder}: an adapter in PEFT's format, {len(entries):,} tensors")
     print(f"{WEIGHT}: {sum(prod(entry.shape) for entry in entries.values()):,} elements")
     width = max(map(len, entries), default=0)
@@ -63,6 +82,7 @@ def _inspect_huggingface(folder: Path) -> int:
     scales = sum(prod(tensors[f"{name}{SCALE}"][0].shape) for name in int8 if f"{name}{SCALE}" in tensors)
     size_bytes = sum((folder / name).stat().st_size for name in files)
     elements = sum(prod(entry.shape) for entry, _ in tensors.values()) - scales
+    _report("huggingface", folder, {name: entry for name, (entry, _) in tensors.items()})
     print(f"{folder}: a Hugging Face folder, {len(tensors):,} tensors")
     if (config := folder / "config.json").is_file():
         content = read_object(config, "name another folder").items()
@@ -77,6 +97,11 @@ def _inspect_huggingface(folder: Path) -> int:
     for name, (entry, file) in tensors.items():
         print(f"  {name:<{width}}  {_by(entry.shape):>16}  {entry.dtype}  {file}")
     return 0
+
+
+def _report(name: str, folder: Path, entries: Mapping[str, Any]) -> None:
+    tensors = {key: {"shape": list(entry.shape), "dtype": entry.dtype} for key, entry in entries.items()}
+    report(format=name, folder=folder, tensors=tensors)
 
 
 def _by(shape: Sequence[int]) -> str:

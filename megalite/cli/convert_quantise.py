@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalite.cli.results import report
 from megalite.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def export_quantised(options: argparse.Namespace, export: "Callable[[Path], Expo
     done = export_int8(options.output, export, None if data is None else lambda at: _perplexity(at, data))
     before, after = done.sizes
     print(f"int8: {after:,} bytes of weights, {after / before:.1%} of {before:,} in {options.dtype}")
+    report(int8_bytes=after, bytes_before=before, perplexities=done.perplexities)
     if done.perplexities is not None:
         perplexity, rounded = done.perplexities
         print(f"perplexity on {', '.join(data)}:")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.cli.arguments import Parser, add_setting, add_value, whole_number
+from megalite.cli.results import report
 from megalite.cli.tokenizer import add_source_options
 from megalite.config.sections.describe import setting, type_names
 
@@ -21,7 +22,7 @@ _OF_CONVERSATIONS = ("chat_template", "train_on", "sequence_length", "too_long")
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite data prepare` or `inspect` and return the exit code. Raises DataError."""
-    parser = _parser()
+    parser = command_parser()
     options = parser.parse_args(arguments)
     if options.command is _prepare:
         _check_kind(parser, options)
@@ -74,6 +75,7 @@ def _prepare(options: argparse.Namespace) -> int:
     )
     _refuse_foreign(preparation.outputs)
     standing = preparation.done()
+    _report(preparation.outputs, standing or (), up_to_date=standing is not None)
     for prefix, facts in zip(preparation.outputs, standing or (), strict=False):
         print(f"{prefix}: up to date, {_counts(facts)}")
     if standing is not None:
@@ -94,6 +96,7 @@ def _prepare(options: argparse.Namespace) -> int:
     seconds = console.end(counted(sum(facts.documents for facts in prepared), prepared[0].unit))
     for prefix, facts in zip(preparation.outputs, prepared, strict=True):
         print(f"{prefix}: {_counts(facts)}")
+    _report(preparation.outputs, prepared, seconds=seconds)
     tokens = sum(facts.tokens for facts in prepared)
     print(f"{tokens:,} tokens in {seconds:.1f} s ({tokens / seconds:,.0f} tokens/s)")
     if prepared[0].split_by_tokens:
@@ -101,6 +104,11 @@ def _prepare(options: argparse.Namespace) -> int:
     for note in source_notes(prepared[0]):
         print(note)
     return 0
+
+
+def _report(prefixes: Sequence[Path], prepared: "Sequence[PreparedFacts]", **more: Any) -> None:
+    outputs = [{"prefix": prefix, **vars(facts)} for prefix, facts in zip(prefixes, prepared, strict=False)]
+    report(outputs=outputs, **more)
 
 
 def _chat(options: argparse.Namespace, tokenizer: "Tokenizer") -> "ChatEncoding | None":
@@ -209,7 +217,7 @@ class _Shares(argparse.Action):
         setattr(options, self.dest, values)
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
     parser = Parser(prog="megalite data", description=__doc__)
     commands = parser.add_subparsers()
     prepare = commands.add_parser("prepare", help="tokenize text or conversations into X.bin and X.idx")

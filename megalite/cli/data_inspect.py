@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.text import Text
 
+from megalite.cli.results import report
 from megalite.config.sections.text_sections import DataConfig
 from megalite.data.batches.conversation_rows import rows_of
 from megalite.data.chat.preference import ANSWERS
@@ -32,13 +33,24 @@ def inspect(prefix: Path, documents: int, *, duplicates: bool) -> int:
     file.check_index()
     counts = f"{file.num_documents:,} documents, {file.num_sequences:,} sequences, {file.num_tokens:,} tokens"
     print(f"{counts} of {file.dtype}")
-    facts = prepared_facts(prefix)
+    facts, lengths = prepared_facts(prefix), file.document_lengths
+    report(
+        prefix=prefix,
+        documents=file.num_documents,
+        sequences=file.num_sequences,
+        tokens=file.num_tokens,
+        dtype=str(file.dtype),
+        lengths={"least": lengths.min(), "most": lengths.max(), "mean": lengths.mean()}
+        if len(lengths)
+        else None,
+        prepared=None if facts is None else vars(facts),
+    )
     if facts is not None:
         print(f"from {', '.join(facts.sources)} ({facts.files:,} files)")
         print(f"tokenizer {facts.tokenizer} ({facts.vocab_size:,} ids)")
         for note in source_notes(facts):
             print(note)
-    _show_lengths(file.document_lengths)
+    _show_lengths(lengths)
     if facts is not None and facts.kind != "text":
         _show_conversation_facts(file, facts)
     decode = _decoder(file, facts)
@@ -88,6 +100,7 @@ def _show_repeated(file: TokenFile, decode: Callable[[list[int]], str]) -> None:
     with working("looking for repeated documents"):
         repeats = repeated_documents(file)
     share = repeats.total() / max(1, file.num_documents)
+    report(repeated=repeats.total())
     print(f"repeated: {counted(repeats.total(), 'document')} ({share:.1%}) with the tokens of an earlier one")
     for index, more in repeats.most_common(_SHOWN_REPEATED):
         print(

@@ -1,7 +1,6 @@
 """megalite doctor: show what is installed, what is missing and why that matters, and what a run would use."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.cli.arguments import Parser, add_value
+from megalite.cli.results import report
 from megalite.launcher.hosts.exported_variables import travelling, without_secrets
 from megalite.launcher.hosts.host_report import HostRequirements
 from megalite.launcher.hosts.job_hosts import HostOptions, find_hosts, place_ranks
@@ -30,30 +30,26 @@ def run(arguments: Sequence[str]) -> int:
 
     With RUN.toml or --hostfile it checks all hosts of a launch instead; 2 if one of them cannot run its ranks.
     """
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     if options.run_file or options.hostfile or options.include or options.exclude:
         return _check_hosts(options)
     findings = {"packages": packages(), "programs": programs(), "optional": [apex()]}
     facts = {"megalite": __version__, **system(), "launcher": _launcher()}
     has_torch = _found(findings["packages"], "torch")
     kernels, used, proved = (_kernels(), _used(), _proved()) if has_torch else ({}, {}, {})
-    if options.json:
-        content = {name: [asdict(each) for each in members] for name, members in findings.items()}
-        report = {"facts": facts, **content, "kernels": kernels, "used": used, "tested": proved}
-        print(json.dumps(report, indent=2))
-    else:
-        lines = [*_lines(facts, findings), *(_section("compiled operators:", kernels) if kernels else ())]
-        lines += _section("used here:" if used else "nothing can run here without torch", used)
-        for device, cases in proved.items():
-            lines += _section(f"tested on {device} (megalite selftest):", cases, _CASE_WIDTH)
-        print(*lines, sep="\n")
+    content = {name: [asdict(each) for each in members] for name, members in findings.items()}
+    report(facts=facts, **content, kernels=kernels, used=used, tested=proved)
+    lines = [*_lines(facts, findings), *(_section("compiled operators:", kernels) if kernels else ())]
+    lines += _section("used here:" if used else "nothing can run here without torch", used)
+    for device, cases in proved.items():
+        lines += _section(f"tested on {device} (megalite selftest):", cases, _CASE_WIDTH)
+    print(*lines, sep="\n")
     needed = ("torch", "tokenizers", "safetensors")
     return 0 if all(_found(findings["packages"], name) for name in needed) else 1
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
     parser = Parser(prog="megalite doctor", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, of this machine")
     hosts = parser.add_argument_group("the hosts of a job, before it is launched")
     hosts.add_argument(
         "run_file",
@@ -94,6 +90,7 @@ def _check_hosts(options: argparse.Namespace) -> int:
     for line in result.lines():
         print(line)
     failed = len(slots) - len(result.passed)
+    report(hosts=list(slots), passed=result.passed, findings=[asdict(each) for each in result.findings])
     print(f"{failed} of {len(slots)} hosts cannot run the job" if failed else "all hosts can run the job")
     return 2 if failed else 0
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megalite.cli.evaluate_options import evaluate_parser, problems
 from megalite.cli.inference_memory import InferenceMemory
 from megalite.cli.local_ranks import on_local_ranks
+from megalite.cli.results import report
 from megalite.data.files.token_file import prepared_prefix
 from megalite.data.text.corpus import Corpus
 from megalite.data.tokenizers.tokenizer import load_tokenizer
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the figures; return the exit code. Raises CheckpointError, DataError, ConfigError."""
-    options = evaluate_parser(__doc__).parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
     layout = Layout(pipeline=options.pipeline, data=options.data_parallel, tensor=options.tensor)
     # Scored sequences have no cache, and the number of generated answers is not known yet.
@@ -50,6 +51,10 @@ def run(arguments: Sequence[str]) -> int:
     memory = InferenceMemory(source, layout, options.dtype, cache[0], window, cached=False)
     request = (source, options)
     return on_local_ranks(layout, _evaluate, request, name="evaluate", preload=preload, memory=memory)
+
+
+def command_parser() -> argparse.ArgumentParser:
+    return evaluate_parser(__doc__)
 
 
 def _require_lm_eval() -> None:
@@ -98,10 +103,12 @@ def _evaluate(request: tuple[ModelSource, argparse.Namespace], mesh: "ParallelMe
         return 0
     print(f"{source.folder} on {', '.join(options.data or options.tasks)}\n{shown}", flush=True)
     print(f"evaluated in {seconds:.1f} s", file=sys.stderr, flush=True)
+    settings = _settings(options) | {"dtype": str(loaded.model.dtype).removeprefix("torch.")}
+    about = {"megalite": __version__, "model": str(source.folder), "settings": settings}
+    document = {**about, **results, "seconds": round(seconds, 3)}
+    report(**document)
     if options.output is not None:
-        settings = _settings(options) | {"dtype": str(loaded.model.dtype).removeprefix("torch.")}
-        about = {"megalite": __version__, "model": str(source.folder), "settings": settings}
-        write_json(options.output, {**about, **results, "seconds": round(seconds, 3)})
+        write_json(options.output, document)
     return 0
 
 

@@ -42,9 +42,13 @@ def _of_subject(options: argparse.Namespace) -> Iterator[Problem]:
     subject = "data" if options.data else "tasks"
     for option, needed in SUBJECTS.items():
         if getattr(options, option) not in (None, False) and subject != needed:
-            yield Problem(flag(option), f"has no effect with --{subject}", "leave it out")
+            yield Problem(
+                flag(option), f"has no effect with --{subject}", "leave it out", {flag(option): None}
+            )
     if options.chat_template and not options.chat:
-        yield Problem("--chat-template", "has no effect without --chat", "add --chat, or leave it out")
+        yield Problem(
+            "--chat-template", "has no effect without --chat", "add --chat, or leave it out", {"--chat": True}
+        )
     for name in options.tasks or ():
         if is_local(name) and not Path(name).expanduser().exists():
             yield Problem(
@@ -57,11 +61,14 @@ def _of_windows(options: argparse.Namespace, shape: ModelShape) -> Iterator[Prob
     window = options.window or longest
     if window > longest:
         yield Problem(
-            "--window", f"{window} tokens are more than the model's {longest}", f"use at most {longest}"
+            "--window",
+            f"{window} tokens are more than the model's {longest}",
+            f"use at most {longest}",
+            {"--window": longest},
         )
     if (options.stride or window) > window:
         message = f"{options.stride} tokens are more than the window of {window}, so some would not be scored"
-        yield Problem("--stride", message, f"use at most {window}")
+        yield Problem("--stride", message, f"use at most {window}", {"--stride": window})
 
 
 _COMMON = (

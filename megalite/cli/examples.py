@@ -6,6 +6,7 @@ from pathlib import Path
 
 import megalite
 from megalite.cli.arguments import Parser
+from megalite.cli.results import report
 from megalite.errors import ConfigError, Problem
 
 FOLDERS = ("examples", "launch")
@@ -15,23 +16,32 @@ _PACKAGE = Path(megalite.__file__).parent
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite examples [FOLDER]` and return the exit code. Raises ConfigError where FOLDER has such files."""
-    parser = Parser(prog="megalite examples", description=__doc__)
-    about = "the folder to create (default: %(default)s)"
-    parser.add_argument("folder", nargs="?", type=Path, default=_DEFAULT, metavar="FOLDER", help=about)
-    folder = parser.parse_args(arguments).folder
+    folder = command_parser().parse_args(arguments).folder
     source = shared_folder()
     if standing := [name for name in FOLDERS if (folder / name).exists()]:
         problem = Problem(
-            "FOLDER", f"{folder / standing[0]} exists", f"megalite examples {folder}-2 copies to another"
+            "FOLDER",
+            f"{folder / standing[0]} exists",
+            f"megalite examples {folder}-2 copies to another",
+            {"FOLDER": f"{folder}-2"},
+            value=str(folder),
         )
         raise ConfigError([problem], "megalite examples")
     for name in FOLDERS:
         shutil.copytree(
             source / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "setup.sh")
         )
+    report(folder=folder, folders=FOLDERS)
     print(f"{folder}: {', '.join(f'{name}/' for name in FOLDERS)}")
     print(f"next: cd {folder} && megalite train examples/quickstart/run.toml")
     return 0
+
+
+def command_parser() -> Parser:
+    parser = Parser(prog="megalite examples", description=__doc__)
+    about = "the folder to create (default: %(default)s)"
+    parser.add_argument("folder", nargs="?", type=Path, default=_DEFAULT, metavar="FOLDER", help=about)
+    return parser
 
 
 def shared_folder() -> Path:

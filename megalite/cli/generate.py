@@ -20,6 +20,7 @@ from megalite.cli.generate_chat import CLEAR, chat
 from megalite.cli.generate_run import GenerationJob, continue_prompt, run_file
 from megalite.cli.inference_memory import InferenceMemory
 from megalite.cli.local_ranks import on_local_ranks
+from megalite.cli.results import wanted
 from megalite.errors import ConfigError, DataError, Problem
 from megalite.generation.layout_and_memory import DEFAULT_TOKENS, cache_problems, layout_problems
 from megalite.generation.request import Request, Sampling, check_request, sampling_problems
@@ -30,7 +31,7 @@ from megalite.topology.shape import ModelShape
 
 def run(arguments: Sequence[str]) -> int:
     """Print texts as they are made; return the exit code. Raises CheckpointError, DataError, ConfigError."""
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     if options.adapter and options.batch is None:
         folder = next(iter(options.adapter.values()))
         remedy = f"name the adapter's folder as MODEL, which merges it: {folder}"
@@ -80,7 +81,10 @@ def _job(options: argparse.Namespace, source: ModelSource) -> GenerationJob:
     try:
         check_request(request, source.shape, source.shape.longest_sequence)
     except ConfigError as error:
-        problems = [replace(problem, key=flag(problem.key)) for problem in error.problems]
+        problems = [
+            replace(problem, key=flag(problem.key), set={flag(key): new for key, new in problem.set.items()})
+            for problem in error.problems
+        ]
         raise ConfigError(problems, error.source) from error
     return replace(job, request=request, prompt=options.prompt)
 
@@ -107,10 +111,15 @@ def _check(options: argparse.Namespace, shape: ModelShape) -> None:
     """Raise ConfigError for a layout that the model does not fit, or wrong sampling options."""
     layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
     problems = list(layout_problems(layout, shape))
+    if options.chat and wanted():
+        remedy = "use --prompt or --batch, or megalite serve"
+        problems.append(Problem("--json", "is not for --chat, a conversation with a person", remedy))
     if options.output is not None and options.batch is None:
-        problems.append(Problem("--output", "is for --batch", "leave it out"))
+        problems.append(Problem("--output", "is for --batch", "leave it out", {"--output": None}))
     if options.chat_template is not None and options.prompt is not None:
-        problems.append(Problem("--chat-template", "is for --chat and --batch", "leave it out"))
+        problems.append(
+            Problem("--chat-template", "is for --chat and --batch", "leave it out", {"--chat-template": None})
+        )
     problems += sampling_problems(
         options.tokens, vars(options), flag, stop=options.stop, logprobs=options.logprobs
     )
@@ -128,7 +137,7 @@ _COMMON = (
 )
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite generate", description=__doc__, common=_COMMON)
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--prompt", metavar="TEXT", help="the text to continue")

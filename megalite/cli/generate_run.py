@@ -3,12 +3,13 @@
 import json
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
+from megalite.cli.results import report, wanted
 from megalite.generation.request import Request
 from megalite.generation.source import ModelSource
 from megalite.generation.token_text import TokenText
@@ -57,6 +58,9 @@ def continue_prompt(job: GenerationJob, mesh: "ParallelMesh") -> int:
         _show(mesh, event.text)
     seconds = time.perf_counter() - started
     _show(mesh, "\n")
+    if mesh.rank == 0:
+        answer = _answer(job.request, events, TokenText(loaded.tokenizer))
+        report(model=job.source.folder, prompt=job.prompt, seconds=seconds, **answer)
     if job.request.logprobs is not None:
         shown = TokenText(loaded.tokenizer)
         for event in events:
@@ -75,6 +79,7 @@ def run_file(job: GenerationJob, mesh: "ParallelMesh") -> int:
     longest = max(len(each.request.prompt_ids) + each.request.max_tokens for each in job.file)
     engine = BatchEngine(loaded, max_requests=min(job.max_requests, len(job.file)), max_tokens=longest)
     shown = TokenText(loaded.tokenizer)
+    rows: list[Mapping[str, Any]] = []
     results = {engine.submit(each.request): _Result(each) for each in job.file}
     started, tokens, waiting = time.perf_counter(), 0, list(results)
     # On a terminal that shows the results, they themselves tell how far the work is.
@@ -89,9 +94,12 @@ def run_file(job: GenerationJob, mesh: "ParallelMesh") -> int:
             while waiting and results[waiting[0]].ended:
                 result = results.pop(waiting.pop(0))
                 if file is not None:
-                    print(json.dumps(result.row(shown), ensure_ascii=False), file=file, flush=True)
+                    row = result.row(shown)
+                    print(json.dumps(row, ensure_ascii=False), file=file, flush=True)
+                    rows += [row] if wanted() else []
     seconds = time.perf_counter() - started
     if mesh.rank == 0:
+        report(model=job.source.folder, results=rows, tokens=tokens, seconds=seconds)
         tell(f"{job.source.folder}: {len(job.file)} requests, {tokens} tokens in {seconds:.2f} s")
     return 0
 
@@ -109,15 +117,18 @@ class _Result:
 
     def row(self, tokens: TokenText) -> Mapping[str, Any]:
         """Return the JSON object of the result."""
-        row: dict[str, Any] = {"line": self.asked.line}
-        if self.asked.name is not None:
-            row["id"] = self.asked.name
-        row["text"] = "".join(event.text for event in self.events)
-        row["finish"] = self.events[-1].finish
-        row["prompt_tokens"], row["new_tokens"] = len(self.asked.request.prompt_ids), len(self.events)
-        if self.asked.request.logprobs is not None:
-            row["logprobs"] = [tokens.row(event) for event in self.events]
-        return row
+        name = {} if self.asked.name is None else {"id": self.asked.name}
+        return {"line": self.asked.line, **name, **_answer(self.asked.request, self.events, tokens)}
+
+
+def _answer(request: Request, events: "Sequence[Event]", tokens: TokenText) -> dict[str, Any]:
+    """Return the answer to a request for programs."""
+    row: dict[str, Any] = {
+        "text": "".join(event.text for event in events),
+        "finish": events[-1].finish if events else None,
+    }
+    row |= {"prompt_tokens": len(request.prompt_ids), "new_tokens": len(events)}
+    return row if request.logprobs is None else row | {"logprobs": [tokens.row(event) for event in events]}
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 
 from megalite.cli.arguments import Parser, add_value, whole_number
 from megalite.cli.first_run import starter_for
+from megalite.cli.results import report
 from megalite.config.first_run import SIZES, Size
 from megalite.config.flags import apply_overrides
 from megalite.config.load import load_run
@@ -33,10 +34,12 @@ _COMMENTS = {
 
 def run(arguments: Sequence[str]) -> int:
     """Write the run file and return the exit code. Raises ConfigError, DataError."""
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     path: Path = options.run_file
     if path.exists() and not options.force:
-        problem = Problem("RUN.toml", f"{path} exists", "name another file, or add --force to replace it")
+        problem = Problem(
+            "RUN.toml", f"{path} exists", "name another file, or add --force to replace it", {"--force": True}
+        )
         raise ConfigError([problem], "megalite init")
     source, size, processes = _answers(options)
     draft = _draft(source, size, processes)
@@ -47,6 +50,7 @@ def run(arguments: Sequence[str]) -> int:
         problem = Problem("RUN.toml", f"{path} cannot be written ({error.strerror})", "name another file")
         raise ConfigError([problem], "megalite init") from error
     config = load_run(path).config
+    report(run_file=path, settings=draft.values, next=["megalite", "train", str(path)])
     print(f"{path}: parameters {parameters_line(config)}")
     if needs := needs_line(config):
         print(f"needs about {needs}: bf16 AdamW without activations, 20 tokens per parameter")
@@ -54,7 +58,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite init", description=__doc__)
     default, about = Path("run.toml"), "file to write (run.toml)"
     parser.add_argument("run_file", type=Path, nargs="?", default=default, metavar="RUN.toml", help=about)

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from megalite.cli.arguments import Parser, options_and_settings, whole_number
 from megalite.cli.remaining_hosts import remaining_hosts
+from megalite.cli.results import report
 from megalite.cli.run_progress import attempt_end, published_step, records_mark
+from megalite.cli.run_status import report_run
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.smaller_layout import smaller_layout
 from megalite.errors import LaunchError, RankFailure
@@ -86,17 +88,25 @@ def run(arguments: Sequence[str]) -> int:
     if "-h" in own or "--help" in own:
         print(_HELP, end="")
         return 0
-    parser = _parser()
+    parser = command_parser()
     known, overrides = _separated(own, parser)
     options = parser.parse_args(known)
     environ = variables()
     _refuse_rank(environ)
     plan = _plan(options, overrides, extra, environ)
+    report(
+        layout=plan.loaded.config.layout.named_sizes,
+        backend=plan.backend,
+        hosts=[{"name": host.name, "ranks": list(host.ranks)} for host in plan.hosts],
+        idle=plan.idle,
+        variables=shown(plan.job.exported),
+    )
     for line in _plan_lines(plan):
         print(line, flush=True)
     if options.dry_run:
-        for line in _dry_lines(plan):
-            print(line)
+        lines = list(_dry_lines(plan))
+        report(commands=lines[lines.index("") + 1 :])
+        print(*lines, sep="\n")
         return 0
 
     def attempt(number: int) -> Ended:
@@ -109,6 +119,7 @@ def run(arguments: Sequence[str]) -> int:
         return attempt_end(result.exit_code, result.text, result.step, run_folder, before)
 
     ended = run_with_restarts(attempt, options.restarts, _say)
+    report_run(plan.job.folder / plan.loaded.config.run.folder, plan.loaded.notes)
     if ended.cause:
         raise RankFailure(ended.cause, ended.exit_code)
     return ended.exit_code
@@ -120,7 +131,7 @@ def _divided(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
     return list(arguments[:place]), tuple(arguments[place + 1 :])
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
     parser = Parser(prog="megalite launch", add_help=False, allow_abbrev=False)
     parser.add_argument("run_file", type=Path, metavar="RUN.toml")
     parser.add_argument("--hostfile", type=Path)

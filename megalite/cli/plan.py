@@ -4,7 +4,6 @@
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from megalite.cli.plan_calibration import calibrated_machine
 from megalite.cli.plan_cluster import take_cluster
 from megalite.cli.plan_lines import fit_lines, plan_lines, plan_report, table_lines
 from megalite.cli.plan_model import PLANNED_ROWS, PlanBase, base_flags, run_file
+from megalite.cli.results import report
 from megalite.config.sections.derived import vocabulary
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.environment import variables
@@ -31,7 +31,7 @@ _COMMON = (
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite plan MODEL --card NAME [options]`. Returns the exit code; ConfigError for wrong input."""
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     if options.table:
         _print(table_lines())
         return 0
@@ -62,18 +62,17 @@ def run(arguments: Sequence[str]) -> int:
         _print(fit_lines(config, rows, cluster))
         return 0
     found = search(config, rows, cluster, axes)
-    if options.json:
-        print(json.dumps(plan_report(found, config, cluster), indent=2))
-    else:
-        _print(plan_lines(found, config, rows, cluster, options))
+    report(**plan_report(found, config, cluster))
+    for line in plan_lines(found, config, rows, cluster, options):
+        print(line)
     if not found.fitting:
         return 1
     if options.write is not None:
         options.write.write_text(run_file(base, found.fitting[0], config), encoding="utf-8")
-        if not options.json:
-            source = "" if base.file is not None else "set data.source, then "
-            show = f"megalite config show {options.write} --world-size {cluster.cards}"
-            print(f"written to {options.write}: {source}{show}")
+        source = "" if base.file is not None else "set data.source, then "
+        show = f"megalite config show {options.write} --world-size {cluster.cards}"
+        print(f"written to {options.write}: {source}{show}")
+        report(written=options.write)
     return 0
 
 
@@ -96,7 +95,7 @@ def _axes(options: argparse.Namespace, base: PlanBase) -> PlannedAxes:
     if cards % axes.context:
         message = f"{axes.context} does not divide {cards:,} cards"
         fits = max(size for size in divisors(cards) if size <= axes.context)
-        raise ConfigError([Problem("--context", message, f"use {fits}")])
+        raise ConfigError([Problem("--context", message, f"use {fits}", {"--context": fits})])
     return axes
 
 
@@ -110,8 +109,9 @@ def _require_new(file: Path) -> None:
 
 
 def _print(lines: Iterator[str]) -> None:
-    for line in lines:
-        print(line)
+    text = list(lines)
+    report(lines=text)
+    print(*text, sep="\n")
 
 
 def _cluster(options: argparse.Namespace) -> Cluster:
@@ -125,7 +125,7 @@ def _cluster(options: argparse.Namespace) -> Cluster:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite plan", description=__doc__, common=_COMMON.split())
     add = parser.add_argument
     add("model", nargs="?", metavar="MODEL", help="preset, RUN.toml, config.json or its folder")
@@ -139,7 +139,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--fit", action="store_true", help="what fits one card")
     add("--table", action="store_true", help="memory by size of model")
     add("--write", type=Path, metavar="FILE", help="write the best layout's RUN.toml")
-    add("--json", action="store_true", help="print the plan as JSON")
     add("--calibrate", action="store_true", help="measure this machine, one to two minutes, and plan for it")
     about = f"the measurement: read, or written by --calibrate (default there: {DEFAULT_FILE})"
     add("--calibration", type=Path, metavar="FILE", help=about)

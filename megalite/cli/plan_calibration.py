@@ -62,15 +62,13 @@ def _measure(options: argparse.Namespace, config: RunConfig, rows: int) -> tuple
     from megalite.train.step.precision import choose_precision
 
     config = config.in_precision(choose_precision(config.training.precision, local_device(0, 1)).name)
-    if not options.json:
-        print(
-            f"measuring this machine in {config.training.precision}; leave it alone for one to two minutes",
-            flush=True,
-        )
+    print(
+        f"measuring this machine in {config.training.precision}; leave it alone for one to two minutes",
+        flush=True,
+    )
     calibration = calibrate([config], rows, gethostname())
     write_calibration(calibration, file)
-    if not options.json:
-        print(f"written to {file}")
+    print(f"written to {file}")
     return config, calibration
 
 

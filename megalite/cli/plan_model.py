@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from megalite.cli.arguments import closest
 from megalite.config.load import load_run
 from megalite.config.output.summary import TOKENS_PER_PARAMETER
 from megalite.config.sections.derived import vocabulary
@@ -85,7 +86,10 @@ def base_flags(options: argparse.Namespace) -> PlanBase:
         longest = _LENGTH
     else:
         message = f'"{options.model}" is no preset, no RUN.toml, no config.json and no folder'
-        raise ConfigError([Problem("MODEL", message, "megalite config presets lists the presets")])
+        close = closest(options.model, PRESETS)
+        cure = {"MODEL": close} if close else {}
+        remedy = "megalite config presets lists the presets"
+        raise ConfigError([Problem("MODEL", message, remedy, cure, value=options.model)])
     length = options.sequence_length or min(longest, _LENGTH)
     batch = options.batch or max(1, _TOKENS_A_STEP // length)
     training = {"steps": 1, "sequence_length": length, "micro_batch_size": 1, "global_batch_size": batch}

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megalite.checkpoint.folder import PARTIAL, published_checkpoints
+from megalite.checkpoint.folder import PARTIAL, find_latest, published_checkpoints
+from megalite.cli.results import report, wanted
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.control.failures import FailureReport, first_cause
 from megalite.monitor.run_view import RunHistory, RunStatus, seconds_left
@@ -40,6 +41,16 @@ class _Traces:
     saved: float
     saving: str
     failure: FailureReport | None
+
+
+def report_run(folder: Path, notes: Sequence[str]) -> None:
+    """Add where the run of a folder stands to the document of --json, for a command that has trained it."""
+    if wanted() and is_run_folder(folder):
+        reader, checkpoints, export = RunFolderReader(folder), folder / "checkpoints", folder / "export"
+        status = reader.report(reader.read())
+        latest = find_latest(checkpoints) if checkpoints.is_dir() else None
+        named = {"folder": folder, "checkpoint": latest, "export": export if export.is_dir() else None}
+        report(**status, **named, notes=notes)
 
 
 def is_run_folder(folder: Path) -> bool:

@@ -6,13 +6,13 @@ operator. Runs and megalite doctor read the stored result.
 """
 
 import argparse
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megalite.cli.arguments import Parser, add_value
+from megalite.cli.results import report
 from megalite.config.flags import split_overrides
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.environment import prepare_process
@@ -36,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
     Runs use torch in place of an operator that failed. Raises ConfigError; KernelError if the device does not respond.
     """
     own, overrides = split_overrides(arguments)
-    options = _parser().parse_args(own)
+    options = command_parser().parse_args(own)
     prepare_process()
     device = _device(options.device)
 
@@ -64,14 +64,12 @@ def run(arguments: Sequence[str]) -> int:
     facts = trust.machine(device)
     kept = _keep(facts, findings)
     choices = choices_of(cases, findings)
-    if options.json:
-        print(json.dumps(_json(facts, rows, choices, kept), indent=2))
-    else:
-        _show(facts, rows, choices, kept)
+    report(**_json(facts, rows, choices, kept))
+    _show(facts, rows, choices, kept)
     return 1 if any(finding.verdict in ("wrong", "failed") for *_, finding in rows) else 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="megalite selftest",
         usage="megalite selftest [RUN.toml] [options] [--section.key value ...]",
@@ -87,7 +85,6 @@ def _parser() -> argparse.ArgumentParser:
     about = "test only these operators: norm, rotary, ..."
     parser.add_argument("--operators", nargs="+", default=[], metavar="NAME", help=about)
     add_value(parser, "--timeout", float, "SECONDS", "time limit of one operator on one shape", 60.0)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
     # For tests: a file with other operators.
     parser.add_argument("--entries", type=Path, help=argparse.SUPPRESS)
     return parser

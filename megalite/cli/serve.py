@@ -21,6 +21,7 @@ from megalite.cli.arguments import (
 )
 from megalite.cli.inference_memory import InferenceMemory
 from megalite.cli.local_ranks import on_local_ranks
+from megalite.cli.results import report_now
 from megalite.config.sections.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
 from megalite.generation.layout_and_memory import DEFAULT_TOKENS, cache_problems, layout_problems
@@ -41,7 +42,7 @@ def run(arguments: Sequence[str]) -> int:
 
     Raises ConfigError, CheckpointError, DataError and LaunchError for wrong input, RankFailure if a rank died.
     """
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     _require_packages()
     from megalite.generation.prompts import chat_template
     from megalite.serve.keys import read_keys
@@ -90,6 +91,7 @@ def _serve(plan: "ServePlan", mesh: "ParallelMesh") -> int:
         print(f"{plan.name} at http://{host}:{port}", flush=True)
         if not plan.settings.keys:
             print("no API key: requests from this machine only", flush=True)
+        report_now(url=f"http://{host}:{port}", model=plan.name, host=plan.settings.host, port=port)
 
     serve(plan, mesh, ready)
     return 0
@@ -100,7 +102,7 @@ def _length_problems(length: int | None, source: ModelSource) -> Iterator[Proble
     longest = source.shape.longest_sequence
     if length is not None and length > longest:
         message = f"{length} is longer than {longest_sequence_setting(source.shape)} = {longest}"
-        yield Problem("--context-length", message, f"use at most {longest}")
+        yield Problem("--context-length", message, f"use at most {longest}", {"--context-length": longest})
 
 
 def _require_packages() -> None:
@@ -118,7 +120,7 @@ _COMMON = (
 )
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite serve", description=__doc__, common=_COMMON)
     add_value(
         parser, "--host", str, "NAME", "address to listen at; another one needs a key", ServeSettings.host

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from megalite.cli.arguments import Parser, add_value, whole_number
+from megalite.cli.results import report, wanted
 from megalite.cli.timeline_picture import (
     SHOWN_WAITS,
     label,
@@ -24,20 +25,20 @@ from megalite.planner.traces import TracedStep, read_step
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite timeline RUN [--step N] [--out FILE] [--json]`. ConfigError without traces."""
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     step = read_step(options.run, options.step)
     timelines = pipeline_timelines(step)
     picture, events = _files(options.run, step, options.out)
-    if options.out is not None or not options.json:
+    if files := options.out is not None or not wanted():
         _write(picture, picture_of(step))
         _write(events, json.dumps(trace_events(step, timelines)) + "\n")
-    if options.json:
-        print(json.dumps(_report(step, timelines), indent=2))
-        return 0
+    report(**_report(step, timelines))
     for line in _lines(step, timelines, options.run):
         print(line)
-    print(f"picture  {picture}")
-    print(f"trace    {events} (open it in ui.perfetto.dev or chrome://tracing)")
+    if files:
+        print(f"picture  {picture}")
+        print(f"trace    {events} (open it in ui.perfetto.dev or chrome://tracing)")
+        report(picture=picture, trace=events)
     return 0
 
 
@@ -47,15 +48,12 @@ def picture_of(step: TracedStep) -> str:
     return timeline_svg(timeline, _title(timeline), [_sizes(timeline), _bubbles(timeline)])
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
     parser = Parser(prog="megalite timeline", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder, trained with monitor.trace_steps")
     add_value(parser, "--step", whole_number(1), "N", "the traced step (default: the last one)")
     about = "the picture, SVG (default: beside the traces); its events for Perfetto are written beside it"
     add_value(parser, "--out", Path, "FILE", about)
-    parser.add_argument(
-        "--json", action="store_true", help="print all figures as JSON; files only with --out"
-    )
     return parser
 
 
@@ -64,7 +62,12 @@ def _files(run: Path, step: TracedStep, out: Path | None) -> tuple[Path, Path]:
     if out is not None:
         if out.suffix != ".svg":
             named = out.parent / f"{out.stem or 'timeline'}.svg"
-            problem = Problem("--out", f"{out} does not end in .svg, and the picture is SVG", f"use {named}")
+            problem = Problem(
+                "--out",
+                f"{out} does not end in .svg, and the picture is SVG",
+                f"use {named}",
+                {"--out": named},
+            )
             raise ConfigError([problem], "the command line")
         return out, out.with_suffix(".trace.json")
     folder = step_folder(run / TRACES, step.facts.step)

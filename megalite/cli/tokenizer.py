@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megalite.cli.arguments import Parser, add_setting
+from megalite.cli.results import report
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite tokenizer train` or `convert` and return the exit code. Raises DataError."""
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = options.command
     return command(options)
 
@@ -42,6 +43,7 @@ def _train(options: argparse.Namespace) -> int:
         (options.output / name).unlink(missing_ok=True)
     seconds = console.end("trained")
     reached = load_tokenizer(options.output, end_of_document=options.end_of_document).vocab_size
+    report(tokenizer=options.output, vocab_size=reached, seconds=seconds)
     print(f"{options.output}: {reached} ids from {files} in {seconds:.1f} s")
     return 0
 
@@ -62,6 +64,9 @@ def _convert(options: argparse.Namespace) -> int:
     import_tokenizer(options.path, options.output, options.end_of_document)
     tokenizer = load_tokenizer(options.output, end_of_document=options.end_of_document)
     ends = f"documents end in {tokenizer.end_of_document!r}"
+    report(
+        tokenizer=options.output, vocab_size=tokenizer.vocab_size, end_of_document=tokenizer.end_of_document
+    )
     print(f"{options.output}: {tokenizer.vocab_size} ids of {options.path}; {ends}")
     return 0
 
@@ -74,7 +79,10 @@ def _refuse_standing(options: argparse.Namespace) -> None:
     standing = next((name for name in TOKENIZER_FILES if (options.output / name).exists()), None)
     if standing is not None and not options.overwrite:
         raise DataError(
-            f"{options.output / standing} exists and would be replaced; choose another --output, or add --overwrite"
+            f"{options.output / standing} exists and would be replaced; choose another --output, or add --overwrite",
+            key="--output",
+            set={"--overwrite": True},
+            value=options.output,
         )
 
 
@@ -113,7 +121,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace a tokenizer in that folder")
 
 
-def _parser() -> argparse.ArgumentParser:
+def command_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite tokenizer", description=__doc__)
     commands = parser.add_subparsers()
     train = commands.add_parser("train", help="train a tokenizer on a text")

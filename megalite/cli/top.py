@@ -1,6 +1,5 @@
 """megalite top: watch runs from any terminal: loss, speed, time left, checkpoints, alarms."""
 
-import json
 import shutil
 import signal
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 from megalite.cli.arguments import Parser
+from megalite.cli.results import report, wanted
 from megalite.cli.run_status import RunFolderReader, run_folders
 from megalite.launcher.exit_codes import TERMINATED
 from megalite.monitor.run_view import RunStatus, ViewLine, printable, seconds_left, styled, view_lines
@@ -21,11 +21,11 @@ _REFRESH_SECONDS = 0.5
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite top [RUN ...] [--once] [--json]`. ConfigError where there is no run."""
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     readers = [RunFolderReader(folder) for folder in run_folders(options.runs)]
-    if options.json:
+    if wanted():
         reports = [reader.report(reader.read()) for reader in readers]
-        print(json.dumps(reports[0] if len(reports) == 1 else {"runs": reports}, indent=2))
+        report(**(reports[0] if len(reports) == 1 else {"runs": reports}))
     elif options.once or not _watch(readers):
         width = shutil.get_terminal_size().columns
         for line in _lines(
@@ -35,7 +35,7 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
     parser = Parser(prog="megalite top", description=__doc__)
     parser.add_argument(
         "runs",
@@ -46,7 +46,6 @@ def _parser() -> Parser:
         help="run folder, or a folder of run folders (default: runs); several runs make a table",
     )
     parser.add_argument("--once", action="store_true", help="print the present state and end, as into a pipe")
-    parser.add_argument("--json", action="store_true", help='one JSON object: the run, or {"runs": [...]}')
     return parser
 
 

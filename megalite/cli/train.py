@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.cli.arguments import EVERYTHING, Parser, meant, options_and_settings
+from megalite.cli.results import error_of
+from megalite.cli.run_status import report_run
 from megalite.config.first_run import Starter
 from megalite.config.flags import COMMAND_LINE
 from megalite.config.load import load_run
@@ -48,9 +50,7 @@ def run(arguments: Sequence[str]) -> int:
         print(_help(topic))
         return 0
     own, overrides = options_and_settings(arguments)
-    parser = Parser(prog="megalite train", add_help=False)
-    parser.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml")
-    options = parser.parse_args(own)
+    options = command_parser().parse_args(own)
     info = rank_info()
     leads = info is None or info.rank == 0
     try:
@@ -59,7 +59,11 @@ def run(arguments: Sequence[str]) -> int:
         if leads:
             for note in loaded.notes:
                 print(f"note: {note}")
-        return _train(Trainer(loaded.config, origins=loaded.origins), str(options.run_file or COMMAND_LINE))
+        trainer = Trainer(loaded.config, origins=loaded.origins)
+        code = _train(trainer, str(options.run_file or COMMAND_LINE))
+        if leads:
+            report_run(Path(loaded.config.run.folder), loaded.notes)
+        return code
     except ConfigError as error:
         if info is None or not meets_others(info):
             raise
@@ -67,10 +71,17 @@ def run(arguments: Sequence[str]) -> int:
         shown = leads and not watched_by_launcher()
         if shown:
             print(f"error: {error}", file=sys.stderr, flush=True)
+            error_of(error)
         # Other ranks may have read other settings, and wait for this one.
         if not tell_others(info, error) and not shown and info.local_rank == 0:
             raise
         return error.exit_code
+
+
+def command_parser() -> Parser:
+    parser = Parser(prog="megalite train", add_help=False)
+    parser.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml")
+    return parser
 
 
 def _train(trainer: Trainer, source: str) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 from megalite.config.foreign_flags import DEEPSPEED, with_deepspeeds_flags
 from megalite.config.sections.describe import section_models, type_names
 from megalite.config.sections.toml import format_value, parse_value, shown
-from megalite.config.sections.unchecked import SettingsDraft, did_you_mean
+from megalite.config.sections.unchecked import SettingsDraft, closest_name
 from megalite.errors import ConfigError, Problem
 
 _FLAG = re.compile(r"--(?P<name>\w+(?:\.[\w-]+)+)(?:=(?P<value>.*))?", re.DOTALL)
@@ -51,9 +51,13 @@ def apply_overrides(draft: SettingsDraft, overrides: Sequence[str]) -> None:
     for name, text in _pairs(draft, overrides):
         section, *keys = name.split(".")
         if section not in section_models():
-            draft.problem(
-                f"--{name}", f"there is no section {section}", did_you_mean(section, section_models())
-            )
+            if text == UNSET:
+                draft.drop(section, keys[0])
+                continue
+            close = closest_name(section, section_models())
+            moved = {f"{close}.{'.'.join(keys)}": parse_value(text), name: None} if close else {name: None}
+            remedy = f"did you mean {close}?" if close else ""
+            draft.problem(f"--{name}", f"there is no section {section}", remedy, moved)
             continue
         if not isinstance(draft.values.get(section, {}), dict):
             continue  # RUN.toml sets the section to a plain value, which the schema check reports
@@ -62,7 +66,7 @@ def apply_overrides(draft: SettingsDraft, overrides: Sequence[str]) -> None:
             remedy = f"write {UNSET} to remove the value" + f", or '\"{text}\"' for the text" * (
                 "TEXT" in takes
             )
-            draft.problem(f"--{name}", f'"{text}" is no value of this setting', remedy)
+            draft.problem(f"--{name}", f'"{text}" is no value of this setting', remedy, {name: None})
             continue
         table = draft.section(section)
         for key in keys[:-1]:
@@ -75,6 +79,8 @@ def apply_overrides(draft: SettingsDraft, overrides: Sequence[str]) -> None:
         elif takes:
             table.pop(keys[-1], None)
             draft.unset.add(f"{section}.{keys[0]}")
+        elif section != "deepspeed":
+            draft.drop(section, keys[0])  # an unknown key of the file
         else:  # a key of DeepSpeed, which may stand in a JSON file that is read later
             table[keys[-1]] = None
         draft.origins[f"{section}.{keys[0]}"] = f"--{name}"
@@ -114,9 +120,11 @@ def _pairs(draft: SettingsDraft, overrides: Sequence[str]) -> Iterator[tuple[str
                 remedy = "add --deepspeed_config ds.json, or a section [deepspeed] to RUN.toml"
                 draft.problem(argument, "asks for DeepSpeed, but nothing configures it", remedy)
         elif flag is None and (meant := with_section(argument)):
-            draft.problem(argument, "has no section", f"did you mean {meant}?")
-            if "=" not in argument and rest and not rest[0].startswith("--"):
-                rest.pop(0)
+            name, equals, text = argument.partition("=")
+            if not equals and rest and not rest[0].startswith("--"):
+                text = rest.pop(0)
+            cure = {meant.removeprefix("--"): parse_value(text), name: None} if text else {}
+            draft.problem(argument, "has no section", f"did you mean {meant}?", cure)
         elif flag is None:
             draft.problem(argument, "is not a setting", "write --section.key value")
         elif flag["value"] is not None:

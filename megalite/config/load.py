@@ -82,7 +82,8 @@ def load_run(
         run = replace(run, world_size=most_ranks(run, slots))
     problems = dict.fromkeys([*draft.problems, *problems_of(run, places=places)])
     if problems:
-        raise ConfigError(list(problems), draft.source)
+        problems_now = [replace(problem, value=draft.value(problem.key)) for problem in problems]
+        raise ConfigError(problems_now, draft.source)
     resolved = _resolved(run)
     for key, value in resolved.items():
         section, name = key.split(".")

@@ -1,6 +1,7 @@
 """Check a draft against the schema: a Problem for each wrong value, and the valid ones for the rules."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -10,8 +11,8 @@ from pydantic_core import ErrorDetails
 from megalite.config.sections.checked import CheckedRun, KnownValues
 from megalite.config.sections.describe import item_model, section_models
 from megalite.config.sections.section import Section
-from megalite.config.sections.toml import shown
-from megalite.config.sections.unchecked import DERIVED, SettingsDraft, did_you_mean
+from megalite.config.sections.toml import parse_value, shown
+from megalite.config.sections.unchecked import DERIVED, SettingsDraft, closest_name, did_you_mean
 from megalite.errors import Problem
 
 # pydantic's name of a type -> ours.
@@ -95,16 +96,31 @@ def _problem(
     if _is_missing(errors):
         return Problem(full, f"is required ({model.model_fields[key].description})")
     if full in _REMOVED:
-        return Problem(full, "is no longer a setting", _REMOVED[full])
-    if key not in model.model_fields:
-        return Problem(full, "unknown key", _nearest_key(section, key))
+        return Problem(full, "is no longer a setting", _REMOVED[full], {full: None})
     value = draft.values[section][key]
+    if key not in model.model_fields:
+        close = _nearest_key(section, key)
+        remedy, cure = (f"did you mean {close}?", {close: value, full: None}) if close else ("", {full: None})
+        return Problem(full, "unknown key", remedy, cure)
     origin = draft.origin(full)
     where = "" if origin in (draft.source, DERIVED) else f" ({origin})"
     rules = " or ".join(dict.fromkeys(_rules(errors)))
     words = [word for each in errors for word in _words(each)]
-    remedy = did_you_mean(value, words) if isinstance(value, str) else ""
-    return Problem(full, f"{shown(value)}{where} should be {rules}", remedy)
+    close = closest_name(value, words) if isinstance(value, str) else ""
+    remedy = f"did you mean {close}?" if close else ""
+    cure = {full: close} if close else _nearest_value(full, value, model.model_fields[key], errors)
+    return Problem(full, f"{shown(value)}{where} should be {rules}", remedy, cure)
+
+
+def _nearest_value(key: str, value: Any, info: FieldInfo, errors: list[ErrorDetails]) -> dict[str, Any]:
+    """Return key -> the number that is written as text, or the bound that a number breaks; {} for other mistakes."""
+    candidates = [parse_value(value)] if isinstance(value, str) else []
+    candidates += [bound for error in errors for bound in error.get("ctx", {}).values()]
+    for candidate in candidates:
+        with suppress(ValidationError):
+            _converted(info, candidate)
+            return {key: candidate}
+    return {}
 
 
 def _is_in_table(error: ErrorDetails) -> bool:
@@ -167,18 +183,20 @@ def _words(error: ErrorDetails) -> Iterator[str]:
 
 
 def _nearest_key(section: str, key: str) -> str:
+    """Return the setting that is meant by an unknown key of a section; "" where none is close."""
     models = section_models()
     elsewhere = [name for name, model in models.items() if key in model.model_fields]
     if elsewhere:
-        return f"did you mean {elsewhere[0]}.{key}?"
-    return did_you_mean(key, [f"{section}.{name}" for name in models[section].model_fields])
+        return f"{elsewhere[0]}.{key}"
+    return closest_name(key, [f"{section}.{name}" for name in models[section].model_fields])
 
 
 def _unknown_section(name: str, value: Any, models: Mapping[str, type[Section]]) -> Problem:
     if isinstance(value, Mapping):
-        return Problem(
-            name, "unknown section", did_you_mean(name, models) or f"there are {', '.join(models)}"
-        )
+        close = closest_name(name, models)
+        remedy = f"did you mean {close}?" if close else f"there are {', '.join(models)}"
+        moved = {f"{close}.{key}": inner for key, inner in value.items()} if close else {}
+        return Problem(name, "unknown section", remedy, moved | {f"{name}.{key}": None for key in value})
     homes = [f"{section}.{name}" for section, model in models.items() if name in model.model_fields]
     if homes:
         return Problem(name, "is outside of any section", f"did you mean {homes[0]}?")

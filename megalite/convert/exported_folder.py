@@ -36,12 +36,15 @@ def require_free(destination: Path, what: str, is_ours: Callable[[Path], bool]) 
     if destination.is_dir():
         if not any(destination.iterdir()) or is_ours(destination):
             return
-        raise CheckpointError(
-            f"{destination} is neither empty nor {what} written by megalite, so it is not replaced; choose"
-            " another folder"
+        wrong = (
+            f"is neither empty nor {what} written by megalite, so it is not replaced; choose another folder"
         )
-    if destination.exists():
-        raise CheckpointError(f"{destination} is a file; choose another name for the folder")
+    elif destination.exists():
+        wrong = "is a file; choose another name for the folder"
+    else:
+        return
+    other, value = {"OUTPUT": f"{destination}-export"}, str(destination)
+    raise CheckpointError(f"{destination} {wrong}", key="OUTPUT", set=other, value=value)
 
 
 def _publish(partial: Path, destination: Path) -> None:

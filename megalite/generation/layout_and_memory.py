@@ -27,12 +27,14 @@ def layout_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
             "--tensor",
             f"{layout.tensor} tensor-parallel ranks cannot share {query} query and {shared} key-value heads",
             f"use one of {sizes}",
+            {"--tensor": max(size for size in sizes if size <= layout.tensor)},
         )
     if layout.pipeline > shape.num_hidden_layers:
         yield Problem(
             "--pipeline",
             f"{layout.pipeline} stages are more than the model's {shape.num_hidden_layers} layers",
             f"use at most {shape.num_hidden_layers}",
+            {"--pipeline": shape.num_hidden_layers},
         )
 
 
@@ -68,7 +70,12 @@ def cache_problems(
         f"{value:,} does not fit: the keys and values of {slots[1]:,} x {tokens[1]:,} tokens need {memory_text(cache)} "
         f"in {dtype} beside weights of {memory_text(weights)}, and this machine has {memory_text(total)}"
     )
-    yield Problem(flag, message, f"use at most {fits:,}" if fits else f"lower {slots[0]} and {tokens[0]}")
+    yield Problem(
+        flag,
+        message,
+        f"use at most {fits:,}" if fits else f"lower {slots[0]} and {tokens[0]}",
+        {flag: fits} if fits else {},
+    )
 
 
 def cache_bytes(shape: ModelShape, dtype: str) -> int:

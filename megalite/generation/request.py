@@ -123,12 +123,13 @@ def sampling_problems(
             continue
         if not is_right(value):
             message = fault.format(f"{value:g}" if isinstance(value, float) else value)
-            yield Problem(name(setting), message, remedy)
+            yield Problem(name(setting), message, remedy, {name(setting): None})
         if greedy and setting in _NEED_TEMPERATURE:
             yield Problem(
                 name(setting),
                 f"has no effect with {name('temperature')} 0, which takes the most likely token",
                 f"set {name('temperature')} above 0, for example 1",
+                {name("temperature"): 1},
             )
 
 
@@ -155,6 +156,7 @@ def check_request(request: Request, shape: ModelShape, most: int, adapters: Coll
             "tokens",
             f"{len(prompt)} tokens of the prompt and {new} new ones exceed {setting}",
             f"use at most {max(0, most - len(prompt))}, or a shorter prompt",
+            {"tokens": most - len(prompt)} if len(prompt) < most else {},
         )
     elif new < 1 and not (request.embeds or request.scores_prompt):
         problem = Problem("tokens", f"{new} is no number of new tokens", "use 1 or more")

@@ -162,4 +162,5 @@ def card_named(name: str) -> str:
     near = parts or get_close_matches(plain, FACTS, n=3, cutoff=0.3)
     beside = " (its peak is known, its memory and links are not)" if plain in CARDS else ""
     remedy = f"use one of {', '.join(near)}" if near else f"use one of {', '.join(FACTS)}"
-    raise ConfigError([Problem("--card", f'there is no card "{name}"{beside}', remedy)])
+    cure = {"--card": near[0]} if near else {}
+    raise ConfigError([Problem("--card", f'there is no card "{name}"{beside}', remedy, cure, value=name)])

@@ -47,7 +47,10 @@ def listen(settings: ServeSettings) -> list[socket.socket]:
                 other.close()
             raise LaunchError(
                 f"--host {settings.host} --port {port} cannot be used ({error.strerror}); "
-                "end the program that listens there, or choose another --port"
+                "end the program that listens there, or choose another --port (0: any free one)",
+                key="--port",
+                set={"--port": 0},
+                value=port,
             ) from error
         # Connections inherit it; asyncio sets it for sockets of a named protocol alone.
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

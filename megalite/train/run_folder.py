@@ -100,6 +100,7 @@ class RunFolder:
                 "run.folder",
                 f"{self.root} cannot be written ({error.strerror})",
                 "name another folder, for example runs/second",
+                {"run.folder": "runs/second"},
             )
             raise ConfigError([problem]) from error
         try:
@@ -109,6 +110,7 @@ class RunFolder:
                 "run.folder",
                 f"another job uses {self.root}",
                 "wait for its end, stop it, or name another folder",
+                {"run.folder": f"{self.root}-2"},
             )
             raise ConfigError([problem]) from error
         except OSError:

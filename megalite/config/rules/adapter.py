@@ -23,13 +23,18 @@ def settings_belong_to_an_adapter(run: CheckedRun) -> Iterator[Problem]:
     for name, other in idle.items():
         if getattr(run.adapter, name) != fields[name].default:
             message = f'has no effect with adapter.kind = "{kind}"'
-            yield Problem(f"adapter.{name}", message, f'set adapter.kind = "{other}", or delete the setting')
+            yield Problem(
+                f"adapter.{name}",
+                message,
+                f'set adapter.kind = "{other}", or delete the setting',
+                {f"adapter.{name}": None},
+            )
 
 
 def an_adapter_has_a_model(run: CheckedRun) -> Iterator[Problem]:
     if run.adapter.kind != "none" and run.model.weights is None:
         message = f"{shown(run.adapter.kind)} needs a pretrained model, whose weights stay as they are"
-        yield Problem("adapter.kind", message, 'set model.weights, or use "none"')
+        yield Problem("adapter.kind", message, 'set model.weights, or use "none"', {"adapter.kind": "none"})
 
 
 def adapter_patterns_name_modules(run: CheckedRun) -> Iterator[Problem]:
@@ -47,17 +52,23 @@ def adapter_patterns_name_modules(run: CheckedRun) -> Iterator[Problem]:
                     "adapter.targets",
                     f"{shown(pattern)} names no linear of a layer",
                     f"use {', '.join(words)}",
+                    {"adapter.targets": words},
                 )
     outside = _modules(each for each in own if each.layer is None)
     words = [module.rsplit(".", 1)[-1] for module in outside if not names_tied_table(module, shape)]
     for pattern in adapter.modules_to_save:
+        others = {"adapter.modules_to_save": [name for name in adapter.modules_to_save if name != pattern]}
         if names_tied_table(pattern, shape):
             message = f"{shown(pattern)} is the embedding and the head at once (model.tie_word_embeddings)"
             remedy = "leave it out" if run.adapter.path is None else "use another adapter"
-            yield Problem("adapter.modules_to_save", message, f"{remedy}: PEFT would train two copies")
+            yield Problem(
+                "adapter.modules_to_save", message, f"{remedy}: PEFT would train two copies", others
+            )
         elif not any(names_module([pattern], module) for module in outside):
             message = f"{shown(pattern)} names no module outside of the layers"
-            yield Problem("adapter.modules_to_save", message, f"use {', '.join(words)}, or adapter.targets")
+            yield Problem(
+                "adapter.modules_to_save", message, f"use {', '.join(words)}, or adapter.targets", others
+            )
 
 
 def _modules(parameters: Iterator[Parameter]) -> list[str]:
@@ -78,7 +89,12 @@ def biases_are_trained_whole(run: CheckedRun) -> Iterator[Problem]:
             message = (
                 f'"lora_only" with {adapted[0]} needs {listed(missing)} too: their biases are one parameter'
             )
-            yield Problem("adapter.bias", message, 'add them to adapter.targets, or use "none" or "all"')
+            yield Problem(
+                "adapter.bias",
+                message,
+                'add them to adapter.targets, or use "none" or "all"',
+                {"adapter.bias": "none"},
+            )
             return
 
 
@@ -103,7 +119,12 @@ def every_stage_trains_something(run: CheckedRun) -> Iterator[Problem]:
 def added_tokens_have_trained_rows(run: CheckedRun) -> Iterator[Problem]:
     if run.adapter.kind != "none" and run.tokenizer.add_tokens:
         message = "are not supported with an adapter: their rows of the embedding would stay as they begin"
-        yield Problem("tokenizer.add_tokens", message, 'use adapter.kind = "none", or leave them out')
+        yield Problem(
+            "tokenizer.add_tokens",
+            message,
+            'use adapter.kind = "none", or leave them out',
+            {"tokenizer.add_tokens": None},
+        )
 
 
 def an_adapter_can_be_exported(run: CheckedRun) -> Iterator[Problem]:
@@ -119,7 +140,7 @@ def an_adapter_can_be_exported(run: CheckedRun) -> Iterator[Problem]:
         remedy = (
             "set checkpoint.export = false; megalite convert export writes the model with its adapter merged"
         )
-        yield Problem("adapter.kind", message, remedy)
+        yield Problem("adapter.kind", message, remedy, {"checkpoint.export": False})
 
 
 def ranks_above_every_matrix(run: CheckedRun) -> Iterator[str]:

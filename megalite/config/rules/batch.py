@@ -77,7 +77,7 @@ def _contradiction(run: CheckedRun, total: int, size: int, count: int, data: int
     if total % (size * count) == 0:
         ranks = Layout.of(run.parallel, total // (size * count)).world_size
         fitting.append(f"data {total // (size * count)} ({_ranks(ranks)})")
-    return Problem(_GLOBAL, message, f"use {' or '.join(fitting)}")
+    return Problem(_GLOBAL, message, f"use {' or '.join(fitting)}", {_GLOBAL: size * count * data})
 
 
 def _indivisible(run: CheckedRun, total: int, name: str, known: int, data: int) -> Problem:
@@ -87,8 +87,8 @@ def _indivisible(run: CheckedRun, total: int, name: str, known: int, data: int) 
         f"{total} {run.source(_GLOBAL)} is not a multiple of {short} {known} {run.source(name)} "
         f"* {_data(run, data)} = {share}"
     )
-    nearest = [str(each) for each in (total // share * share, (total // share + 1) * share) if each]
-    return Problem(_GLOBAL, message, f"use {' or '.join(nearest)}")
+    nearest = [each for each in (total // share * share, (total // share + 1) * share) if each]
+    return Problem(_GLOBAL, message, f"use {' or '.join(map(str, nearest))}", {_GLOBAL: nearest[0]})
 
 
 def _too_few(run: CheckedRun) -> Problem:
@@ -96,7 +96,8 @@ def _too_few(run: CheckedRun) -> Problem:
     known = [f"{key} = {value} {run.source(key)}" for key, value in values.items() if value is not None]
     others = [key for key, value in values.items() if value is None]
     message = f"{known[0]} alone does not determine the batch" if known else "the batch size is not set"
-    return Problem(others[0], message, f"set {'one' if known else 'two'} of {', '.join(others)}")
+    ones = {key: 1 for key in (_SIZE, _COUNT) if key in others and (key == _SIZE or _GLOBAL in others)}
+    return Problem(others[0], message, f"set {'one' if known else 'two'} of {', '.join(others)}", ones)
 
 
 def _data(run: CheckedRun, data: int) -> str:

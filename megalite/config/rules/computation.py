@@ -12,7 +12,9 @@ def recomputed_layers_are_chosen_once(run: CheckedRun) -> Iterator[Problem]:
     layers, ratio = run.training.recompute_layers, run.training.recompute_ratio
     if layers is not None and ratio is not None:
         message = f"{layers} and training.recompute_ratio = {ratio} are both set"
-        yield Problem("training.recompute_layers", message, "set only one of them")
+        yield Problem(
+            "training.recompute_layers", message, "set only one of them", {"training.recompute_ratio": None}
+        )
 
 
 def chosen_layers_are_recomputed(run: CheckedRun) -> Iterator[Problem]:
@@ -22,7 +24,12 @@ def chosen_layers_are_recomputed(run: CheckedRun) -> Iterator[Problem]:
         value = getattr(run.training, name)
         if value is not None:
             message = f'{value} has no effect with training.recompute = "none"'
-            yield Problem(f"training.{name}", message, 'set training.recompute to "full" or "selective"')
+            yield Problem(
+                f"training.{name}",
+                message,
+                'set training.recompute to "full" or "selective"',
+                {"training.recompute": "full"},
+            )
 
 
 def compiled_layers_fit_the_schedule(run: CheckedRun) -> Iterator[Problem]:
@@ -36,7 +43,7 @@ def compiled_layers_fit_the_schedule(run: CheckedRun) -> Iterator[Problem]:
             "separately: a compiled layer computes them together"
         )
         remedy = f"use one of the schedules {others}, or training.compile = false"
-        yield Problem("training.compile", message, remedy)
+        yield Problem("training.compile", message, remedy, {"training.compile": False})
 
 
 def compiled_layers_hold_no_collectives(run: CheckedRun) -> Iterator[Problem]:
@@ -44,7 +51,12 @@ def compiled_layers_hold_no_collectives(run: CheckedRun) -> Iterator[Problem]:
         message = (
             f"true does not work with parallel.tensor = {run.parallel.tensor}: collectives are not compiled"
         )
-        yield Problem("training.compile", message, "use parallel.tensor 1, or training.compile = false")
+        yield Problem(
+            "training.compile",
+            message,
+            "use parallel.tensor 1, or training.compile = false",
+            {"training.compile": False},
+        )
 
 
 def compiled_layers_are_recomputed_whole(run: CheckedRun) -> Iterator[Problem]:
@@ -54,13 +66,18 @@ def compiled_layers_are_recomputed_whole(run: CheckedRun) -> Iterator[Problem]:
             "recomputed alone"
         )
         remedy = 'use training.recompute "full" or "none", or training.compile = false'
-        yield Problem("training.compile", message, remedy)
+        yield Problem("training.compile", message, remedy, {"training.compile": False})
 
 
 def compiled_layers_hold_their_weights(run: CheckedRun) -> Iterator[Problem]:
     if run.training.compile and run.zero_stage == 3:
         message = "true does not work with deepspeed.zero_optimization.stage = 3, which gathers weights inside a layer"
-        yield Problem("training.compile", message, "use stage 1 or 2, or training.compile = false")
+        yield Problem(
+            "training.compile",
+            message,
+            "use stage 1 or 2, or training.compile = false",
+            {"training.compile": False},
+        )
 
 
 def attention_dropout_costs(run: CheckedRun) -> Iterator[str]:
@@ -94,7 +111,7 @@ def sequence_parallel_divides_the_length(run: CheckedRun) -> Iterator[Problem]:
         )
         nearest = [each for each in (length // tensor * tensor, -(-length // tensor) * tensor) if each]
         remedy = f"use {' or '.join(map(str, nearest))}, or parallel.sequence = false"
-        yield Problem("training.sequence_length", message, remedy)
+        yield Problem("training.sequence_length", message, remedy, {"training.sequence_length": nearest[0]})
 
 
 def offload_has_its_stage(run: CheckedRun) -> Iterator[Problem]:
@@ -105,7 +122,8 @@ def offload_has_its_stage(run: CheckedRun) -> Iterator[Problem]:
         if stage < first:
             message = f'device "{device}" has no effect: ZeRO stage {stage} does not partition the {what}'
             remedy = f'use stage {first}{" or higher" * (first < 3)}, or device "none"'
-            yield Problem(f"deepspeed.zero_optimization.{name}", message, remedy)
+            key = f"deepspeed.zero_optimization.{name}"
+            yield Problem(key, message, remedy, {f"{key}.device": "none"})
 
 
 def offload_has_a_device(run: CheckedRun) -> Iterator[Problem]:
@@ -113,7 +131,10 @@ def offload_has_a_device(run: CheckedRun) -> Iterator[Problem]:
         if device not in ("cpu", "nvme"):
             key = f"deepspeed.zero_optimization.{name}.device"
             yield Problem(
-                key, f'"{device}" is not a device that DeepSpeed offloads to', 'use "cpu", "nvme" or "none"'
+                key,
+                f'"{device}" is not a device that DeepSpeed offloads to',
+                'use "cpu", "nvme" or "none"',
+                {key: "none"},
             )
 
 
@@ -125,7 +146,7 @@ def offload_to_disk_has_its_folder(run: CheckedRun) -> Iterator[Problem]:
             continue
         if run.zero_stage in (1, 2):
             message = f'"nvme" needs ZeRO stage 3, but the stage is {run.zero_stage}'
-            yield Problem(f"{key}.device", message, 'use stage 3, or "cpu"')
+            yield Problem(f"{key}.device", message, 'use stage 3, or "cpu"', {f"{key}.device": "cpu"})
         elif not isinstance(table.get("nvme_path"), str):
             yield Problem(
                 f"{key}.nvme_path", 'is required with device = "nvme"', "set it to a folder on that disk"
@@ -133,7 +154,7 @@ def offload_to_disk_has_its_folder(run: CheckedRun) -> Iterator[Problem]:
         for pipelined in ("pipeline_read", "pipeline_write"):
             if table.get(pipelined):
                 message = "is not supported: a checkpoint could read state that is not on the disk yet"
-                yield Problem(f"{key}.{pipelined}", message, "set it to false")
+                yield Problem(f"{key}.{pipelined}", message, "set it to false", {f"{key}.{pipelined}": False})
 
 
 def _offload_devices(run: CheckedRun) -> Iterator[tuple[str, str]]:

@@ -14,23 +14,29 @@ def tokenizer_is_given_once(run: CheckedRun) -> Iterator[Problem]:
     path, size = run.tokenizer.path, run.tokenizer.vocab_size
     if path is not None and size != "auto":
         message = f"{size} trains a new tokenizer, but tokenizer.path names an existing one"
-        yield Problem("tokenizer.vocab_size", message, "set only one of them")
+        yield Problem("tokenizer.vocab_size", message, "set only one of them", {"tokenizer.vocab_size": None})
 
 
 def tokens_are_added_to_a_tokenizer(run: CheckedRun) -> Iterator[Problem]:
     added = run.tokenizer.add_tokens
     if added and run.tokenizer.path is None:
         remedy = "set tokenizer.path, or delete the setting: a new tokenizer has ids for every text"
-        yield Problem("tokenizer.add_tokens", "needs an existing tokenizer", remedy)
+        yield Problem(
+            "tokenizer.add_tokens", "needs an existing tokenizer", remedy, {"tokenizer.add_tokens": None}
+        )
     if repeated := {each for each in added if added.count(each) > 1}:
-        yield Problem("tokenizer.add_tokens", f"names {shown(min(repeated))} twice", "name every token once")
+        once = {"tokenizer.add_tokens": list(dict.fromkeys(added))}
+        message = f"names {shown(min(repeated))} twice"
+        yield Problem("tokenizer.add_tokens", message, "name every token once", once)
 
 
 def model_holds_every_token(run: CheckedRun) -> Iterator[Problem]:
     rows, ids = run.model.vocab_size, run.tokenizer.vocab_size
     if rows != "auto" and ids != "auto" and rows < ids:
         message = f"{rows} is less than tokenizer.vocab_size = {ids}"
-        yield Problem("model.vocab_size", message, f'use {ids} or more, or "auto"')
+        yield Problem(
+            "model.vocab_size", message, f'use {ids} or more, or "auto"', {"model.vocab_size": "auto"}
+        )
 
 
 def text_is_given_once(run: CheckedRun) -> Iterator[Problem]:
@@ -41,7 +47,7 @@ def text_is_given_once(run: CheckedRun) -> Iterator[Problem]:
         )
     elif source is not None and blend is not None:
         remedy = "move its text into [[data.blend]], or delete the blend"
-        yield Problem("data.source", "is set together with [[data.blend]]", remedy)
+        yield Problem("data.source", "is set together with [[data.blend]]", remedy, {"data.blend": None})
     elif blend is not None and not blend:
         yield Problem("data.blend", "is empty", "add a [[data.blend]] table with source and weight")
 
@@ -64,7 +70,12 @@ def curriculum_has_a_weight_for_each_set(run: CheckedRun) -> Iterator[Problem]:
     sets = len(run.data.blend or ())
     if run.data.curriculum and not sets:
         remedy = "name the data sets in [[data.blend]], or delete the curriculum"
-        yield Problem("data.curriculum", "changes the weights of [[data.blend]], which is not set", remedy)
+        yield Problem(
+            "data.curriculum",
+            "changes the weights of [[data.blend]], which is not set",
+            remedy,
+            {"data.curriculum": None},
+        )
         return
     for number, part in enumerate(run.data.curriculum, start=1):
         key, weights = f"data.curriculum[{number}].weights", shown(part.weights)
@@ -110,7 +121,7 @@ def split_shares_add_up(run: CheckedRun) -> Iterator[Problem]:
         split = tuple(share / (sum(split) or 1.0) for share in split)
     wrong = wrong_shares(split) if split is not None else None
     if wrong is not None:
-        yield Problem("data.split", *wrong)
+        yield Problem("data.split", *wrong, {"data.split": [0.98, 0.01, 0.01]})
 
 
 def wrong_shares(shares: Sequence[float]) -> tuple[str, str] | None:
@@ -135,13 +146,16 @@ def validation_is_other_text(run: CheckedRun) -> Iterator[Problem]:
         return
     if split is not None and len(split) > 1 and split[1] > 0:
         message = f"{split[1]:g} of the documents are for validation, but data.validation is set too"
-        yield Problem("data.split", message, "set only one of them, or the second share to 0")
+        yield Problem(
+            "data.split", message, "set only one of them, or the second share to 0", {"data.split": None}
+        )
     trained = [run.data.source, *(part.source for part in run.data.blend or ())]
     if validation in trained:
         yield Problem(
             "data.validation",
             f"{shown(validation)} is also the training text",
             "name other text, or set data.split instead",
+            {"data.validation": None, "data.split": [0.98, 0.02]},
         )
 
 
@@ -150,7 +164,7 @@ def every_loader_worker_has_a_step(run: CheckedRun) -> Iterator[Problem]:
     if workers > steps:
         message = f"{workers} threads are more than the data.prefetch = {steps} steps that are read ahead"
         remedy = f"use at most {steps}, or data.prefetch {workers} or more"
-        yield Problem("data.loader_workers", message, remedy)
+        yield Problem("data.loader_workers", message, remedy, {"data.loader_workers": steps})
 
 
 def settings_of_conversations_need_some(run: CheckedRun) -> Iterator[Problem]:
@@ -165,14 +179,19 @@ def settings_of_conversations_need_some(run: CheckedRun) -> Iterator[Problem]:
         changed.append("tokenizer.chat_template")
     for key in changed:
         yield Problem(
-            key, f'has no effect with data.kind = "{kind}"', 'delete it, or set data.kind = "instruct"'
+            key,
+            f'has no effect with data.kind = "{kind}"',
+            'delete it, or set data.kind = "instruct"',
+            {key: None},
         )
 
 
 def concatenated_conversations_have_any_length(run: CheckedRun) -> Iterator[Problem]:
     if run.data.packing == "concatenate" and run.data.too_long != "truncate":
         message = 'has no effect with data.packing = "concatenate", which cuts every conversation at the end of a row'
-        yield Problem("data.too_long", message, "delete it, or choose another data.packing")
+        yield Problem(
+            "data.too_long", message, "delete it, or choose another data.packing", {"data.too_long": None}
+        )
 
 
 def length_buckets_are_for_unpacked_conversations(run: CheckedRun) -> Iterator[Problem]:
@@ -180,10 +199,20 @@ def length_buckets_are_for_unpacked_conversations(run: CheckedRun) -> Iterator[P
         return
     if run.data.packing != "none":
         message = f'is for unpacked conversations, but data.packing is "{run.data.packing}"'
-        yield Problem("data.length_buckets", message, 'delete it, or set data.packing = "none"')
+        yield Problem(
+            "data.length_buckets",
+            message,
+            'delete it, or set data.packing = "none"',
+            {"data.length_buckets": None},
+        )
     if run.data.blend is not None:
         remedy = "delete it, or name all files as data.source"
-        yield Problem("data.length_buckets", "is for a single data set, not for [[data.blend]]", remedy)
+        yield Problem(
+            "data.length_buckets",
+            "is for a single data set, not for [[data.blend]]",
+            remedy,
+            {"data.length_buckets": None},
+        )
 
 
 def conversations_have_no_settings_of_text(run: CheckedRun) -> Iterator[Problem]:
@@ -192,7 +221,7 @@ def conversations_have_no_settings_of_text(run: CheckedRun) -> Iterator[Problem]
     message = f'has no effect with data.kind = "{run.data.kind}"'
     remedy = 'delete it, or set data.kind = "text"'
     if run.data.text_column != "text":
-        yield Problem("data.text_column", message, remedy)
+        yield Problem("data.text_column", message, remedy, {"data.text_column": None})
     parts = run.data.blend or ()
     for number, part in enumerate(parts, start=1):
         if part.text_column is not None:

@@ -13,22 +13,23 @@ def tensor_divides_attention_heads(run: CheckedRun) -> Iterator[Problem]:
     tensor, heads = run.parallel.tensor, run.model.num_attention_heads
     if heads % tensor:
         message = f"{tensor} does not divide model.num_attention_heads = {heads}"
-        yield Problem("parallel.tensor", message, _use_for_heads(run))
+        yield Problem("parallel.tensor", message, *_use_for_heads(run))
 
 
 def tensor_fits_key_value_heads(run: CheckedRun) -> Iterator[Problem]:
     tensor, heads = run.parallel.tensor, run.model.num_key_value_heads
     if heads is not None and not heads_fit(heads, tensor):
         message = f"{tensor} neither divides model.num_key_value_heads = {heads} nor is a multiple of it"
-        yield Problem("parallel.tensor", message, _use_for_heads(run))
+        yield Problem("parallel.tensor", message, *_use_for_heads(run))
 
 
-def _use_for_heads(run: CheckedRun) -> str:
-    """Return a remedy with the tensor-parallel sizes that suit the heads."""
+def _use_for_heads(run: CheckedRun) -> tuple[str, dict[str, int]]:
+    """Return a remedy with the tensor-parallel sizes that suit the heads, and the nearest smaller one to set."""
     query = run.model.num_attention_heads
     shared = run.model.num_key_value_heads or query
     sizes = tensor_sizes(query, shared)
-    return f"use one of {sizes}" if len(sizes) > 1 else f"use {sizes[0]}"
+    nearest = max(size for size in sizes if size <= run.parallel.tensor)
+    return f"use one of {sizes}" if len(sizes) > 1 else f"use {sizes[0]}", {"parallel.tensor": nearest}
 
 
 def zero_3_splits_no_shared_head(run: CheckedRun) -> Iterator[Problem]:
@@ -37,21 +38,29 @@ def zero_3_splits_no_shared_head(run: CheckedRun) -> Iterator[Problem]:
         source = run.source("deepspeed.zero_optimization")
         message = f"3 {source} cannot partition copies of key-value heads, but parallel.tensor = {tensor} is more than "
         message += f"model.num_key_value_heads = {heads}"
-        yield Problem("deepspeed.zero_optimization.stage", message, f"use 1 or 2, or parallel.tensor {heads}")
+        yield Problem(
+            "deepspeed.zero_optimization.stage",
+            message,
+            f"use 1 or 2, or parallel.tensor {heads}",
+            {"parallel.tensor": heads},
+        )
 
 
 def tensor_fits_intermediate_size(run: CheckedRun) -> Iterator[Problem]:
     tensor, size = run.parallel.tensor, run.model.intermediate_size
     if tensor > size:
         message = f"{tensor} ranks cannot share model.intermediate_size = {size}"
-        yield Problem("parallel.tensor", message, f"use at most {size}")
+        yield Problem("parallel.tensor", message, f"use at most {size}", {"parallel.tensor": size})
 
 
 def tensor_fits_vocabulary(run: CheckedRun) -> Iterator[Problem]:
     tensor, size = run.parallel.tensor, run.model.vocab_size
     if size != "auto" and tensor > size:
         yield Problem(
-            "parallel.tensor", f"{tensor} ranks cannot share model.vocab_size = {size}", f"use at most {size}"
+            "parallel.tensor",
+            f"{tensor} ranks cannot share model.vocab_size = {size}",
+            f"use at most {size}",
+            {"parallel.tensor": size},
         )
 
 
@@ -76,7 +85,10 @@ def ranks_fill_the_layout(run: CheckedRun) -> Iterator[Problem]:
         started = ranks_started(world, run.launched)
         message = f"{layout.text} = {layout.world_size}, not the {started}"
         automatic = "" if world % layout.replica_size else 'use "auto", or '
-        yield Problem("parallel.data", message, automatic + how_to_start([layout.world_size], run.launched))
+        cure = {"parallel.data": "auto"} if automatic else {}
+        yield Problem(
+            "parallel.data", message, automatic + how_to_start([layout.world_size], run.launched), cure
+        )
 
 
 def zero_fits_the_pipeline(run: CheckedRun) -> Iterator[Problem]:
@@ -87,4 +99,9 @@ def zero_fits_the_pipeline(run: CheckedRun) -> Iterator[Problem]:
         message = (
             f"{stage} {source} {does} in every micro batch, but parallel.pipeline = {stages} interleaves them"
         )
-        yield Problem("deepspeed.zero_optimization.stage", message, "use 1, or parallel.pipeline 1")
+        yield Problem(
+            "deepspeed.zero_optimization.stage",
+            message,
+            "use 1, or parallel.pipeline 1",
+            {"deepspeed.zero_optimization.stage": 1},
+        )

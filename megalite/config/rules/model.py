@@ -19,7 +19,12 @@ def family_can_be_exported(run: CheckedRun) -> Iterator[Problem]:
     for name, value, theirs in inexpressible(model_shape(run.model, 1)):
         if name == "rope_scaling":
             message = f"{shown(run.model.rope_type)} cannot be written in a {run.model.family} config.json"
-            yield Problem("model.rope_type", message, 'use "default", or checkpoint.export = false')
+            yield Problem(
+                "model.rope_type",
+                message,
+                'use "default", or checkpoint.export = false',
+                {"checkpoint.export": False},
+            )
             continue
         has, use = (
             ("no such key", "delete the setting")
@@ -28,7 +33,7 @@ def family_can_be_exported(run: CheckedRun) -> Iterator[Problem]:
         )
         message = f"{shown(value)} cannot be written in a {run.model.family} config.json, which has {has}"
         remedy = f"{use}, choose another model.family, or set checkpoint.export = false"
-        yield Problem(f"model.{name}", message, remedy)
+        yield Problem(f"model.{name}", message, remedy, {f"model.{name}": theirs})
 
 
 def rope_settings_belong_to_their_type(run: CheckedRun) -> Iterator[Problem]:
@@ -40,17 +45,26 @@ def rope_settings_belong_to_their_type(run: CheckedRun) -> Iterator[Problem]:
             message = f"has no effect with model.rope_type = {shown(kind)}"
             kinds = " or ".join(shown(other) for other, names in SCALINGS.items() if name in names)
             yield Problem(
-                f"model.{setting}", message, f"set model.rope_type to {kinds}, or delete the setting"
+                f"model.{setting}",
+                message,
+                f"set model.rope_type to {kinds}, or delete the setting",
+                {f"model.{setting}": None},
             )
     if kind not in ("default", "longrope") and "model.rope_factor" not in run.origins:
         message = f"is required with model.rope_type = {shown(kind)}"
-        yield Problem("model.rope_factor", message, 'set it, as in 4.0, or model.rope_type = "default"')
+        yield Problem(
+            "model.rope_factor",
+            message,
+            'set it, as in 4.0, or model.rope_type = "default"',
+            {"model.rope_type": "default"},
+        )
     if kind == "llama3" and run.model.rope_low_freq_factor >= run.model.rope_high_freq_factor:
         message = f"{run.model.rope_low_freq_factor} is not less than model.rope_high_freq_factor"
         yield Problem(
             "model.rope_low_freq_factor",
             message,
             "use 1.0, with model.rope_high_freq_factor 4.0, as in Llama 3.1",
+            {"model.rope_low_freq_factor": 1.0, "model.rope_high_freq_factor": 4.0},
         )
 
 
@@ -59,7 +73,10 @@ def yarn_and_longrope_have_their_numbers(run: CheckedRun) -> Iterator[Problem]:
     if kind == "yarn" and model.rope_beta_fast < model.rope_beta_slow:
         message = f"{model.rope_beta_fast} is less than model.rope_beta_slow = {model.rope_beta_slow}"
         yield Problem(
-            "model.rope_beta_fast", message, "use 32.0, with model.rope_beta_slow 1.0, as in YaRN's paper"
+            "model.rope_beta_fast",
+            message,
+            "use 32.0, with model.rope_beta_slow 1.0, as in YaRN's paper",
+            {"model.rope_beta_fast": 32.0, "model.rope_beta_slow": 1.0},
         )
     # A config.json without the factors is a problem of its own.
     if kind != "longrope" or "model" in run.incomplete:
@@ -76,24 +93,33 @@ def yarn_and_longrope_have_their_numbers(run: CheckedRun) -> Iterator[Problem]:
             f"is required where model.max_position_embeddings {longest} is more than "
             f"model.rope_original_positions {original}"
         )
-        yield Problem("model.rope_factor", message, f"use {longest / original:g}")
+        yield Problem(
+            "model.rope_factor",
+            message,
+            f"use {longest / original:g}",
+            {"model.rope_factor": longest / original},
+        )
 
 
 def scaled_rotations_can_be_computed(run: CheckedRun) -> Iterator[Problem]:
     model, kind = run.model, run.model.rope_type
     if kind == "dynamic" and model_shape(model, 1).rotary_dim <= 2:
         yield Problem(
-            "model.rope_type", '"dynamic" needs more than one rotated pair per head', 'use "linear"'
+            "model.rope_type",
+            '"dynamic" needs more than one rotated pair per head',
+            'use "linear"',
+            {"model.rope_type": "linear"},
         )
     if kind == "yarn" and model.rope_theta <= 1:
         message = f"{model.rope_theta} is not more than 1, as yarn requires"
-        yield Problem("model.rope_theta", message, "use 10000.0")
+        yield Problem("model.rope_theta", message, "use 10000.0", {"model.rope_theta": 10000.0})
     if kind == "longrope" and model.rope_factor > 1 and model.rope_original_positions == 1:
         message = "1 is too short: longrope divides by its logarithm"
         yield Problem(
             "model.rope_original_positions",
             message,
             "use the sequence length of pre-training, for example 4096",
+            {"model.rope_original_positions": 4096},
         )
 
 
@@ -104,32 +130,49 @@ def window_leaves_layers(run: CheckedRun) -> Iterator[Problem]:
         for name in ("full_attention_layers", "full_attention_every", "rope_local_base_freq"):
             if value := getattr(run.model, name):
                 message = f"{value} has no effect without model.sliding_window"
-                yield Problem(f"model.{name}", message, "set model.sliding_window, or delete the setting")
+                yield Problem(
+                    f"model.{name}",
+                    message,
+                    "set model.sliding_window, or delete the setting",
+                    {f"model.{name}": None},
+                )
     elif first >= layers:
         message = f"{first} leaves no layer of model.num_hidden_layers = {layers} with the sliding window"
         yield Problem(
             "model.full_attention_layers",
             message,
             f"use at most {layers - 1}, or delete model.sliding_window",
+            {"model.full_attention_layers": layers - 1},
         )
     elif every == 1:
         message = f"1 leaves no layer of model.num_hidden_layers = {layers} with the sliding window"
-        yield Problem("model.full_attention_every", message, "use 2 or more, or delete model.sliding_window")
+        yield Problem(
+            "model.full_attention_every",
+            message,
+            "use 2 or more, or delete model.sliding_window",
+            {"model.full_attention_every": 2},
+        )
 
 
 def query_heads_share_key_value_heads(run: CheckedRun) -> Iterator[Problem]:
     query, shared = run.model.num_attention_heads, run.model.num_key_value_heads
     if shared is not None and query % shared:
         message = f"{shared} does not divide model.num_attention_heads = {query}"
-        yield Problem("model.num_key_value_heads", message, f"use one of {divisors(query)}")
+        nearest = max(size for size in divisors(query) if size <= shared)
+        cure = {"model.num_key_value_heads": nearest}
+        yield Problem("model.num_key_value_heads", message, f"use one of {divisors(query)}", cure)
 
 
 def heads_fill_hidden_size(run: CheckedRun) -> Iterator[Problem]:
     hidden, heads = run.model.hidden_size, run.model.num_attention_heads
     if run.model.head_dim is None and hidden % heads:
         message = f"{heads} does not divide model.hidden_size = {hidden}"
+        nearest = max(size for size in divisors(hidden) if size <= heads)
         yield Problem(
-            "model.num_attention_heads", message, f"use one of {divisors(hidden)}, or set model.head_dim"
+            "model.num_attention_heads",
+            message,
+            f"use one of {divisors(hidden)}, or set model.head_dim",
+            {"model.num_attention_heads": nearest},
         )
 
 
@@ -140,13 +183,14 @@ def head_dim_is_even(run: CheckedRun) -> Iterator[Problem]:
     if dim is not None:
         if dim % 2:
             message = f"{dim} is odd, but rotary embeddings rotate pairs"
-            yield Problem("model.head_dim", message, f"use {dim + 1}")
+            yield Problem("model.head_dim", message, f"use {dim + 1}", {"model.head_dim": dim + 1})
         return
     hidden, heads = run.model.hidden_size, run.model.num_attention_heads
     if hidden % heads == 0 and hidden // heads % 2:
         message = f"{hidden} / model.num_attention_heads {heads} = {hidden // heads} is an odd head_dim"
         remedy = f"rotary embeddings rotate pairs: use {heads * (hidden // heads + 1)}, or set model.head_dim"
-        yield Problem("model.hidden_size", message, remedy)
+        even = {"model.hidden_size": heads * (hidden // heads + 1)}
+        yield Problem("model.hidden_size", message, remedy, even)
 
 
 def rotated_share_is_even(run: CheckedRun) -> Iterator[Problem]:
@@ -156,4 +200,6 @@ def rotated_share_is_even(run: CheckedRun) -> Iterator[Problem]:
         # Rounded up, so that the product with head_dim is not below the even number.
         even = ceil(20_000 * max(1, shape.rotary_dim // 2) / dim) / 10_000
         message = f"{share} of head_dim = {dim} is {shape.rotary_dim}, but rotary embeddings rotate pairs"
-        yield Problem("model.partial_rotary_factor", message, f"use {even}")
+        yield Problem(
+            "model.partial_rotary_factor", message, f"use {even}", {"model.partial_rotary_factor": even}
+        )

@@ -13,7 +13,8 @@ def chosen_steps_are_of_the_run(run: CheckedRun) -> Iterator[Problem]:
     for key, steps in (("profile_steps", monitor.profile_steps), ("trace_steps", monitor.trace_steps)):
         if last is not None and (later := [step for step in steps if step > last]):
             message = f"step {later[0]} never comes: the last one is training.steps = {last}"
-            yield Problem(f"monitor.{key}", message, f"use steps from 1 to {last}")
+            right = {f"monitor.{key}": [step for step in steps if step <= last]}
+            yield Problem(f"monitor.{key}", message, f"use steps from 1 to {last}", right)
 
 
 def profiled_ranks_are_of_the_run(run: CheckedRun) -> Iterator[str]:

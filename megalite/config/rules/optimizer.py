@@ -60,7 +60,12 @@ def values_are_clipped_without_zero(run: CheckedRun) -> Iterator[Problem]:
         message = (
             f"{limit} is not supported with ZeRO {stage}: DeepSpeed clips in its own step, and only by norm"
         )
-        yield Problem("optimizer.clip_value", message, "use 0, and optimizer.gradient_clipping instead")
+        yield Problem(
+            "optimizer.clip_value",
+            message,
+            "use 0, and optimizer.gradient_clipping instead",
+            {"optimizer.clip_value": 0.0},
+        )
 
 
 def the_native_optimizer_is_adamw_under_zero(run: CheckedRun) -> Iterator[Problem]:
@@ -69,13 +74,16 @@ def the_native_optimizer_is_adamw_under_zero(run: CheckedRun) -> Iterator[Proble
     key, name = "deepspeed.native_optimizer", run.optimizer.name
     if not run.zero_stage:
         message = "true has no effect without ZeRO: DeepSpeed is used only for ZeRO"
-        yield Problem(key, message, "set deepspeed.zero_optimization.stage to 1, 2 or 3, or use false")
+        yield Problem(
+            key, message, "set deepspeed.zero_optimization.stage to 1, 2 or 3, or use false", {key: False}
+        )
     if not OPTIMIZERS[name].native:
         native = _names(record for record in OPTIMIZERS.values() if record.native)
         yield Problem(
             key,
             f'true has no effect: DeepSpeed has no compiled form of optimizer.name = "{name}"',
             f"use optimizer.name {native}, or false",
+            {key: False},
         )
 
 
@@ -83,7 +91,12 @@ def ema_works_without_zero_3(run: CheckedRun) -> Iterator[Problem]:
     decay, stage = run.optimizer.ema_decay, run.zero_stage
     if decay and stage == 3:
         message = f"{decay} is not supported with ZeRO 3: no rank holds the updated weights to average"
-        yield Problem("optimizer.ema_decay", message, "use 0, or deepspeed.zero_optimization.stage 1 or 2")
+        yield Problem(
+            "optimizer.ema_decay",
+            message,
+            "use 0, or deepspeed.zero_optimization.stage 1 or 2",
+            {"optimizer.ema_decay": 0.0},
+        )
 
 
 def the_warmup_is_said_once(run: CheckedRun) -> Iterator[Problem]:
@@ -91,7 +104,9 @@ def the_warmup_is_said_once(run: CheckedRun) -> Iterator[Problem]:
     if steps and ratio:
         source = run.source("optimizer.warmup_steps")
         message = f"{ratio} is set together with optimizer.warmup_steps = {steps} {source}"
-        yield Problem("optimizer.warmup_ratio", message, "set only one of them")
+        yield Problem(
+            "optimizer.warmup_ratio", message, "set only one of them", {"optimizer.warmup_ratio": None}
+        )
 
 
 def the_stable_rate_follows_the_warmup(run: CheckedRun) -> Iterator[Problem]:
@@ -109,6 +124,7 @@ def the_stable_rate_follows_the_warmup(run: CheckedRun) -> Iterator[Problem]:
             "optimizer.decay_fraction",
             message,
             f"use at most {1 - warmup / end:.2g}, or optimizer.warmup_steps {start}",
+            {"optimizer.warmup_steps": start, "optimizer.warmup_ratio": None},
         )
 
 
@@ -129,20 +145,32 @@ def the_loss_scale_starts_above_its_minimum(run: CheckedRun) -> Iterator[Problem
     power, minimum = training.initial_loss_scale_power, training.minimum_loss_scale
     if training.loss_scale == "dynamic" and minimum > 2**power:
         message = f"{minimum} is more than 2 ** training.initial_loss_scale_power {power} = {2**power}"
-        yield Problem("training.minimum_loss_scale", message, f"use at most {2**power}")
+        yield Problem(
+            "training.minimum_loss_scale",
+            message,
+            f"use at most {2**power}",
+            {"training.minimum_loss_scale": 2**power},
+        )
 
 
 def deepspeeds_schedule_is_there(run: CheckedRun) -> Iterator[Problem]:
     if run.optimizer.schedule == "deepspeed" and "scheduler" not in run.deepspeed:
         message = '"deepspeed" needs a scheduler in DeepSpeed\'s JSON or in [deepspeed.scheduler]'
-        yield Problem("optimizer.schedule", message, 'add one, or use "cosine"')
+        yield Problem(
+            "optimizer.schedule", message, 'add one, or use "cosine"', {"optimizer.schedule": "cosine"}
+        )
 
 
 def decay_follows_the_warmup(run: CheckedRun) -> Iterator[Problem]:
     (warmup, said), end = _warmup(run), run.optimizer.decay_steps
     if end is not None and end <= warmup and run.optimizer.schedule != "deepspeed":
         message = f"{end} is not more than {said}"
-        yield Problem("optimizer.decay_steps", message, f"use {warmup + 1} or more")
+        yield Problem(
+            "optimizer.decay_steps",
+            message,
+            f"use {warmup + 1} or more",
+            {"optimizer.decay_steps": warmup + 1},
+        )
 
 
 def settings_are_read_by_the_optimizer(run: CheckedRun) -> Iterator[Problem]:
@@ -153,16 +181,21 @@ def settings_are_read_by_the_optimizer(run: CheckedRun) -> Iterator[Problem]:
         if setting not in OPTIMIZERS[name].settings and value not in (default, 0):
             message = f'{shown(value)} has no effect with optimizer.name = "{name}"'
             others = _names(optimizers_with(setting))
-            yield Problem(f"optimizer.{setting}", message, f"delete it, or use optimizer.name {others}")
+            yield Problem(
+                f"optimizer.{setting}",
+                message,
+                f"delete it, or use optimizer.name {others}",
+                {f"optimizer.{setting}": None},
+            )
 
 
 def zero_cuts_no_matrix_of_the_optimizer(run: CheckedRun) -> Iterator[Problem]:
     name, stage = run.optimizer.name, run.zero_stage
     if OPTIMIZERS[name].whole_matrices and stage:
         message = f'"{name}" is not supported with ZeRO {stage}: its partitions cut through matrices'
-        others = _names(record for record in OPTIMIZERS.values() if not record.whole_matrices)
-        remedy = f"use {others}, or delete [deepspeed]"
-        yield Problem("optimizer.name", message, remedy)
+        others = [record for record in OPTIMIZERS.values() if not record.whole_matrices]
+        remedy = f"use {_names(others)}, or delete [deepspeed]"
+        yield Problem("optimizer.name", message, remedy, {"optimizer.name": others[0].name})
 
 
 def the_run_ends_in_the_warmup(run: CheckedRun) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Rules over the pipeline: chunks per stage, layers per chunk, and the micro batches its schedule needs."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from megalite.config.rules.batch import BatchProblem, plan_batch
 from megalite.config.sections.checked import CheckedRun, Unknown
@@ -13,6 +13,8 @@ from megalite.topology.balance import balanced_layers
 from megalite.topology.flops import forward_flops
 from megalite.topology.schedules import SCHEDULES, Schedule
 from megalite.topology.stages import PipelineSplit, pipeline_split
+
+_PLAIN = {"parallel.schedule": "1f1b", "parallel.virtual_stages": "auto"}
 
 
 def chunks_per_stage(run: CheckedRun) -> int:
@@ -83,12 +85,12 @@ def chunks_suit_the_schedule(run: CheckedRun) -> Iterator[Problem]:
     if run.parallel.pipeline == 1:
         if chosen > 1:
             message = f"{chosen} chunks per stage need at least 2 stages, but parallel.pipeline is 1"
-            yield Problem(key, message, 'use "auto", or parallel.pipeline 2 or more')
+            yield Problem(key, message, 'use "auto", or parallel.pipeline 2 or more', {key: "auto"})
     elif not schedule.takes_chunks(chosen):
         chunks = f"{schedule.only_chunks} chunk{'s' * (schedule.only_chunks != 1)} per stage"
         message = f'is {chosen}, but parallel.schedule "{schedule.name}" runs {chunks}'
         other = _nearest_schedule(schedule, run, chosen)
-        yield Problem(key, message, f'use "auto", or parallel.schedule "{other}"')
+        yield Problem(key, message, f'use "auto", or parallel.schedule "{other}"', {key: "auto"})
 
 
 def every_chunk_has_a_layer(run: CheckedRun) -> Iterator[Problem]:
@@ -100,13 +102,16 @@ def every_chunk_has_a_layer(run: CheckedRun) -> Iterator[Problem]:
         pieces += f" * parallel.virtual_stages {chunks} = {stages * chunks} chunks"
     message = f"{pieces} cannot each have one of model.num_hidden_layers = {layers}"
     most, fewer = layers // chunks, layers // stages
-    ways = [f"at most {most}"] if most > 1 or chunks == 1 else []
+    ways: dict[str, dict[str, Any]] = {}
+    if most > 1 or chunks == 1:
+        ways[f"at most {most}"] = {"parallel.pipeline": most}
     if fewer and SCHEDULES[run.parallel.schedule].takes_chunks(fewer):
-        ways.append(f"parallel.virtual_stages {fewer}")
+        ways[f"parallel.virtual_stages {fewer}"] = {"parallel.virtual_stages": fewer}
     elif fewer:
-        ways.append('parallel.schedule "1f1b"')
-    remedy = ", or ".join(ways) or f'at most {layers} and parallel.schedule "1f1b"'
-    yield Problem("parallel.pipeline", message, f"use {remedy}")
+        ways['parallel.schedule "1f1b"'] = _PLAIN
+    if not ways:
+        ways[f'at most {layers} and parallel.schedule "1f1b"'] = {"parallel.pipeline": layers, **_PLAIN}
+    yield Problem("parallel.pipeline", message, f"use {', or '.join(ways)}", next(iter(ways.values())))
 
 
 def layers_per_stage_cover_the_model(run: CheckedRun) -> Iterator[Problem]:
@@ -119,12 +124,12 @@ def layers_per_stage_cover_the_model(run: CheckedRun) -> Iterator[Problem]:
         if chunks > 1:
             message = f"has {len(counts)} numbers, but parallel.pipeline {stages} * parallel.virtual_stages {chunks} = "
             message += f"{stages * chunks} chunks"
-        yield Problem(key, message, f"give {stages * chunks} numbers")
+        yield Problem(key, message, f"give {stages * chunks} numbers", {key: None})
     if sum(counts) != layers:
         message = (
             f"{' + '.join(map(str, counts)) or 0} = {sum(counts)} is not model.num_hidden_layers = {layers}"
         )
-        yield Problem(key, message, f"give numbers whose sum is {layers}")
+        yield Problem(key, message, f"give numbers whose sum is {layers}", {key: None})
 
 
 def schedule_has_micro_batches(run: CheckedRun) -> Iterator[Problem]:
@@ -139,11 +144,13 @@ def schedule_has_micro_batches(run: CheckedRun) -> Iterator[Problem]:
         return
     if reason := schedule.problem(stages, plan.micro_batches, chunks):
         nearest = schedule.nearest_micro_batches(stages, plan.micro_batches, chunks)
+        total = plan.micro_batch_size * nearest * plan.data
         remedy = (
-            f"use {nearest} (training.global_batch_size {plan.micro_batch_size * nearest * plan.data}), "
+            f"use {nearest} (training.global_batch_size {total}), "
             f'or parallel.schedule "{_nearest_schedule(schedule, run, chunks)}"'
         )
-        yield Problem("training.micro_batches", reason, remedy)
+        cure = {"training.micro_batches": nearest, "training.global_batch_size": total}
+        yield Problem("training.micro_batches", reason, remedy, cure)
 
 
 def _nearest_schedule(schedule: Schedule, run: CheckedRun, chunks: int) -> str:

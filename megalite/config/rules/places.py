@@ -2,13 +2,12 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 
 from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.hub_dataset import HUB_FORMS, HubDataset
 from megalite.config.sections.toml import shown
-from megalite.errors import Problem
+from megalite.errors import Problem, closest_path
 
 STANDARD_LIBRARY = "stdlib"
 _LONGEST_PATH = 200
@@ -25,7 +24,8 @@ def run_folder_can_be_written(run: CheckedRun) -> Iterator[Problem]:
     if not why:
         return
     message = f"{_named(run.run.folder)} cannot be written: {why}"
-    yield Problem("run.folder", message, "name another folder, for example runs/default")
+    remedy = "name another folder, for example runs/default"
+    yield Problem("run.folder", message, remedy, {"run.folder": "runs/default"})
 
 
 def _refusal(standing: Path) -> str:
@@ -47,7 +47,8 @@ def checkpoint_to_resume_exists(run: CheckedRun) -> Iterator[Problem]:
     if resume in _RESUME_WORDS or exists(Path(resume)):
         return
     remedy = 'name a checkpoint or a run folder, or use "auto" or "never"'
-    yield Problem("checkpoint.resume", f"{_named(resume)} does not exist", remedy)
+    cure = {"checkpoint.resume": closest_path(Path(resume)) or "auto"}
+    yield Problem("checkpoint.resume", f"{_named(resume)} does not exist", remedy, cure)
 
 
 def text_exists(run: CheckedRun) -> Iterator[Problem]:
@@ -62,17 +63,33 @@ def text_exists(run: CheckedRun) -> Iterator[Problem]:
                 )
                 yield Problem(key, message, "wait for it, or run the same command again")
                 continue
-            remedy = _close_file(source) or (
-                f'name a text file, a folder, a .jsonl or .parquet file, or "{STANDARD_LIBRARY}"'
+            close = closest_path(Path(source).expanduser())
+            alone = source in (
+                run.data.source,
+                run.data.validation,
+            )  # else it is an item of a list or a table
+            remedy = f'name a text file, a folder, a .jsonl or .parquet file, or "{STANDARD_LIBRARY}"'
+            yield Problem(
+                key,
+                f"{_named(source)} does not exist",
+                f"did you mean {close}?" if close else remedy,
+                {key: close} if close and alone else {},
             )
-            yield Problem(key, f"{_named(source)} does not exist", remedy)
 
 
 def tokenizer_exists(run: CheckedRun) -> Iterator[Problem]:
     path = run.tokenizer.path
     if path is not None and not exists(Path(path)):
         remedy = "name a Hugging Face folder, tokenizer.json or sentencepiece .model, or run megalite tokenizer train"
-        yield Problem("tokenizer.path", f"{_named(path)} does not exist", remedy)
+        close, source = closest_path(Path(path)), run.data.source
+        words = ["megalite", "tokenizer", "train", f"--source={source}", f"--output={path}"]
+        yield Problem(
+            "tokenizer.path",
+            f"{_named(path)} does not exist",
+            remedy,
+            {"tokenizer.path": close} if close else {},
+            words if not close and isinstance(source, str) else (),
+        )
 
 
 def is_prepared(source: str) -> bool:
@@ -116,14 +133,3 @@ def _sources(run: CheckedRun) -> Iterator[tuple[str, str]]:
 
 def _named(path: str) -> str:
     return f'"{path}"' if len(path) <= _LONGEST_PATH else shown(path)
-
-
-def _close_file(source: str) -> str:
-    """Return a remedy with the file of the most similar name in the folder of a missing one; "" without one."""
-    path = Path(source).expanduser()
-    try:
-        names = [each.name for each in path.parent.iterdir()]
-    except OSError:
-        return ""
-    close = get_close_matches(path.name, names, n=1, cutoff=0.75)
-    return f"did you mean {path.parent / close[0]}?" if close else ""

@@ -17,7 +17,12 @@ def settings_of_preferences_need_some(run: CheckedRun) -> Iterator[Problem]:
     for name, field in PreferenceConfig.model_fields.items():
         if getattr(run.preference, name) != field.default:
             message = f'has no effect with data.kind = "{run.data.kind}"'
-            yield Problem(f"preference.{name}", message, 'delete it, or set data.kind = "preference"')
+            yield Problem(
+                f"preference.{name}",
+                message,
+                'delete it, or set data.kind = "preference"',
+                {f"preference.{name}": None},
+            )
 
 
 def micro_batches_hold_pairs(run: CheckedRun) -> Iterator[Problem]:
@@ -32,12 +37,12 @@ def micro_batches_hold_pairs(run: CheckedRun) -> Iterator[Problem]:
     rows = "the chosen and the rejected answer of a pair are two rows of one micro batch"
     if run.training.micro_batch_size is not None:
         least = plan.micro_batch_size + 1
-        yield Problem(_SIZE, f"{plan.micro_batch_size} is odd, but {rows}", f"use {least}")
+        yield Problem(_SIZE, f"{plan.micro_batch_size} is odd, but {rows}", f"use {least}", {_SIZE: least})
     else:
         whole = 2 * plan.micro_batches * plan.data
         nearest = -(-plan.global_batch_size // whole) * whole
         message = f"{plan.global_batch_size} gives micro batches of {plan.micro_batch_size}, but {rows}"
-        yield Problem(_GLOBAL, message, f"use {nearest}")
+        yield Problem(_GLOBAL, message, f"use {nearest}", {_GLOBAL: nearest})
 
 
 def preferences_have_no_loss_of_tokens(run: CheckedRun) -> Iterator[Problem]:
@@ -55,13 +60,18 @@ def preferences_have_no_loss_of_tokens(run: CheckedRun) -> Iterator[Problem]:
             message = (
                 f"{value:g} changes the loss of tokens, but preferences compare log-probabilities of answers"
             )
-            yield Problem(key, message, remedy)
+            yield Problem(key, message, remedy, {key: None})
 
 
 def pairs_are_kept_whole(run: CheckedRun) -> Iterator[Problem]:
     if run.data.kind == "preference" and run.data.min_length:
         message = f"{run.data.min_length} would leave out one answer of a pair"
-        yield Problem("data.min_length", message, "delete it, or leave such pairs out of the data")
+        yield Problem(
+            "data.min_length",
+            message,
+            "delete it, or leave such pairs out of the data",
+            {"data.min_length": None},
+        )
 
 
 def label_smoothing_is_of_the_sigmoid(run: CheckedRun) -> Iterator[Problem]:
@@ -70,7 +80,12 @@ def label_smoothing_is_of_the_sigmoid(run: CheckedRun) -> Iterator[Problem]:
         message = (
             f"{preference.label_smoothing:g} has no effect with preference.loss = {shown(preference.loss)}"
         )
-        yield Problem("preference.label_smoothing", message, 'delete it, or set preference.loss = "sigmoid"')
+        yield Problem(
+            "preference.label_smoothing",
+            message,
+            'delete it, or set preference.loss = "sigmoid"',
+            {"preference.label_smoothing": None},
+        )
 
 
 def chunked_losses_of_pairs_have_a_frozen_head(run: CheckedRun) -> Iterator[Problem]:
@@ -80,5 +95,8 @@ def chunked_losses_of_pairs_have_a_frozen_head(run: CheckedRun) -> Iterator[Prob
         return
     message = f"{chunk} computes the head's gradient before the loss of the pair, which weighs it, is known"
     yield Problem(
-        "model.chunked_loss", message, 'delete it, or set adapter.kind = "lora", which freezes the head'
+        "model.chunked_loss",
+        message,
+        'delete it, or set adapter.kind = "lora", which freezes the head',
+        {"model.chunked_loss": None},
     )

@@ -14,14 +14,17 @@ def length_is_given_once(run: CheckedRun) -> Iterator[Problem]:
     steps, epochs = run.training.steps, run.training.epochs
     if steps is None and epochs is None:
         yield Problem(
-            "training.steps", "the length of the run is not set", "set training.steps or training.epochs"
+            "training.steps",
+            "the length of the run is not set",
+            "set training.steps or training.epochs",
+            {"training.epochs": 1},
         )
     elif steps is not None and epochs is not None:
         message = f"{steps} and training.epochs = {epochs} are both set"
         remedy = (
             "set only one of them; on the command line --training.steps unset removes a value of the file"
         )
-        yield Problem("training.steps", message, remedy)
+        yield Problem("training.steps", message, remedy, {"training.epochs": None})
 
 
 def sequences_fit_the_model(run: CheckedRun) -> Iterator[Problem]:
@@ -32,14 +35,20 @@ def sequences_fit_the_model(run: CheckedRun) -> Iterator[Problem]:
         remedy = f"use at most {longest}, or raise model.max_position_embeddings"
         if longest < 1:
             remedy = "lower adapter.tokens"
-        yield Problem("training.sequence_length", message, remedy)
+        cure = {"training.sequence_length": longest} if longest >= 1 else {}
+        yield Problem("training.sequence_length", message, remedy, cure)
 
 
 def tf32_is_a_way_to_multiply_fp32(run: CheckedRun) -> Iterator[Problem]:
     precision = run.training.precision
     if run.training.tf32 and precision != "fp32":
         message = f'true has no effect with training.precision = "{precision}"'
-        yield Problem("training.tf32", message, 'set training.precision = "fp32", or delete the setting')
+        yield Problem(
+            "training.tf32",
+            message,
+            'set training.precision = "fp32", or delete the setting',
+            {"training.tf32": None},
+        )
 
 
 def stop_after_is_a_duration(run: CheckedRun) -> Iterator[Problem]:

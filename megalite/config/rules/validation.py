@@ -22,7 +22,10 @@ def validation_has_text(run: CheckedRun) -> Iterator[Problem]:
         if value := getattr(run.validation, name):
             message = f"{shown(value)} needs validation text"
             yield Problem(
-                f"validation.{name}", message, "set data.validation or data.split, or delete the setting"
+                f"validation.{name}",
+                message,
+                "set data.validation or data.split, or delete the setting",
+                {f"validation.{name}": None},
             )
             return
 
@@ -30,32 +33,49 @@ def validation_has_text(run: CheckedRun) -> Iterator[Problem]:
 def patience_needs_validations(run: CheckedRun) -> Iterator[Problem]:
     if run.validation.patience is not None and run.validation.every is None:
         message = f"{run.validation.patience} has no effect: the only validation is after the last step"
-        yield Problem("validation.patience", message, "set validation.every, for example 100")
+        yield Problem(
+            "validation.patience", message, "set validation.every, for example 100", {"validation.every": 100}
+        )
 
 
 def improvement_is_for_patience(run: CheckedRun) -> Iterator[Problem]:
     if run.validation.minimum_improvement and run.validation.patience is None:
         message = f"{run.validation.minimum_improvement:g} has no effect without validation.patience"
         yield Problem(
-            "validation.minimum_improvement", message, "set validation.patience, or delete the setting"
+            "validation.minimum_improvement",
+            message,
+            "set validation.patience, or delete the setting",
+            {"validation.minimum_improvement": None},
         )
 
 
 def best_checkpoint_needs_text(run: CheckedRun) -> Iterator[Problem]:
     if run.checkpoint.best and not has_validation_text(run):
         message = "true needs validation text, whose loss decides which checkpoint is the best"
-        yield Problem("checkpoint.best", message, "set data.validation or data.split")
+        yield Problem(
+            "checkpoint.best", message, "set data.validation or data.split", {"data.split": [0.98, 0.02]}
+        )
 
 
 def best_export_needs_its_checkpoint(run: CheckedRun) -> Iterator[Problem]:
     if run.checkpoint.export == "best" and not run.checkpoint.best:
-        yield Problem("checkpoint.export", '"best" needs a best checkpoint', "set checkpoint.best = true")
+        yield Problem(
+            "checkpoint.export",
+            '"best" needs a best checkpoint',
+            "set checkpoint.best = true",
+            {"checkpoint.best": True},
+        )
 
 
 def keeping_some_means_deleting_others(run: CheckedRun) -> Iterator[Problem]:
     if run.checkpoint.keep_every is not None and run.checkpoint.keep_last is None:
         message = f"{run.checkpoint.keep_every} has no effect: no checkpoint is deleted"
-        yield Problem("checkpoint.keep_every", message, "set checkpoint.keep_last, or delete the setting")
+        yield Problem(
+            "checkpoint.keep_every",
+            message,
+            "set checkpoint.keep_last, or delete the setting",
+            {"checkpoint.keep_every": None},
+        )
 
 
 def intervals_are_steps_or_epochs(run: CheckedRun) -> Iterator[Problem]:
@@ -85,4 +105,4 @@ def loss_scale_skips_by_itself(run: CheckedRun) -> Iterator[Problem]:
             '"skip" has no effect with training.precision = "fp16", whose loss scale skips such steps itself'
         )
         remedy = 'use "stop", which ends the run at training.minimum_loss_scale'
-        yield Problem("training.nonfinite", message, remedy)
+        yield Problem("training.nonfinite", message, remedy, {"training.nonfinite": "stop"})

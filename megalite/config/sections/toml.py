@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megalite.errors import ConfigError, Problem
+from megalite.errors import ConfigError, Problem, closest_path
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _HEADER = re.compile(r"\s*(\[\[?)([^\[\]]+)\]")
@@ -33,7 +33,10 @@ def read_text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError([Problem(str(path), "no such file", _files_here(path))], str(path)) from None
+        close = closest_path(path)
+        cure = {"RUN.toml": close} if close else {}
+        problem = Problem(str(path), "no such file", _files_here(path), cure, value=str(path))
+        raise ConfigError([problem], str(path)) from None
     except OSError as error:
         raise ConfigError([Problem(str(path), error.strerror or str(error))], str(path)) from error
     except UnicodeDecodeError as error:

@@ -36,6 +36,14 @@ class SettingsDraft:
         self.section(section)[key] = value
         self.origins[f"{section}.{key}"] = origin
 
+    def drop(self, section: str, key: str) -> None:
+        """Forget an unknown key, and its section if that has no other."""
+        table = self.values.get(section)
+        if isinstance(table, dict):
+            table.pop(key, None)
+            if not table:
+                del self.values[section]
+
     def take_out(self, section: str, key: str) -> Any:
         """Remove a key and return its value; None where it is not set."""
         return self.section(section).pop(key, None)
@@ -66,12 +74,25 @@ class SettingsDraft:
         """Return where the value of `section.key` came from."""
         return self.origins.get(key, DEFAULT)
 
-    def problem(self, key: str, message: str, remedy: str = "") -> None:
-        self.problems.append(Problem(key, message, remedy))
+    def problem(self, key: str, message: str, remedy: str = "", set: Mapping[str, Any] | None = None) -> None:
+        self.problems.append(Problem(key, message, remedy, set or {}))
+
+    def value(self, key: str) -> Any:
+        """Return the value of `section.key` or of a key further inside; None without one."""
+        value: Any = self.values
+        for name in key.removeprefix("--").split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return a remedy with the closest match among `known`; "" if none is close."""
+    close = closest_name(word, known)
+    return f"did you mean {close}?" if close else ""
+
+
+def closest_name(word: str, known: Iterable[str]) -> str:
+    """Return the name among `known` whose last part is most like a word; "" if none is close."""
     by_last = {name.rsplit(".", 1)[-1]: name for name in known}
     close = get_close_matches(word, by_last, n=1, cutoff=0.6)
-    return f"did you mean {by_last[close[0]]}?" if close else ""
+    return by_last[close[0]] if close else ""

@@ -27,6 +27,23 @@ def account_lines(account: Account, *, every: bool = False) -> Iterator[str]:
     yield from map(_one_line, _lines(account, every))
 
 
+def account_report(account: Account) -> dict[str, Any]:
+    """Return the account for programs; without values of keys, some of which are secrets."""
+    keys = [
+        {
+            "key": answer.key,
+            "outcome": answer.outcome.value,
+            "settings": dict(answer.settings),
+            "reason": answer.reason,
+            "remedy": answer.remedy,
+            "changes_numbers": answer.numbers,
+        }
+        for answer in account.answers
+    ]
+    names = ("system", "settings", "launch", "ranks", "notes", "script", "continues")
+    return {"keys": keys, **{name: getattr(account, name) for name in names}}
+
+
 def _lines(account: Account, every: bool) -> Iterator[str]:
     counts = ", ".join(f"{len(account.with_outcome(outcome))} {outcome.value}" for outcome in _ORDER)
     yield f"{account.system}: {len(account.answers)} keys: {counts}"

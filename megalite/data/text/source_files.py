@@ -10,7 +10,7 @@ from megalite.config.sections.hub_dataset import HubDataset
 from megalite.config.sources.hub_data import fetch_dataset
 from megalite.data.text.standard_library import STANDARD_LIBRARY, library_modules
 from megalite.data.text.tables import is_saved_dataset, saved_dataset_files
-from megalite.errors import DataError
+from megalite.errors import DataError, closest_path
 
 Kind = Literal["text", "jsonl", "table", "optional"]
 
@@ -65,9 +65,13 @@ def source_files(source: str, pattern: str, key: str) -> Iterator[SourceFile]:
                 f"{key}: {source} is a prepared token file, not text; name the text it was made from"
             )
         else:
+            close = closest_path(path)
+            texts = f"name a text file, a folder, a .jsonl, a .parquet or {STANDARD_LIBRARY!r}"
             raise DataError(
-                f"{key}: {source} does not exist; name a text file, a folder, a .jsonl, a .parquet or "
-                f"{STANDARD_LIBRARY!r}"
+                f"{key}: {source} does not exist; {f'did you mean {close}?' if close else texts}",
+                key=key,
+                set={key: close} if close else {},
+                value=source,
             )
         for file, place in places:
             status = file.stat()

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from megalite.data.files.partial_files import lock_held, partial, replace_file
-from megalite.errors import DataError
+from megalite.errors import DataError, closest_path
 
 END_OF_DOCUMENT = "<|endoftext|>"
 SENTENCEPIECE_FILE = "tokenizer.model"
@@ -155,8 +155,13 @@ def tokenizer_file(path: Path) -> Path:
     if file.is_file():
         return file
     if not path.exists():
+        close = closest_path(path)
+        remedy = "name a Hugging Face folder, or train one (megalite tokenizer train)"
         raise DataError(
-            f"tokenizer {path} does not exist; name a Hugging Face folder, or train one (megalite tokenizer train)"
+            f"tokenizer {path} does not exist; {f'did you mean {close}?' if close else remedy}",
+            key="--tokenizer",
+            set={"--tokenizer": close} if close else {},
+            value=str(path),
         )
     others = sorted(entry.name for entry in path.iterdir())
     raise DataError(

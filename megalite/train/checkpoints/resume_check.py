@@ -114,6 +114,7 @@ class ResumeCheck:
                 "run.folder",
                 f"{default} holds a run with other settings ({listed(changed)})",
                 f"start a new run with --run.folder runs/second, or {remedy}",
+                {"run.folder": "runs/second"},
             )
             raise ConfigError([problem])
 
@@ -170,7 +171,10 @@ class ResumeCheck:
     def _raise(self, problems: Sequence[Problem]) -> None:
         if problems and self._seen and not self.config.checkpoint.resume_changed:
             remedy = "or set checkpoint.resume_changed = true to go on with it"
-            raise ConfigError([replace(each, remedy=f"{each.remedy}, {remedy}") for each in problems])
+            cure = {"checkpoint.resume_changed": True}
+            raise ConfigError(
+                [replace(each, remedy=f"{each.remedy}, {remedy}", set=cure) for each in problems]
+            )
 
     def _problem(self, key: str, now: object, other: str, why: str, same: object) -> Problem:
         return Problem(key, f"{now} is not {other}, and {why}", f"use {same}, or a new run.folder")

@@ -1,0 +1,128 @@
+"""The one place that decides between text for a person and one JSON document for a program (`--json`).
+
+With --json all that a command prints goes to stderr, and its facts to one document on stdout. Ranks that are forked
+from this process report into the same file.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from io import UnsupportedOperation
+from tempfile import TemporaryFile
+from typing import IO, Any
+
+from megalite.errors import MegaliteError, Problem
+
+_BROKEN_PIPE, _WRITTEN = 141, "_written"
+# While a command runs with --json: the facts so far, a JSON object a line, and the real stdout.
+_streams: tuple[IO[str], IO[str]] | None = None
+
+
+def wanted() -> bool:
+    """Whether a program reads the result."""
+    return _streams is not None
+
+
+def report(**facts: Any) -> None:
+    """Add facts to the document of --json; do nothing for a person, who reads what the command prints."""
+    if _streams is not None:
+        print(_dumped(facts), file=_streams[0], flush=True)
+
+
+def report_now(**facts: Any) -> None:
+    """Write the document now: the command goes on working, as a server does."""
+    if _streams is not None:
+        _write({"exit_code": None, **_facts(), **facts})
+        report(**{_WRITTEN: True})
+
+
+def report_error(problems: tuple[Problem, ...], message: str, exit_code: int) -> None:
+    """Add an error: all its problems as objects, and the message that a person reads."""
+    objects = [problem.as_dict() for problem in problems]
+    report(error={"exit_code": exit_code, "message": message, "problems": objects})
+
+
+def with_document(work: Callable[[], int]) -> int:
+    """Run a command with its texts on stderr and its one document on stdout; return its exit code."""
+    global _streams
+    with _texts_on_stderr() as out, TemporaryFile("w+", encoding="utf-8") as facts:
+        _streams = facts, out
+        try:
+            return _end(_finished(work))
+        except Exception as error:  # a fault of megalite: its traceback follows on stderr
+            report_error((Problem("", f"{type(error).__name__}: {error}"),), str(error), 1)
+            _end(1)
+            raise
+        finally:
+            _streams = None
+
+
+def _end(code: int) -> int:
+    """Write the document, unless the command has written it and all went well; return the exit code."""
+    facts = _facts()
+    if facts.pop(_WRITTEN, False) and "error" not in facts:
+        return code
+    return _write({"exit_code": code, **facts}) or code
+
+
+def _finished(work: Callable[[], int]) -> int:
+    try:
+        return work()
+    except SystemExit as left:  # argparse's way to leave
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+
+
+def error_of(error: MegaliteError) -> None:
+    """Report an error that was raised on purpose."""
+    report_error(error.problems, str(error), error.exit_code)
+
+
+def _facts() -> dict[str, Any]:
+    assert _streams is not None
+    file, merged = _streams[0], dict[str, Any]()
+    file.seek(0)
+    for line in file:
+        merged |= json.loads(line)
+    return merged
+
+
+def _write(document: dict[str, Any]) -> int:
+    """Write a document as one line; return 141 where the reader has gone."""
+    assert _streams is not None
+    try:
+        print(_dumped(document), file=_streams[1], flush=True)
+    except BrokenPipeError:
+        return _BROKEN_PIPE
+    return 0
+
+
+def _dumped(document: dict[str, Any]) -> str:
+    """Return the document in strict JSON: null for a number that is not finite, text for a path."""
+    text = json.dumps(document, default=lambda value: value.item() if hasattr(value, "item") else str(value))
+    return json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False)
+
+
+@contextmanager
+def _texts_on_stderr() -> Iterator[IO[str]]:
+    """Send this process's stdout, and that of the processes it starts, to stderr; yield the real stdout."""
+    own = sys.stdout
+    own.flush()
+    kept = os.dup(1)
+    try:
+        own_is_1 = own.fileno() == 1
+    except (UnsupportedOperation, OSError, AttributeError):
+        own_is_1 = False
+    out = os.fdopen(os.dup(kept), "w", encoding="utf-8") if own_is_1 else own
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield out
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+        if own_is_1:
+            with suppress(BrokenPipeError):
+                out.close()
