@@ -20,11 +20,13 @@ _VALUES = {"--model.preset": list(PRESETS)}
 # COMPREPLY of a word: of the values of the option before it, else of the words of the command. Files complete as usual.
 _BASH = """\
 _megalite() {{
-    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command="" words="" fitting="" name
-    # bash splits --option=value into three words
+    local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}}
+    local command="" words="" fitting="" prefix="" name
+    # bash splits --option=value into three words, zsh does not.
     [[ $word == = ]] && word=""
     [[ $before == = ]] && before=${{COMP_WORDS[COMP_CWORD-2]}}
-    for name in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+    [[ $word == --*=* ]] && before=${{word%%=*}} word=${{word#*=}} prefix="${{before}}="
+    for name in "${{COMP_WORDS[@]:1:$((COMP_CWORD - 1))}}"; do
         case "$command $name" in
 {paths}
         esac
@@ -41,7 +43,7 @@ _megalite() {{
     for name in $words; do
         [[ $word == -* || $name != -* ]] && fitting+=" $name"
     done
-    COMPREPLY=($(compgen -W "$fitting" -- "$word"))
+    COMPREPLY=($(compgen -P "$prefix" -W "$fitting" -- "$word"))
 }}
 complete -o default -o bashdefault -F _megalite megalite
 """

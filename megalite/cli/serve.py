@@ -45,6 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     _require_packages()
     from megalite.generation.prompts import chat_template
+    from megalite.serve.address import listen
     from megalite.serve.keys import read_keys
 
     settings = ServeSettings(
@@ -68,6 +69,10 @@ def run(arguments: Sequence[str]) -> int:
         problems.append(Problem("--adapter", message, "choose another, or name the base with --model-name"))
     if problems:
         raise ConfigError(problems, "the server")
+    if layout.world_size > 1 and settings.port:
+        # A rank binds it later: here a taken one is an error of the input, before a rank is started.
+        for opened in listen(settings):
+            opened.close()
     template = chat_template(source, options.chat_template)
     plan = ServePlan(source, settings, name, template, options.dtype, options.context_length)
     memory = InferenceMemory(source, layout, options.dtype, *cache)

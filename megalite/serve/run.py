@@ -14,10 +14,11 @@ from megalite.generation.json_schema import JSON_OBJECT
 from megalite.generation.loaded import load_shown
 from megalite.generation.prompts import Chat
 from megalite.parallel.mesh import ParallelMesh
+from megalite.serve.address import listen
 from megalite.serve.app import Service
 from megalite.serve.engine_thread import EngineThread
 from megalite.serve.prompts import ServedModel
-from megalite.serve.server import listen, run_server
+from megalite.serve.server import run_server
 from megalite.serve.settings import ServePlan
 
 

@@ -20,7 +20,12 @@ from tests.support.jobs import ROOT
 from tests.support.tiny import tiny_tokenizer
 
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+PAGES = [
+    README,
+    ROOT / "AGENTS.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
 TEXT = (
     "".join(
         f"In the {one} {other} of the year the river rose, and people of the {other} town went up the {one} hill.\n"
@@ -113,6 +118,16 @@ def write_place(folder: Path) -> None:
             f"--source talks.jsonl --tokenizer my-model --output prepared/talks {chat}",
         ):
             assert main(["data", "prepare", "--workers", "0", *arguments.split()]) == 0
+
+
+def documented(command: str) -> tuple[set[str], set[str]]:
+    """Return the facts that docs/automation.md says the --json of a command always has, and all that it may have."""
+    page = (ROOT / "docs" / "automation.md").read_text(encoding="utf-8")
+    [row] = re.findall(rf"^\| `{command}` \| (.*) \|$", page, re.MULTILINE)
+    groups = [set(words.split()) for words in re.findall(r"`([^`]*)`", row)]
+    [run] = re.findall(r"A run is `([^`]*)`", page)
+    every = set().union(*groups, run.split() if "a run" in row else ())
+    return (set() if row.startswith("a run") else groups[0]), every | {"exit_code", "error"}
 
 
 def errors(page: Path) -> list[tuple[list[str], str]]:

@@ -82,13 +82,16 @@ def tokenizer_exists(run: CheckedRun) -> Iterator[Problem]:
     if path is not None and not exists(Path(path)):
         remedy = "name a Hugging Face folder, tokenizer.json or sentencepiece .model, or run megalite tokenizer train"
         close, source = closest_path(Path(path)), run.data.source
+        has_text = isinstance(source, str) and (
+            source == STANDARD_LIBRARY or exists(Path(source).expanduser())
+        )
         words = ["megalite", "tokenizer", "train", f"--source={source}", f"--output={path}"]
         yield Problem(
             "tokenizer.path",
             f"{_named(path)} does not exist",
             remedy,
             {"tokenizer.path": close} if close else {},
-            words if not close and isinstance(source, str) else (),
+            words if has_text and not close else (),
         )
 
 

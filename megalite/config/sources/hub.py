@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
 
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, closest_path
 
 INDEX = "model.safetensors.index.json"
 # Every file that is read besides the weights: none of them is code or a pickle.
@@ -85,22 +85,27 @@ def fetch(name: HubName, files: Sequence[str], required: Sequence[str], one_of: 
         # The Hub's client raises the errors of several libraries.
         except Exception as error:
             reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            raise CheckpointError(_not_fetched(name, reason, offline=constants.HF_HUB_OFFLINE)) from error
+            raise _not_fetched(name, reason, offline=constants.HF_HUB_OFFLINE) from error
     # When the Hub cannot be reached, its client returns the cache's folder, which may be incomplete.
     if lacking := [file for file in required if not (folder / file).is_file()]:
-        raise CheckpointError(_not_fetched(name, f"it lacks {lacking[0]}", offline=constants.HF_HUB_OFFLINE))
+        raise _not_fetched(name, f"it lacks {lacking[0]}", offline=constants.HF_HUB_OFFLINE)
     return folder
 
 
-def _not_fetched(name: HubName, reason: str, *, offline: bool) -> str:
+def _not_fetched(name: HubName, reason: str, *, offline: bool) -> CheckpointError:
     if offline:
         reason = "HF_HUB_OFFLINE is set and the cache is incomplete"
     revision = f" --revision {name.revision}" if name.revision else ""
-    return (
-        f'"{name}" is not a folder here, and fetching it from the Hugging Face Hub failed ({reason}); on a machine'
+    close = closest_path(Path(str(name)))
+    remedy = f"did you mean {close}? Or on a machine" if close else "on a machine"
+    return CheckpointError(
+        f'"{name}" is not a folder here, and fetching it from the Hugging Face Hub failed ({reason}); {remedy}'
         f" with network access run: hf download {name.repository}{revision} --include '*.json' '*.safetensors'"
         " '*.model' 'merges.txt' --local-dir FOLDER, and name that folder; convert weights of another format with"
-        " transformers' save_pretrained"
+        " transformers' save_pretrained",
+        key="MODEL",
+        set={"MODEL": close} if close else {},
+        value=str(name),
     )
 
 

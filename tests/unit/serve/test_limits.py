@@ -13,9 +13,9 @@ import pytest
 from megalite.errors import ConfigError, LaunchError
 from megalite.generation.batch_engine import IDLE_STEP_SECONDS
 from megalite.parallel.mesh import COLLECTIVE_SECONDS
+from megalite.serve.address import listen
 from megalite.serve.engine_thread import EngineThread
 from megalite.serve.keys import read_keys
-from megalite.serve.server import listen
 from megalite.serve.settings import ServeSettings
 from tests.support.serving import MODEL, LettersEngine, Live, live, served
 from tests.support.waiting import PATIENCE

@@ -38,6 +38,10 @@ class KeyedSystem:
     def read(self, sources: Sequence[Source]) -> Account:
         """Return the account of its files. Raises ConfigError for one that cannot be read."""
         files = _named_files(sources, self.rules)
+        if not files.own:
+            message = "does not start a training by itself"
+            remedy = "name the script or configuration that uses it too, or set deepspeed.config in RUN.toml"
+            raise ConfigError([Problem(str(sources[0].path), message, remedy)], "megalite adopt")
         reading, unset = read_files(self.name, files.own, self.blocks)
         deepspeed = _find_deepspeed(reading, files)
         reading = answer_all(reading, unset, self.rules, self.structures)
