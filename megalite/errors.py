@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +115,8 @@ class RankFailure(TrainingError):
 
 def closest_path(path: Path) -> str:
     """Return the path of the most similar name in the folder of a missing one; "" without one."""
+    from difflib import get_close_matches
+
     try:
         names = [each.name for each in path.parent.iterdir() if not each.name.startswith(".")]
     except OSError:

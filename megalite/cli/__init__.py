@@ -32,7 +32,7 @@ COMMANDS = {
     "convert": "export, import and inspect checkpoints of this and other programs",
     "examples": "copy the examples and launch scripts into a folder",
     "doctor": "show what is installed here and what a run would use",
-    "completion": "print what completes megalite's commands and settings in bash or zsh",
+    "completion": "print a script that completes words in bash or zsh",
     "selftest": "check and time each operator on this machine's device",
 }
 

@@ -72,6 +72,7 @@ def _checked(output: Path, *, partial: bool) -> int:
 def command_parser() -> Parser:
     parser = Parser(
         prog="megalite adopt",
+        usage="megalite adopt PATH ... [OPTION ...]",
         description=__doc__,
         epilog=f"Known programs: {', '.join(PROGRAMS)}. A script is read, never executed.",
     )

@@ -56,7 +56,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=text[:1].upper() + text[1:] or None, **settings)
         self._names: Collection[str] = ()
         self.common = common
-        about = "print one JSON document, errors too (docs/automation.md)"
+        about = "print one JSON document"
         self.add_argument(JSON, action="store_true", help=about)
         if common:
             about = f"show common options; {EVERYTHING}: every option"

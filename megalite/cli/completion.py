@@ -1,6 +1,7 @@
-"""megalite completion: print what completes megalite's commands, options, settings and presets in bash or zsh.
+"""megalite completion: print a script that completes words in bash or zsh.
 
-Write it once: megalite completion bash > ~/.local/share/bash-completion/completions/megalite
+It knows commands, options, settings and presets. Write it to a file once:
+~/.local/share/bash-completion/completions/megalite for bash.
 """
 
 import argparse

@@ -119,7 +119,7 @@ def run(arguments: Sequence[str]) -> int:
         return attempt_end(result.exit_code, result.text, result.step, run_folder, before)
 
     ended = run_with_restarts(attempt, options.restarts, _say)
-    report_run(plan.job.folder / plan.loaded.config.run.folder, plan.loaded.notes)
+    report_run(plan.job.folder / plan.loaded.config.run.folder, plan.loaded.notes, ended.exit_code)
     if ended.cause:
         raise RankFailure(ended.cause, ended.exit_code)
     return ended.exit_code

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from io import UnsupportedOperation
-from tempfile import TemporaryFile
+from pathlib import Path
 from typing import IO, Any
 
 from megalite.errors import MegaliteError, Problem
@@ -46,6 +46,8 @@ def report_error(problems: tuple[Problem, ...], message: str, exit_code: int) ->
 
 def with_document(work: Callable[[], int]) -> int:
     """Run a command with its texts on stderr and its one document on stdout; return its exit code."""
+    from tempfile import TemporaryFile  # costs milliseconds, which a person does not pay
+
     global _streams
     with _texts_on_stderr() as out, TemporaryFile("w+", encoding="utf-8") as facts:
         _streams = facts, out
@@ -115,12 +117,14 @@ def _texts_on_stderr() -> Iterator[IO[str]]:
     except (UnsupportedOperation, OSError, AttributeError):
         own_is_1 = False
     out = os.fdopen(os.dup(kept), "w", encoding="utf-8") if own_is_1 else own
-    os.dup2(2, 1)
+    # A service manager may have closed stderr.
+    texts: IO[str] = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")
+    os.dup2(2 if sys.stderr else texts.fileno(), 1)
     try:
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(texts):
             yield out
     finally:
-        sys.stderr.flush()
+        texts.flush()
         os.dup2(kept, 1)
         os.close(kept)
         if own_is_1:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.folder import PARTIAL, find_latest, published_checkpoints
-from megalite.cli.results import report, wanted
+from megalite.cli.results import report
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.control.failures import FailureReport, first_cause
+from megalite.launcher.exit_codes import STOPPED
 from megalite.monitor.run_view import RunHistory, RunStatus, seconds_left
 
 _OWN_FILES = ("metrics.jsonl", "run.toml", "checkpoints", "failures", ".in-use")
@@ -43,11 +44,13 @@ class _Traces:
     failure: FailureReport | None
 
 
-def report_run(folder: Path, notes: Sequence[str]) -> None:
-    """Add where the run of a folder stands to the document of --json, for a command that has trained it."""
-    if wanted() and is_run_folder(folder):
+def report_run(folder: Path, notes: Sequence[str], code: int) -> None:
+    """Add where a run stands to the document of --json, for a command that trained it and ends with an exit code."""
+    if is_run_folder(folder):
         reader, checkpoints, export = RunFolderReader(folder), folder / "checkpoints", folder / "export"
         status = reader.report(reader.read())
+        if code == STOPPED:  # the folder of a run that goes on elsewhere looks the same
+            status["state"] = "stopped"
         latest = find_latest(checkpoints) if checkpoints.is_dir() else None
         named = {"folder": folder, "checkpoint": latest, "export": export if export.is_dir() else None}
         report(**status, **named, notes=notes)

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megalite.cli.arguments import EVERYTHING, Parser, meant, options_and_settings
-from megalite.cli.results import error_of
-from megalite.cli.run_status import report_run
+from megalite.cli.results import error_of, wanted
 from megalite.config.first_run import Starter
 from megalite.config.flags import COMMAND_LINE
 from megalite.config.load import load_run
@@ -61,8 +60,11 @@ def run(arguments: Sequence[str]) -> int:
                 print(f"note: {note}")
         trainer = Trainer(loaded.config, origins=loaded.origins)
         code = _train(trainer, str(options.run_file or COMMAND_LINE))
-        if leads:
-            report_run(Path(loaded.config.run.folder), loaded.notes)
+        if leads and wanted():
+            # Imported here: it reads the records of a run, which a wrong run file has no use for.
+            from megalite.cli.run_status import report_run
+
+            report_run(Path(loaded.config.run.folder), loaded.notes, code)
         return code
     except ConfigError as error:
         if info is None or not meets_others(info):
