@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from io import UnsupportedOperation
 from pathlib import Path
 from typing import IO, Any
@@ -117,16 +117,17 @@ def _texts_on_stderr() -> Iterator[IO[str]]:
     except (UnsupportedOperation, OSError, AttributeError):
         own_is_1 = False
     out = os.fdopen(os.dup(kept), "w", encoding="utf-8") if own_is_1 else own
-    # A service manager may have closed stderr.
-    texts: IO[str] = sys.stderr or Path(os.devnull).open("w", encoding="utf-8")
-    os.dup2(2 if sys.stderr else texts.fileno(), 1)
-    try:
-        with redirect_stdout(texts):
+    with ExitStack() as stack:
+        # A service manager may have closed stderr.
+        texts = sys.stderr or stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+        os.dup2(2 if sys.stderr else texts.fileno(), 1)
+        try:
+            stack.enter_context(redirect_stdout(texts))
             yield out
-    finally:
-        texts.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
-        if own_is_1:
-            with suppress(BrokenPipeError):
-                out.close()
+        finally:
+            texts.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+            if own_is_1:
+                with suppress(BrokenPipeError):
+                    out.close()
