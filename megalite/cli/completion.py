@@ -89,9 +89,7 @@ def _script() -> str:
             for above, _, name in paths
         ),
         values="\n".join(values),
-        words="\n".join(
-            f'            "{path}") words={quote(" ".join(found))} ;;' for path, found in words.items()
-        ),
+        words="\n".join(_case(f'"{path}"', offered) for path, offered in words.items()),
     )
 
 
