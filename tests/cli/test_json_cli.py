@@ -101,7 +101,7 @@ def test_an_error_has_the_fields_of_the_page_and_all_problems(
     [example] = blocks(ROOT / "docs" / "automation.md", "json")
     assert json.loads(example) == run("config show run.toml --data.loader_workers 9", capfd)
     assert problems["data.source"]["set"] == {"data.source": "book.txt"}
-    [alone] = run("adopt examples/quickstart/ds_config.json", capfd)["error"]["problems"]
+    [alone] = run("adopt examples/quickstart/ds_config.json --output other.toml", capfd)["error"]["problems"]
     assert alone["rule"] == "does not start a training by itself"
     # A failure without a key, and a fault of megalite: an object too, and the traceback.
     monkeypatch.setattr("megalite.cli.config.load_run", lambda *_, **__: 1 / 0)
