@@ -21,10 +21,11 @@ from megalite.generation.json_schema import JsonGrammars
 from megalite.generation.prompts import Chat
 from megalite.generation.request import Request
 from megalite.generation.slots import TokenScore
+from megalite.serve.address import listen
 from megalite.serve.app import Service
 from megalite.serve.engine_thread import EngineThread
 from megalite.serve.prompts import ServedModel
-from megalite.serve.server import listen, run_server
+from megalite.serve.server import run_server
 from megalite.serve.settings import ServeSettings
 from tests.support.tiny import END_OF_DOCUMENT, tiny_tokenizer
 from tests.support.waiting import PATIENCE
