@@ -15,19 +15,23 @@ from xml.etree import ElementTree
 import pytest
 
 import megalite
-from docs import pictures, settings
+from docs import drawing, lessons, pictures, settings
 from megalite.cli import main
 from megalite.config.load import load_run
 from megalite.monitor.console import Console
 from megalite.monitor.metrics import StepMetrics
 from megalite.train.run import Trainer
 from tests.support.documents import (
+    LESSONS,
     PAGES,
     README,
     Command,
+    answer,
+    answers,
     blocks,
     commands,
-    errors,
+    printed,
+    programs,
     prose,
     write_place,
 )
@@ -36,9 +40,12 @@ from tests.support.jobs import ROOT
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LONGEST_LINE = 160
 README_WORDS = 700
+LONGEST_LESSON = 200
 SHELL = ("cd", "git", "kubectl", "pip", "scancel", "source", "squeue", "tail")
 """Commands that are not megalite's."""
 LAUNCHERS = ("torchrun", "deepspeed")
+LAUNCHER_MODULE = ["-m", "torch.distributed.launch"]
+"""`python -m torch.distributed.launch` takes the options of torchrun."""
 STARTERS = ("srun", "mpirun")
 """Launchers that start any program: `srun --nodes 2 python -m megalite ...`."""
 
@@ -116,6 +123,8 @@ def of_megalite(arguments: Sequence[str]) -> str:
 def of_a_program(program: str, arguments: Sequence[str]) -> str:
     """Programs are files of the checkout or of the reader's folder; modules have the flags that they are given."""
     rest = list(arguments)
+    if rest[:2] == LAUNCHER_MODULE:
+        return of_a_program("torchrun", rest[2:])
     while program in LAUNCHERS and rest[0].startswith("--") and rest[0] != "--module":
         del rest[: 1 if "=" in rest[0] else 2]
     if rest[0] in ("-m", "--module"):
@@ -155,20 +164,25 @@ def of_a_launch_script(command: Command) -> str:
     return ""
 
 
-ERRORS = [each for page in PAGES for each in errors(page)]
+ANEW = "write it anew: python -m tests.support.documents"
 
 
-@pytest.mark.parametrize(("command", "shown"), ERRORS, ids=[" ".join(command[1:]) for command, _ in ERRORS])
-def test_an_error_in_a_page_is_the_one_that_the_command_gives(
-    command: list[str],
-    shown: str,
-    place: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize("name", [name for name in NAMES if answers(ROOT / name)])
+def test_an_answer_in_a_page_is_the_one_that_the_command_gives(
+    name: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(place)
-    assert main(command[1:]) == 2
-    assert capsys.readouterr().err == shown, "write it anew: python -m tests.support.documents"
+    for line, shown in answers(ROOT / name):
+        assert answer(line) == shown, f"{line}: {ANEW}"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if programs(ROOT / name)])
+def test_a_program_prints_what_its_page_shows(
+    name: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(place)
+    for program, shown in programs(ROOT / name):
+        assert printed(program) == shown, f"{program}: {ANEW}"
 
 
 def test_the_messages_in_the_tables_of_errors_are_those_of_the_code() -> None:
@@ -249,11 +263,23 @@ def test_the_steps_in_a_page_look_like_those_that_a_run_prints() -> None:
     assert names_of_numbers(without_rate) != names_of_numbers(steps[0])
 
 
-def test_every_page_stands_in_the_index() -> None:
-    pages = {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
-    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    assert {page for page in pages if f"({page})" not in index} == set()
+@pytest.mark.parametrize("folder", ["docs", "docs/learn"])
+def test_every_page_stands_in_the_index(folder: str) -> None:
+    pages = {page.name for page in (ROOT / folder).glob("*.md")} - {"README.md"}
+    index = (ROOT / folder / "README.md").read_text(encoding="utf-8")
+    assert pages and {page for page in pages if f"({page})" not in index} == set()
     assert "(docs/README.md)" in README.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", LESSONS, ids=lambda page: page.name)
+def test_a_lesson_has_goals_and_exercises_and_is_short(page: Path) -> None:
+    lines = page.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= LONGEST_LESSON
+    sentences = [line for line in prose(page).splitlines() if not line.startswith("|")]
+    assert [line for line in sentences if len(line) > LONGEST_LINE] == []
+    if page.name not in ("README.md", "traps.md"):
+        assert any(line.startswith("After this lesson you can") for line in lines)
+        assert "## Exercises" in lines
 
 
 def test_the_page_of_settings_is_that_of_the_schema() -> None:
@@ -262,9 +288,18 @@ def test_the_page_of_settings_is_that_of_the_schema() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["layout.svg", "schedules.svg"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tables_of_a_page_are_those_of_the_planner(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert lessons.with_tables(text) == text, "write it anew: python -m docs.lessons"
+
+
+PICTURES = pictures.pictures()
+
+
+@pytest.mark.parametrize("name", PICTURES)
 def test_the_pictures_are_those_of_the_code(name: str) -> None:
-    drawn = pictures.pictures()[name]
+    drawn = PICTURES[name]
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == drawn, (
         "draw it anew: python -m docs.pictures"
     )
@@ -272,7 +307,7 @@ def test_the_pictures_are_those_of_the_code(name: str) -> None:
     labels = root.attrib["aria-labelledby"].split()
     assert root.attrib["role"] == "img" and [child.attrib.get("id") for child in root[:2]] == labels
     # A background of its own: the texts are dark, and a page may be.
-    assert root[2].attrib["fill"] == pictures.PAPER and root[2].attrib["width"] == root.attrib["width"]
+    assert root[2].attrib["fill"] == drawing.PAPER and root[2].attrib["width"] == root.attrib["width"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -303,6 +338,43 @@ def test_the_ready_run_files_are_right(name: str, place: Path, capsys: pytest.Ca
     assert config.layout.world_size == {"125m": 1, "1b": 8, "8b": 64}[name]
     tokens = config.batch.global_batch_size * config.training.sequence_length
     assert 0.5e6 <= tokens <= 4.2e6 and config.training.precision == "bf16"
+
+
+READERS = ("generate", "evaluate", "top")
+"""Commands that read a trained run."""
+
+
+def test_lessons_read_the_same_trained_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    lines = [command for page in LESSONS for command in commands(page) if "runs/first" in command.words]
+    typed = [command for command in lines if command.words[1] in READERS and "--tasks" not in command.words]
+    assert len(typed) >= 3
+    short = ["--training.steps", "2", "--tokenizer.vocab_size", "300", "--optimizer.warmup_steps", "1"]
+    assert main(["train", "run.toml", *short]) == 0
+    for command in typed:
+        assert main(command.words[1:]) == 0, f"{command.text}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.extended
+def test_a_student_who_types_the_lessons_sees_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_place(tmp_path)
+    (tmp_path / "book.txt").write_text("".join(page.read_text() for page in PAGES))
+    monkeypatch.chdir(tmp_path)
+    pages = [*LESSONS, ROOT / "docs" / "troubleshooting.md"]
+    lines = [Command("", (), ("megalite", "train", "run.toml"))]
+    lines += [command for page in pages for command in commands(page)]
+    for command in lines:
+        words = command.words
+        if "hosts" in words or "serve" in words or "NAME" in words:
+            continue
+        if "train" in words and words[0] in ("megalite", "python", "torchrun"):
+            shell(tmp_path, shlex.join(quick(words)))
+        elif words[0] == "megalite" and words[1] != "doctor":
+            assert main(words[1:]) in (0, 1), f"{command.text}\n{capsys.readouterr().err}"
 
 
 QUICK_STEPS = 6
@@ -348,7 +420,7 @@ def quick(words: Sequence[str]) -> list[str]:
     line, steps = list(words), QUICK_STEPS
     if "--training.steps" in line:
         place = line.index("--training.steps")
-        steps = int(line[place + 1]) // 8
+        steps = max(2, int(line[place + 1]) // 8)
         del line[place : place + 2]
     return [*line, "--training.steps", str(steps), "--checkpoint.every", str(steps // 2)]
 

@@ -1,15 +1,14 @@
 """The documents that a user reads, and the commands and programs in them.
 
-python -m tests.support.documents        # writes the errors in their `console` blocks anew
+python -m tests.support.documents        # writes what their commands and programs print anew
 """
 
 import contextlib
+import io
 import json
-import os
 import re
 import shlex
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,10 +19,12 @@ from tests.support.jobs import ROOT
 from tests.support.tiny import tiny_tokenizer
 
 README = ROOT / "README.md"
+LESSONS = sorted((ROOT / "docs" / "learn").glob("*.md"))
 PAGES = [
     README,
     ROOT / "AGENTS.md",
     *sorted((ROOT / "docs").glob("*.md")),
+    *LESSONS,
     *sorted((ROOT / "examples").glob("*/README.md")),
 ]
 TEXT = (
@@ -35,6 +36,7 @@ TEXT = (
     * 8
 )
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SHOWN = re.compile(r"^```python\n((?:(?!^```).)*)^```\n\n```text\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 _VARIABLE = re.compile(r"([A-Z_]+)=(.*)")
 _OUTPUT_OF = re.compile(r"[A-Z_]+=\$\((.*)\)(?:\s+#.*)?")
 
@@ -62,8 +64,10 @@ def prose(page: Path) -> str:
 
 
 def commands(page: Path) -> list[Command]:
-    """Return the commands of a page's `bash` blocks, in order; a `console` block has one and its error."""
+    """Return the commands of a page's `bash` blocks, and of a lesson's sentences; a `console` block has an answer."""
     lines = [line for block in blocks(page, "bash") for line in _joined(block)]
+    if page in LESSONS:
+        lines += re.findall(r"`(megalite [a-z]+ [^`\n]+)`", _BLOCK.sub("", page.read_text(encoding="utf-8")))
     return [command for line in lines for command in _commands(line)]
 
 
@@ -130,34 +134,53 @@ def documented(command: str) -> tuple[set[str], set[str]]:
     return (set() if row.startswith("a run") else groups[0]), every | {"exit_code", "error"}
 
 
-def errors(page: Path) -> list[tuple[list[str], str]]:
-    """Return (command, the error shown below it) of each `console` block."""
-    found = []
-    for block in blocks(page, "console"):
-        command, _, shown = block.removeprefix("$ ").partition("\n")
-        found.append((shlex.split(command), shown))
-    return found
+def answers(page: Path) -> list[tuple[str, str]]:
+    """Return (line, what it prints) of each `console` block: the error of a wrong command, else its output."""
+    blocks_of = (block.removeprefix("$ ") for block in blocks(page, "console"))
+    return [(line, shown) for line, _, shown in (block.partition("\n") for block in blocks_of)]
 
 
-def write_errors(page: Path, folder: Path) -> None:
-    """Run the command of each `console` block in `folder`, and write its error below it."""
-
-    def answered(block: re.Match[str]) -> str:
-        command = shlex.split(block[1])[1:]
-        environ = os.environ | {"PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, "-m", "megalite", *command],
-            cwd=folder,
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        return f"```console\n$ {block[1]}\n{done.stderr}```\n"
-
-    text = re.sub(
-        r"```console\n\$ ([^\n]*)\n.*?```\n", answered, page.read_text(encoding="utf-8"), flags=re.DOTALL
+def answer(line: str) -> str:
+    """Run `megalite ...` in this folder, alone or into a `| grep` or `| head`, and return what a terminal shows."""
+    command, *pipes = line.split(" | ", 1)
+    output, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(error):
+        code = main(shlex.split(command)[1:])
+    if code == 2:
+        return error.getvalue()
+    if not pipes:
+        return output.getvalue()
+    piped = subprocess.run(
+        ["bash", "-c", pipes[0]], input=output.getvalue(), capture_output=True, text=True, check=True
     )
+    return piped.stdout
+
+
+def programs(page: Path) -> list[tuple[str, str]]:
+    """Return (program, what it prints) of each `python` block that a `text` block follows."""
+    return _SHOWN.findall(page.read_text(encoding="utf-8"))
+
+
+def printed(program: str) -> str:
+    """Run a program of a page in this process and return what it prints."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(program, "page", "exec"), {"__name__": "__main__"})
+    return output.getvalue()
+
+
+def write_answers(page: Path, folder: Path) -> None:
+    """Run each `console` line and each program that has its output below it in `folder`; write what they print."""
+    with contextlib.chdir(folder):
+        text = re.sub(
+            r"```console\n\$ ([^\n]*)\n.*?```\n",
+            lambda block: f"```console\n$ {block[1]}\n{answer(block[1])}```\n",
+            page.read_text(encoding="utf-8"),
+            flags=re.DOTALL,
+        )
+        text = _SHOWN.sub(
+            lambda block: f"```python\n{block[1]}```\n\n```text\n{printed(block[1])}```\n", text
+        )
     page.write_text(text, encoding="utf-8")
 
 
@@ -165,4 +188,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as place:
         write_place(Path(place))
         for each in PAGES:
-            write_errors(each, Path(place))
+            write_answers(each, Path(place))
