@@ -67,7 +67,9 @@ def commands(page: Path) -> list[Command]:
     """Return the commands of a page's `bash` blocks, and of a lesson's sentences; a `console` block has an answer."""
     lines = [line for block in blocks(page, "bash") for line in _joined(block)]
     if page in LESSONS:
-        lines += re.findall(r"`(megalite [a-z]+ [^`\n]+)`", _BLOCK.sub("", page.read_text(encoding="utf-8")))
+        lines += re.findall(
+            r"`(megalite [a-z]+ [^`\n]*[-./][^`\n]*)`", _BLOCK.sub("", page.read_text(encoding="utf-8"))
+        )
     return [command for line in lines for command in _commands(line)]
 
 
