@@ -44,10 +44,15 @@ def remaining_hosts(
         say(f"{', '.join(gone)} left out: the other hosts have {slots} slots for {ranks} ranks")
         return Restart(left, ranks)
     run = shrink(slots)
-    layout, training = run.loaded.config.layout, run.loaded.config.training
+    layout, batch = run.loaded.config.layout, run.loaded.config.batch
+    chosen = run.loaded.config.training.micro_batch_size == "auto"
+    made = (
+        "micro batches by memory"
+        if chosen
+        else f"{batch.micro_batches} micro batches of {batch.micro_batch_size}"
+    )
     say(
         f"{', '.join(gone)} left out: going on with {layout.world_size} of {ranks} ranks, {layout.text}, "
-        f"{training.micro_batches} micro batches of {training.micro_batch_size}, "
-        f"the same global batch of {training.global_batch_size}"
+        f"{made}, the same global batch of {batch.global_batch_size}"
     )
     return Restart(left, layout.world_size, run.flags)

@@ -57,8 +57,9 @@ def load_run(
     slots: number of ranks that can be started; with parallel.data = "auto" the run takes as many of them as it can.
     places: whether the files and folders that the settings name must exist on this machine.
     starter: gives the settings of a first run that are not set.
-    Four settings stay open: model.vocab_size (from the tokenizer), the steps of training.epochs (from the data),
-    training.threads and training.precision (from the machine). Raises ConfigError with every problem, those of the
+    Five settings stay open: model.vocab_size (from the tokenizer), the steps of training.epochs (from the data),
+    training.threads, training.precision and training.micro_batch_size (from the machine).
+    Raises ConfigError with every problem, those of the
     schema and those of the rules over several settings.
     """
     draft = SettingsDraft(COMMAND_LINE if path is None else str(path))
@@ -120,14 +121,16 @@ def _read_file(draft: SettingsDraft, path: Path) -> None:
 def _resolved(run: CheckedRun) -> dict[str, Any]:
     """Return `section.key` -> value of the settings that follow from the others; for a run without problems."""
     plan, model = plan_batch(run), run.model
+    # The rank chooses it, by its memory.
+    open_size = run.training.micro_batch_size == "auto" and run.training.micro_batches is None
     heads, optimizer = model.num_attention_heads, run.optimizer
     momentum = OPTIMIZERS[optimizer.name].momentum or 0.0
     return {
         "parallel.data": plan.data,
         "parallel.virtual_stages": chunks_per_stage(run),
         "parallel.layers_per_stage": layers_per_chunk(run),
-        "training.micro_batch_size": plan.micro_batch_size,
-        "training.micro_batches": plan.micro_batches,
+        "training.micro_batch_size": "auto" if open_size else plan.micro_batch_size,
+        "training.micro_batches": None if open_size else plan.micro_batches,
         "training.global_batch_size": plan.global_batch_size,
         "optimizer.momentum": momentum if optimizer.momentum is None else optimizer.momentum,
         "model.num_key_value_heads": model.num_key_value_heads or heads,

@@ -45,8 +45,7 @@ def smaller_layout(path: Path | str, overrides: Sequence[str], ranks: int, slots
 def _candidates(config: RunConfig, slots: int) -> Iterator[tuple[str, ...]]:
     """Yield the flags of smaller layouts, the nearest first; the rules have yet to accept them."""
     whole = config.layout
-    total, size = config.training.global_batch_size, config.training.micro_batch_size
-    assert total is not None and size is not None  # load_run solves them
+    total, size = config.batch.global_batch_size, config.batch.micro_batch_size
     for tensor in reversed(divisors(whole.tensor)):
         for pipeline in range(whole.pipeline, 0, -1):
             replica = replace(whole, tensor=tensor, pipeline=pipeline, data=1)
@@ -66,6 +65,8 @@ def _flags(config: RunConfig, layout: Layout, size: int, count: int) -> tuple[st
         "training.micro_batch_size": size,
         "training.micro_batches": count,
     }
+    if config.training.micro_batch_size == "auto":
+        settings |= {"training.micro_batch_size": "auto", "training.micro_batches": None}
     if layout.pipeline != config.layout.pipeline:
         settings["parallel.layers_per_stage"] = None  # its numbers are those of the old stages
         if layout.pipeline == 1:

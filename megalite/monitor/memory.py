@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 _STATUS = Path("/proc/self/status")
+# The last one is torch's of the host.
+_WITHOUT_MEMORY = ("out of memory", "cublas_status_alloc_failed", "can't allocate memory")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,21 @@ def device_memory(device: "torch.device") -> MemoryUse | None:
     torch.accelerator.memory.reset_peak_memory_stats(device)
     names = ("allocated_bytes.all.current", "allocated_bytes.all.peak", "reserved_bytes.all.peak")
     return MemoryUse(*(statistics.get(name, 0) for name in names))
+
+
+def free_bytes(device: "torch.device") -> int | None:
+    """Return the free bytes of an accelerator; None for the CPU."""
+    import torch
+
+    return None if device.type == "cpu" else int(torch.get_device_module(device).mem_get_info(device)[0])
+
+
+def empty_cache(device: "torch.device") -> None:
+    """Give the unused memory of an accelerator's allocator back to the device. Waits for the device."""
+    import torch
+
+    if device.type != "cpu":
+        torch.accelerator.memory.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -125,7 +142,7 @@ def exhausted_memory_explained(
     try:
         yield
     except Exception as error:
-        if device.type == "cpu" or (cause := _out_of_memory(error)) is None:
+        if device.type == "cpu" or (cause := memory_error(error)) is None:
             raise
         try:
             card = ExhaustedCard.of(device, cause)
@@ -139,15 +156,17 @@ def exhausted_memory_explained(
         raise MemoryExhausted("\n  ".join(lines)) from error
 
 
-def _out_of_memory(error: BaseException | None) -> BaseException | None:
-    """Return the exception in a chain that says that a device has no memory left; None if there is none."""
+def memory_error(error: BaseException | None) -> BaseException | None:
+    """Return the exception in a chain that says that a device or the host has no memory left; None if there is none."""
     import torch
 
     while error is not None:
         # The driver, cuBLAS and NCCL allocate too, beside torch's allocator.
         text = str(error).lower()
-        beside = "out of memory" in text or "cublas_status_alloc_failed" in text
-        if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and beside):
+        beside = any(words in text for words in _WITHOUT_MEMORY)
+        if isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+            isinstance(error, RuntimeError) and beside
+        ):
             return error
         error = error.__cause__
     return None

@@ -1,18 +1,22 @@
-"""The largest micro batch and the longest sequence that fit one card, and the memory of models by size."""
+"""The largest micro batch that fits a rank or a card, the longest sequence, and the memory of models by size."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from megalite.config.sections.training_section import ComputeSettings, RecomputeMode
+from megalite.config.sections.schema import RunConfig
+from megalite.config.sections.training_section import LEAST_MICRO_BATCH, ComputeSettings, RecomputeMode
 from megalite.planner.memory import CARD_BASE_BYTES, RankMemory, stage_memory
 from megalite.planner.operations import ParameterCount
 from megalite.planner.planned_run import PlannedRun
 from megalite.topology.axes import Layout
+from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
+from megalite.topology.sharding import divisors
 from megalite.topology.stages import pipeline_split
 
 _MODES: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 _MOST = 2**20
+_FILLED = 4  # micro batches a stage: 1F1B idles at most a fifth of the time
 _TOKENS_OF_A_SEQUENCE = 64  # sequences are lengthened in steps of so many tokens
 
 
@@ -44,6 +48,27 @@ def card_fits(run: PlannedRun, limit_bytes: float) -> Iterator[CardFit]:
         longest = alone.shape.longest_sequence // _TOKENS_OF_A_SEQUENCE
         lengths = min(_largest(length_fits), longest)
         yield CardFit(mode, _largest(batch_fits), lengths * _TOKENS_OF_A_SEQUENCE)
+
+
+def legal_micro_batches(config: RunConfig) -> list[int]:
+    """Return the micro batch sizes of the run's global batch that its schedule can run, in ascending order.
+
+    With a pipeline only those with enough micro batches to fill it, if there are any; else the smallest.
+    """
+    batch, stages, schedule = config.batch, config.layout.pipeline, SCHEDULES[config.parallel.schedule]
+    least, chunks = LEAST_MICRO_BATCH[config.data.kind], config.split.chunks_per_stage
+    rows = batch.global_batch_size // batch.data
+    whole = [size for size in divisors(rows) if size % least == 0]
+    if stages == 1:
+        return whole
+    legal = [size for size in whole if not schedule.problem(stages, rows // size, chunks)]
+    return [size for size in legal if rows // size >= _FILLED * stages] or legal[:1]
+
+
+def micro_batch_bytes(run: PlannedRun, stage: int, size: int, *, base: float) -> float:
+    """Return the peak of a rank of a stage with micro batches of `size` in the run's global batch."""
+    count = run.micro_batch_size * run.micro_batches // size
+    return stage_memory(replace(run, micro_batch_size=size, micro_batches=count), stage, base=base).peak
 
 
 def on_one_card(run: PlannedRun) -> PlannedRun:

@@ -9,6 +9,7 @@ from megalite.config.sections.duration import epochs_of
 from megalite.data.batches.stream_loader import StreamLoader
 from megalite.errors import TrainingError
 from megalite.launcher.exit_codes import INTERRUPTED, STOPPED
+from megalite.monitor.memory import empty_cache
 from megalite.monitor.metrics import SaveMetrics, ValidationMetrics
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
 from megalite.train.checkpoints.saving import RunSaver
@@ -86,6 +87,9 @@ class TrainingLoop:
             last = self._ends_here(self._flags_of_all(validates=False))
         self._reporter.step(report, validation, metrics)
         self._save(report, validation, last=last)
+        empty_every = self._config.training.empty_cache_every
+        if empty_every and report.step % empty_every == 0:
+            empty_cache(self._trainer.mesh.device)
 
     def _train_step(self) -> StepReport:
         self._budget.begin_step()

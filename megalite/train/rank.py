@@ -24,7 +24,7 @@ from megalite.errors import CheckpointError
 from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.control.rendezvous import Meeting
 from megalite.launcher.exit_codes import INTERRUPTED
-from megalite.launcher.rank.detect import RankInfo
+from megalite.launcher.rank.detect import LOOPBACK, RankInfo
 from megalite.launcher.rank.environment import bind_rank
 from megalite.monitor.memory import exhausted_memory_explained, process_memory
 from megalite.monitor.work import working
@@ -46,6 +46,7 @@ from megalite.train.run_folder import RunFolder
 from megalite.train.shared_inputs import agreed_inputs, agreed_store
 from megalite.train.start import data_line, stream_line
 from megalite.train.start_record import record_start
+from megalite.train.step.micro_batch import TrialRank, in_micro_batches
 from megalite.train.step.precision import DTYPES, Precision, choose_precision, set_tf32
 from megalite.train.step.train_step import StartingPoint, TrainStep
 from megalite.train.time_budget import TimeBudget
@@ -110,6 +111,8 @@ class _Rank:
         self.known = KnownRun(job.config, job.config.layout.coordinates(info.rank).pp)
         self.at_start = process_memory()
         self.reporter: RunReporter | None = None
+        # The address of rank 0's host, where trials of a micro batch meet.
+        self.address = LOOPBACK
 
     def run(self, meeting: Meeting | None) -> int:
         """Join the process group, train, export, end the live view and the sinks; as `train_rank`."""
@@ -128,6 +131,7 @@ class _Rank:
     def _run(self, meeting: Meeting | None) -> int:
         info, config, inputs = self.info, self.job.config, None
         if meeting is not None:
+            self.address = meeting.address
             inputs = agreed_inputs(meeting, config, self.folder, leads_node=self.leads_node)
         device = local_device(info.local_rank, info.local_world_size)
         seconds = config.launch.collective_seconds
@@ -160,12 +164,7 @@ class _Rank:
     def _train(self, device: torch.device, inputs: RunInputs | None) -> _Trained:
         """Prepare the inputs, build the TrainStep, resume, write run.toml, and train up to the last checkpoint."""
         info, config, folder, stops = self.info, self.job.config, self.folder, self.stops
-        mesh = ParallelMesh.over_world(
-            config.layout,
-            device,
-            sequence_parallel=config.parallel.sequence,
-            collective_seconds=config.launch.collective_seconds,
-        )
+        mesh = _mesh(config, device)
         if inputs is None:
             inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
             assert inputs is not None
@@ -180,8 +179,14 @@ class _Rank:
         kernels, tested = agreed_kernels(config, shape, dtype, mesh, leads_node=self.leads_node)
         # Behind the self-test, which measures exact products.
         set_tf32(device, config.training.tf32)
-        load = loader_maker(config, mesh, tokenizer)
         weights = _initial_weights(inputs, mesh) if resumed_from is None or shape.adapter else None
+        rank = TrialRank(info, mesh, self.address, self.job.threads)
+        adapted = weights if shape.adapter else None
+        config, chosen = in_micro_batches(
+            config, shape.vocab_size, rank, kernels.name == "reference", adapted, resumed_from
+        )
+        self.known.resolved(config, shape.vocab_size)
+        load = loader_maker(config, mesh, tokenizer)
         with working(_building(config, resumed_from), shown=mesh.rank == 0, stream=sys.stdout):
             start = StartingPoint(weights, _new_rows(config, tokenizer, weights), resumed_from is not None)
             trainer = TrainStep(
@@ -201,7 +206,7 @@ class _Rank:
             record_start(folder, trainer, info, self.job.origins, device_name(device))
         self.reporter = reporter = RunReporter(trainer, info, folder.metrics)
         reporter.say(_data_line(trainer, held_out))
-        _tell_choices(reporter, trainer, precision, [tested, *inputs.data.notes])
+        _tell_choices(reporter, trainer, precision, [chosen, tested, *inputs.data.notes])
         _give_reference(reporter, trainer, held_out, load, ReferenceFile(folder.reference, resumed_from))
         if resumed_from is not None:
             _tell_resumption(reporter, trainer, resumed_from)
@@ -217,6 +222,15 @@ class _Rank:
         if reason:
             reporter.say(f"stopped after step {trainer.state.step}: {reason}")
         return _Trained(config, inputs.data.tokenizer, reporter, loop.saved, loop.exit_code)
+
+
+def _mesh(config: RunConfig, device: torch.device) -> ParallelMesh:
+    return ParallelMesh.over_world(
+        config.layout,
+        device,
+        sequence_parallel=config.parallel.sequence,
+        collective_seconds=config.launch.collective_seconds,
+    )
 
 
 def _building(config: RunConfig, resumed_from: Path | None) -> str:
@@ -319,6 +333,8 @@ def _tell_choices(
         reporter.warn(precision.warning)
     if precision.note:
         reporter.say(precision.note)
+    if trainer.config.training.empty_cache_every and trainer.mesh.device.type == "cpu":
+        reporter.say("training.empty_cache_every has no effect: a CPU has no allocator cache to give back")
     if trainer.config.model.kernels != "reference":
         reporter.say(f"model.kernels: {trainer.kernels}")
     for note in filter(None, notes):

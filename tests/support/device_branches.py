@@ -105,6 +105,20 @@ TESTED = {
         "test_a_chunk_is_summed_while_the_next_one_is_multiplied",
     ): ("parallel/layers.py:chunks_per_sequence",),
     (
+        "tests/standin/test_micro_batch.py",
+        "test_a_card_is_tried",
+    ): (
+        "train/step/micro_batch.py:_MicroBatchChoice._planned_bytes",
+        "train/step/trial.py:trial_bytes",
+    ),
+    (
+        "tests/standin/test_micro_batch.py",
+        "test_a_card_says_what_is_free",
+    ): (
+        "monitor/memory.py:empty_cache",
+        "monitor/memory.py:free_bytes",
+    ),
+    (
         "tests/standin/test_selftest.py",
         "test_operators_prove_themselves_on_an_accelerator",
     ): (

@@ -45,6 +45,7 @@ EQUATIONS: Mapping[str, str] = {
 OPEN: Mapping[str, str] = {
     "model.vocab_size": "the number of ids of the tokenizer, when it is read or trained",
     "training.precision": "the type of the resumed checkpoint, else bf16 if the device is fast in it, else fp32",
+    "training.micro_batch_size": "the largest that fits the memory of every rank, tried before the first step",
     "training.threads": "the cores of the machine / its ranks",
 }
 """Setting that stays open with "auto" -> what decides it at the start."""

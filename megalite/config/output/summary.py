@@ -77,6 +77,8 @@ def batch_line(config: RunConfig) -> str:
     """Return the global batch in tokens and how it is made."""
     batch, length = config.batch, config.training.sequence_length
     made = f"micro batch {batch.micro_batch_size} x {batch.micro_batches}"
+    if config.training.micro_batch_size == "auto":
+        made = f"micro batch auto, {batch.micro_batch_size} or more"
     if batch.data > 1:
         made += f" x data {batch.data}"
     return f"{batch.global_batch_size * length:,} tokens: {batch.global_batch_size} sequences of {length:,} ({made})"

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megalite.config.sections.checked import CheckedRun, Unknown
-from megalite.config.sections.schema import BatchPlan
+from megalite.config.sections.training_section import LEAST_MICRO_BATCH, BatchPlan
 from megalite.errors import Problem
 from megalite.topology.axes import Layout
 
@@ -48,6 +48,11 @@ def plan_batch(run: CheckedRun) -> BatchPlan:
     """
     training, data = run.training, data_size(run)
     size, count, total = training.micro_batch_size, training.micro_batches, training.global_batch_size
+    if size == "auto":
+        if total is None:
+            raise BatchProblem(_needs_global_batch())
+        # Two numbers leave nothing to choose.
+        size = LEAST_MICRO_BATCH[run.data.kind] if count is None else None
     if size is not None and count is not None:
         if total is None or total == size * count * data:
             return BatchPlan(size, count, size * count * data, data)
@@ -62,6 +67,11 @@ def plan_batch(run: CheckedRun) -> BatchPlan:
         raise BatchProblem(_indivisible(run, total, known_name, known, data))
     other = total // (known * data)
     return BatchPlan(known, other, total, data) if size is not None else BatchPlan(other, known, total, data)
+
+
+def _needs_global_batch() -> Problem:
+    message = f'{_SIZE} = "auto" depends on the memory, on which the global batch must not depend'
+    return Problem(_GLOBAL, message, "set it")
 
 
 def _contradiction(run: CheckedRun, total: int, size: int, count: int, data: int) -> Problem:
@@ -113,6 +123,13 @@ def _data(run: CheckedRun, data: int) -> str:
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' * (count != 1)}"
+
+
+def memory_limits_a_choice(run: CheckedRun) -> Iterator[Problem]:
+    size, count = run.training.micro_batch_size, run.training.micro_batches
+    if run.training.memory_limit is not None and (size != "auto" or count is not None):
+        message = 'has an effect only on training.micro_batch_size = "auto" without training.micro_batches'
+        yield Problem("training.memory_limit", message, "delete it")
 
 
 def batch_numbers_agree(run: CheckedRun) -> Iterator[Problem]:

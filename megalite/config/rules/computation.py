@@ -177,5 +177,5 @@ def compiled_documents_cost(run: CheckedRun) -> Iterator[str]:
 
 def chunks_of_the_loss_are_smaller_than_a_micro_batch(run: CheckedRun) -> Iterator[str]:
     chunk, sequences = run.model.chunked_loss, run.training.micro_batch_size
-    if sequences and chunk >= (tokens := sequences * run.training.sequence_length):
+    if isinstance(sequences, int) and chunk >= (tokens := sequences * run.training.sequence_length):
         yield f"model.chunked_loss = {chunk} saves no memory: a micro batch has only {tokens} tokens"

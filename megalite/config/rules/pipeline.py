@@ -6,8 +6,8 @@ from typing import Any, Literal
 from megalite.config.rules.batch import BatchProblem, plan_batch
 from megalite.config.sections.checked import CheckedRun, Unknown
 from megalite.config.sections.derived import vocabulary
-from megalite.config.sections.schema import BatchPlan
 from megalite.config.sections.shape_settings import model_shape
+from megalite.config.sections.training_section import BatchPlan
 from megalite.errors import Problem
 from megalite.topology.balance import balanced_layers
 from megalite.topology.flops import forward_flops

@@ -1,7 +1,7 @@
 """Every setting of a run: its name, type, limits, default and the sentence that `--help` prints."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ from megalite.config.sections.preference_section import PreferenceConfig
 from megalite.config.sections.section import Count, Fraction, Lenient, Section, Text, one_of
 from megalite.config.sections.shape_settings import model_shape, shape_settings
 from megalite.config.sections.text_sections import DataConfig, TokenizerConfig, ValidationConfig
-from megalite.config.sections.training_section import TrainingConfig
+from megalite.config.sections.training_section import LEAST_MICRO_BATCH, BatchPlan, TrainingConfig
 from megalite.families.registry import names_in_files
 from megalite.topology.axes import Layout
 from megalite.topology.learning_rate import DECAYS
@@ -276,16 +276,6 @@ class CheckpointConfig(Section):
     )
 
 
-@dataclass(frozen=True)
-class BatchPlan:
-    """global_batch_size = micro_batch_size * micro_batches * data, in sequences."""
-
-    micro_batch_size: int
-    micro_batches: int
-    global_batch_size: int
-    data: int
-
-
 class RunConfig(Section):
     """A whole run, as RUN.toml describes it. `load_config` returns it resolved: derived settings are filled in."""
 
@@ -333,8 +323,12 @@ class RunConfig(Section):
 
     @property
     def batch(self) -> BatchPlan:
-        """The sizes of the batch; for a resolved run."""
+        """The sizes of the batch; for a resolved run. Until "auto" is chosen, the smallest micro batches."""
         training = self.training
+        if training.micro_batch_size == "auto":
+            assert training.global_batch_size, "not resolved"
+            size = LEAST_MICRO_BATCH[self.data.kind]
+            return BatchPlan.of_size(size, training.global_batch_size, self._data)
         assert training.micro_batch_size and training.micro_batches and training.global_batch_size, (
             "not resolved"
         )
@@ -387,6 +381,12 @@ class RunConfig(Section):
         """A copy of the run with `training.precision` set, for example to what "auto" resolves to."""
         training = self.training.model_copy(update={"precision": precision})
         return self.model_copy(update={"training": training})
+
+    def in_micro_batches(self, size: int) -> "RunConfig":
+        """A copy of the run with micro batches of `size` sequences in the same global batch."""
+        plan = BatchPlan.of_size(size, self.batch.global_batch_size, self._data)
+        chosen = {"micro_batch_size": size, "micro_batches": plan.micro_batches, "memory_limit": None}
+        return self.model_copy(update={"training": self.training.model_copy(update=chosen)})
 
     @property
     def _deepspeed_loss_scale(self) -> dict[str, Any]:

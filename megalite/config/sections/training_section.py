@@ -1,5 +1,6 @@
 """The settings of [training]: length and batch, number types, and how a step is computed."""
 
+from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil
 from typing import Annotated, Literal
@@ -10,6 +11,24 @@ from megalite.config.sections.section import Count, Fraction, Section, Text
 
 RecomputeMode = Literal["none", "selective", "full"]
 
+LEAST_MICRO_BATCH = {"text": 1, "instruct": 1, "preference": 2}
+"""data.kind -> the fewest rows of a micro batch: both answers of a pair are in one."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """global_batch_size = micro_batch_size * micro_batches * data, in sequences."""
+
+    micro_batch_size: int
+    micro_batches: int
+    global_batch_size: int
+    data: int
+
+    @classmethod
+    def of_size(cls, size: int, total: int, data: int) -> "BatchPlan":
+        """Return the plan with micro batches of `size` sequences in a global batch of `total`."""
+        return cls(size, total // (size * data), total, data)
+
 
 class _LengthSettings(Section):
     steps: Count | None = Field(None, description="number of optimizer steps; set this or epochs")
@@ -19,11 +38,18 @@ class _LengthSettings(Section):
         description='time that a start has until it saves and stops, as in "23h30m" or in seconds',
     )
     sequence_length: Count = Field(description="tokens per sequence")
-    micro_batch_size: Count | None = Field(None, description="sequences per forward of one replica")
+    micro_batch_size: Count | Literal["auto"] | None = Field(
+        None, description='sequences per forward of one replica; "auto": the most that fit the memory'
+    )
     micro_batches: Count | None = Field(
         None, description="micro batches per step and replica (gradient accumulation steps)"
     )
     global_batch_size: Count | None = Field(None, description="sequences per step over all replicas")
+    memory_limit: float | None = Field(
+        None,
+        gt=0,
+        description='GiB that a rank may fill, with micro_batch_size = "auto"; default: what is free',
+    )
 
 
 class PrecisionSettings(Section):
@@ -77,6 +103,12 @@ def _recompute_modes(
 class ComputeSettings(Section):
     """How a step is computed: recomputation, compilation, terms of the loss."""
 
+    empty_cache_every: int = Field(
+        0,
+        ge=0,
+        lt=2**31,
+        description="steps after which unused memory of the accelerator is given back; 0: never",
+    )
     recompute: RecomputeMode = Field(
         "none",
         description='activation recomputation: "selective": attention core, "full": decoder layers',

@@ -37,7 +37,7 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
     (Rule.FREE, "", "model: preset hf_config kernels chunked_loss"),
     (Rule.FREE, "", "parallel: tensor sequence pipeline data schedule virtual_stages layers_per_stage"),
     (Rule.FREE, "", "training: stop_after micro_batch_size micro_batches recompute recompute_layers"),
-    (Rule.FREE, "", "training: recompute_ratio compile threads"),
+    (Rule.FREE, "", "training: recompute_ratio compile threads memory_limit empty_cache_every"),
     (Rule.FREE, "", "deepspeed: config native_optimizer"),
     (Rule.FREE, "", "data: workers loader_workers prefetch"),
     (Rule.FREE, "", "validation: every at_start patience minimum_improvement"),

@@ -330,6 +330,24 @@ STREAMING_CASES = [
         {"data.loader_workers": 1},
     ),
     Case(
+        "batch_numbers_agree",
+        {
+            "training.micro_batch_size": "auto",
+            "training.global_batch_size": REMOVED,
+            "training.micro_batches": 2,
+        },
+        'training.global_batch_size: training.micro_batch_size = "auto" depends on the memory, on which the global '
+        "batch must not depend; set it",
+        {"training.micro_batch_size": "auto", "training.global_batch_size": 8},
+    ),
+    Case(
+        "memory_limits_a_choice",
+        {"training.memory_limit": 8.0},
+        'training.memory_limit: has an effect only on training.micro_batch_size = "auto" without '
+        "training.micro_batches; delete it",
+        {"training.memory_limit": REMOVED},
+    ),
+    Case(
         "the_warmup_is_said_once",
         {"optimizer.warmup_steps": 5, "optimizer.warmup_ratio": 0.1},
         "optimizer.warmup_ratio: 0.1 is set together with optimizer.warmup_steps = 5 (run.toml); set only one of them",
