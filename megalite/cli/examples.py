@@ -10,6 +10,7 @@ from megalite.cli.results import report
 from megalite.errors import ConfigError, Problem
 
 FOLDERS = ("examples", "launch")
+_OF_THE_CHECKOUT = ("setup.sh", "container.sh", "Dockerfile*", "megalite.def")
 _DEFAULT = Path("megalite-examples")
 _PACKAGE = Path(megalite.__file__).parent
 
@@ -29,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError([problem], "megalite examples")
     for name in FOLDERS:
         shutil.copytree(
-            source / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "setup.sh")
+            source / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", *_OF_THE_CHECKOUT)
         )
     report(folder=folder, folders=FOLDERS)
     print(f"{folder}: {', '.join(f'{name}/' for name in FOLDERS)}")
