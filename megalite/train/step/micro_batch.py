@@ -159,6 +159,7 @@ class _MicroBatchChoice:
                 with suppress(BrokenPipeError), trial.stdin as pipe:
                     pipe.write(job.as_json().encode())
                 full, failed = self._watched(trial)
+                own = trial.returncode
             finally:
                 trial.kill()
                 trial.wait()
@@ -166,7 +167,9 @@ class _MicroBatchChoice:
         del store
         if not (full or failed):
             return None
-        causes = mesh.gather_objects(said if _is_full(trial) or (failed and trial.returncode > 0) else "")
+        # Not of a trial that is killed here, beside another one whose memory ran out.
+        counts = _is_full(own) if full else bool(own)
+        causes = mesh.gather_objects(said if counts else "")
         cause: str = mesh.broadcast_object(next(filter(None, causes or []), "a process was killed"))
         if full:
             return cause
@@ -178,7 +181,7 @@ class _MicroBatchChoice:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 trial.wait(_LOOK_SECONDS)
-            full = _is_full(trial)
+            full = _is_full(trial.returncode)
             states = (trial.returncode is None, full, bool(trial.returncode) and not full)
             running, full_ranks, failed = self.mesh.sum_over_world([float(state) for state in states])
             looks -= failed > 0
@@ -200,9 +203,9 @@ def _chosen_before(config: RunConfig, checkpoint: Path) -> Any:
     return written["training"]["micro_batch_size"] if same else None
 
 
-def _is_full(trial: "subprocess.Popen[bytes]") -> bool:
-    """Return whether memory ran out: the trial says so, or the kernel has killed it."""
-    return trial.returncode in (FULL, -signal.SIGKILL)
+def _is_full(code: int | None) -> bool:
+    """Return whether memory ran out in a trial with this exit code: it says so, or the kernel has killed it."""
+    return code in (FULL, -signal.SIGKILL)
 
 
 def _last_line(output: IO[bytes]) -> str:

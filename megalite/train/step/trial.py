@@ -115,14 +115,15 @@ def main() -> None:
         _run(job)
     except Exception as error:
         cause = error if isinstance(error, MemoryExhausted) else memory_error(error)
-        print_error(cause or error)
+        _say(cause or error)
         end_process(1 if cause is None else FULL)
     end_process(0)
 
 
-def print_error(error: BaseException) -> None:
-    """Write the error, as the rank reads it, to standard output."""
-    os.write(sys.stdout.fileno(), f"{type(error).__name__}: {error}\n".encode())
+def _say(error: BaseException) -> None:
+    """Write the error to standard output, whose last line the rank reads."""
+    text = str(error) if isinstance(error, MemoryExhausted) else f"{type(error).__name__}: {error}"
+    os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
 if __name__ == "__main__":
