@@ -26,6 +26,7 @@ from megalite.launcher.control.member import JobEnded
 from megalite.launcher.control.rank_process import RankEnd, run_rank
 from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, STOPPED, TERMINATED
 from megalite.launcher.local import Terminated, run_local_ranks
+from megalite.launcher.process import die_with_parent
 from megalite.launcher.rank.detect import RankInfo, rank_info
 from megalite.launcher.rank.environment import meets_others, prepare_process, watched_by_launcher, with_master
 from megalite.launcher.rank.rank_count import how_to_start, ranks_started
@@ -338,9 +339,11 @@ def _computes_after_fork(threads: int) -> bool:
     import torch
 
     receiver, sender = os.pipe()
+    parent, done = os.getpid(), False
     child = os.fork()
     if child == 0:
         try:
+            die_with_parent(parent)  # a notebook's kernel may be killed while the child hangs
             accelerator = torch.accelerator.current_accelerator()
             if accelerator is None or not torch.get_device_module(accelerator)._is_in_bad_fork():
                 torch.set_num_threads(threads)
@@ -349,10 +352,12 @@ def _computes_after_fork(threads: int) -> bool:
         finally:
             os._exit(0)  # whatever was raised: the child must not go on with the caller's script
     os.close(sender)  # so that a child that ends without a word is noticed at once
-    done = bool(select.select([receiver], [], [], _PROBE_SECONDS)[0]) and os.read(receiver, 4) == b"done"
-    if not done:
-        with suppress(ProcessLookupError):
-            os.kill(child, 9)
-    os.waitpid(child, 0)
-    os.close(receiver)
+    try:
+        done = bool(select.select([receiver], [], [], _PROBE_SECONDS)[0]) and os.read(receiver, 4) == b"done"
+    finally:  # also after Ctrl-C
+        if not done:
+            with suppress(ProcessLookupError):
+                os.kill(child, 9)
+        os.waitpid(child, 0)
+        os.close(receiver)
     return done

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from megalite.errors import LaunchError
+from megalite.launcher.process import children
 from megalite.train import run
 from megalite.train.callbacks import Callback
 from megalite.train.run import Trainer
@@ -46,6 +48,22 @@ def test_a_device_that_cannot_be_asked_after_a_fork_has_its_ranks_spawned() -> N
     ):
         assert trainer_of(2)._start_method(1) == "spawn"
     assert os.getpid() == parent
+
+
+def test_an_interrupt_meanwhile_leaves_no_process() -> None:
+    parent, before = os.getpid(), children()
+
+    def hang() -> None:
+        if os.getpid() != parent:
+            signal.pause()
+
+    with (
+        mock.patch.object(torch.accelerator, "current_accelerator", hang),
+        mock.patch.object(run.select, "select", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        trainer_of(2)._start_method(1)
+    assert children() == before
 
 
 class Unsendable(Callback):
