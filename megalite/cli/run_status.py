@@ -91,7 +91,7 @@ class RunFolderReader:
         """Return the state; the records are in `history`."""
         with suppress(OSError):
             self._read_records()
-        traces, total = self._traces(), self._total_steps()
+        traces, total = self._traces(), self._total_steps() or self.history.total_steps
         state, detail = self._state(traces, total)
         now, notes = time.time(), []
         if traces.saved_step is not None:
@@ -159,7 +159,10 @@ class RunFolderReader:
         )
 
     def _total_steps(self) -> int | None:
-        """Return training.steps of the resolved run; None before it is written, and for a run of epochs."""
+        """Return training.steps of the resolved run; None before it is written, and for a run of epochs.
+
+        Those of a run of epochs stand in its records.
+        """
         with suppress(OSError, *_NO_SUCH_CONTENT):
             settings = tomllib.loads((self.folder / "run.toml").read_text(encoding="utf-8"))
             steps = settings["training"].get("steps")
@@ -213,7 +216,8 @@ def _record_of(line: bytes) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(line)
         if isinstance(record["step"], int) and all(
-            value is None or math.isfinite(value) for value in record.values()
+            value is None or (key == "alarm" and isinstance(value, str)) or math.isfinite(value)
+            for key, value in record.items()
         ):
             return record
     except _NO_SUCH_CONTENT as error:

@@ -8,8 +8,10 @@ from typing import Any
 
 FIGURES = ("reward_accuracy", "reward_margin")
 """The names that StepMetrics.figures may have."""
-PARAMETER_COUNTS = ("parameters", "trained_parameters", "frozen_parameters")
-"""The keys in the first record of every start: the values of the whole model with its adapter."""
+AT_THE_START = ("parameters", "trained_parameters", "frozen_parameters", "total_steps")
+"""The keys in the first record of every start: the values of the whole model with its adapter, the run's last step."""
+OF_RANKS = ("communication_share", "communication_share_max", "slow_rank", "slow_rank_factor", "alarm")
+_COMMUNICATION = "communication_share/"
 _GROUP_RATE = "learning_rate/"
 _NORMS = ("grad_norm/", "weight_norm/", "update_ratio/")
 _OPTIONAL = ("loss_scale", "skipped_steps", "reserved_bytes", "loss_spike", "epoch", "epoch_loss")
@@ -28,8 +30,9 @@ class StepMetrics:
     reserved_bytes: with a device only, the maximum over ranks of the bytes reserved by torch's allocator.
     group_rates: the learning rate of each [[optimizer.groups]] table, by its pattern; their names in files are
     learning_rate/PATTERN. custom: metrics of callbacks, by name. figures: what the loss of preferences has besides.
-    layers: the norms that monitor.layers_every records, by name. loss_spike: by how much a spike of the loss exceeds
-    the running median. epoch, epoch_loss: the epoch that ends with this step, and the mean loss of its steps.
+    of_ranks: the fields of OF_RANKS, as of the last report. layers: the norms that monitor.layers_every records, by
+    name. loss_spike: by how much a spike of the loss exceeds the running median. epoch, epoch_loss: the epoch that
+    ends with this step, and the mean loss of its steps.
     """
 
     step: int
@@ -49,6 +52,7 @@ class StepMetrics:
     figures: Mapping[str, float] = field(default_factory=dict)
     group_rates: Mapping[str, float] = field(default_factory=dict)
     layers: Mapping[str, float] = field(default_factory=dict)
+    of_ranks: Mapping[str, Any] = field(default_factory=dict)
     loss_spike: float | None = None
     epoch: int | None = None
     epoch_loss: float | None = None
@@ -57,11 +61,12 @@ class StepMetrics:
         """Return the record for metrics.jsonl, without metrics that this run does not have."""
         own = asdict(self)
         custom, figures, rates = own.pop("custom"), own.pop("figures"), own.pop("group_rates")
-        layers = own.pop("layers")
+        layers, of_ranks = own.pop("layers"), own.pop("of_ranks")
         return (
             {key: value for key, value in own.items() if value is not None or key not in _OPTIONAL}
             | {f"{_GROUP_RATE}{pattern}": rate for pattern, rate in rates.items()}
             | figures
+            | of_ranks
             | layers
             | custom
         )
@@ -141,9 +146,10 @@ def is_own_metric(name: str) -> bool:
     """Whether a key of metrics.jsonl is built in, so that callbacks cannot use it."""
     return name in {
         *FIGURES,
-        *PARAMETER_COUNTS,
+        *AT_THE_START,
+        *OF_RANKS,
         *(each.name for each in fields(StepMetrics)),
-    } or name.startswith(("validation_", "checkpoint_", _GROUP_RATE, *_NORMS))
+    } or name.startswith(("validation_", "checkpoint_", _COMMUNICATION, _GROUP_RATE, *_NORMS))
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:

@@ -65,6 +65,8 @@ class RunHistory:
         self.validation: Mapping[str, Any] = {}
         self.best_validation: Mapping[str, Any] = {}
         self.step: int | None = None
+        self.total_steps: int | None = None
+        """As the last start of the run has it; None before its first step."""
         self._seconds: deque[float] = deque(maxlen=_USUAL_STEPS)
         self._not_finite: list[int] = []
 
@@ -79,6 +81,7 @@ class RunHistory:
         if "loss" not in record:
             return
         self.last = record
+        self.total_steps = record.get("total_steps", self.total_steps)
         if _is_finite(record["loss"]):
             self.curve.add(record["loss"])
         if not all(_is_finite(record.get(key, 0.0)) for key in ("loss", "grad_norm")):
@@ -93,7 +96,7 @@ class RunHistory:
 
     @property
     def alarms(self) -> list[str]:
-        """Texts on numbers that were not finite and on skipped steps."""
+        """Texts on numbers that were not finite, skipped steps and a slow rank."""
         texts = []
         if self._not_finite:
             first, last = self._not_finite[0], self._not_finite[-1]
@@ -101,6 +104,8 @@ class RunHistory:
             texts.append(f"loss or gradient was not finite in {steps}")
         if skipped := self.last.get("skipped_steps"):
             texts.append(f"{skipped:,} {'step was' if skipped == 1 else 'steps were'} skipped")
+        if alarm := self.last.get("alarm"):
+            texts.append(alarm)
         return texts
 
 
@@ -175,7 +180,7 @@ def step_fields(record: Mapping[str, Any], peak: str = "") -> list[str]:
     memory = f"{_number(record.get('memory_bytes')) / 2**30:.2f} GiB"
     if record.get("reserved_bytes") is not None:
         memory += f" of {record['reserved_bytes'] / 2**30:.2f} reserved"
-    scale, skipped = record.get("loss_scale"), record.get("skipped_steps")
+    scale, skipped, waits = map(record.get, ("loss_scale", "skipped_steps", "communication_share"))
     custom = {key: value for key, value in record.items() if not is_own_metric(key) and _is_number(value)}
     return [
         f"loss {_number(record.get('loss')):.4f}",
@@ -186,6 +191,7 @@ def step_fields(record: Mapping[str, Any], peak: str = "") -> list[str]:
         *([] if skipped is None else [f"{skipped} skipped"]),
         f"{_number(record.get('tokens_per_second')):,.0f} tokens/s",
         *([] if share is None else [f"{share:.0%} of {peak}" if peak else f"MFU {share:.0%}"]),
+        *([] if waits is None else [f"communication {waits:.0%}"]),
         memory,
         *(f"{name} {value:.4g}" for name, value in custom.items()),
     ]

@@ -5,9 +5,11 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
+from megalite.launcher.control.communication import WaitClock
 from megalite.launcher.control.progress import progress
 from megalite.launcher.control.step_trace import (
     HostClock,
@@ -47,7 +49,11 @@ class StepTracer:
             self.failure = f"{step_folder(self._traces, step)} is not complete: {error.strerror}"
 
 
-def clock_of(device: torch.device) -> TraceClock:
+class StepClock(TraceClock, WaitClock, Protocol):
+    """Time stamps of a traced step, and of the waits of any."""
+
+
+def clock_of(device: torch.device) -> StepClock:
     """Return a clock whose stamps are in the order of the device's work, which starts now."""
     return HostClock() if device.type == "cpu" else _DeviceClock(device)
 
@@ -71,3 +77,6 @@ class _DeviceClock:
     def seconds(self, stamp: torch.Event) -> float:
         stamp.synchronize()
         return float(self._base.elapsed_time(stamp)) / 1e3
+
+    def between(self, start: torch.Event, end: torch.Event) -> float | None:
+        return float(start.elapsed_time(end)) / 1e3 if end.query() else None

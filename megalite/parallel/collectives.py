@@ -32,8 +32,8 @@ class _Copy(torch.autograd.Function):
         grad = grad.clone(
             memory_format=torch.contiguous_format
         )  # autograd may still need the caller's tensor
-        progress.collective("all_reduce", ctx.ranks.role)
-        dist.all_reduce(grad, group=ctx.ranks.group)
+        with progress.collective("all_reduce", ctx.ranks.role):
+            dist.all_reduce(grad, group=ctx.ranks.group)
         return grad, None
 
 
@@ -43,8 +43,8 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_sums: Tensor, ranks: RankGroup) -> Tensor:
         ctx.mark_dirty(partial_sums)
-        progress.collective("all_reduce", ranks.role)
-        dist.all_reduce(partial_sums, group=ranks.group)
+        with progress.collective("all_reduce", ranks.role):
+            dist.all_reduce(partial_sums, group=ranks.group)
         return partial_sums
 
     @staticmethod
@@ -121,8 +121,8 @@ def reduce_from(partial_sums: Tensor, ranks: RankGroup) -> Tensor:
 def all_reduce(values: Tensor, ranks: RankGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """Reduce in place over the ranks, outside autograd; returns `values`."""
     if ranks.size > 1:
-        progress.collective("all_reduce", ranks.role)
-        dist.all_reduce(values, op=op, group=ranks.group)
+        with progress.collective("all_reduce", ranks.role):
+            dist.all_reduce(values, op=op, group=ranks.group)
     return values
 
 
@@ -131,8 +131,8 @@ def gather_ranks(values: Tensor, ranks: RankGroup) -> Tensor:
     if ranks.size == 1:
         return values.unsqueeze(0)
     gathered = values.new_empty(ranks.size, *values.shape)
-    progress.collective("all_gather", ranks.role)
-    dist.all_gather_single(gathered.flatten(0, 1), values.contiguous(), group=ranks.group)
+    with progress.collective("all_gather", ranks.role):
+        dist.all_gather_single(gathered.flatten(0, 1), values.contiguous(), group=ranks.group)
     return gathered
 
 
@@ -144,17 +144,17 @@ def exchange(pieces: Sequence[Tensor], sizes: Sequence[int], ranks: RankGroup) -
     if ranks.size == 1:
         return [*pieces]
     received = pieces[0].new_empty(sum(sizes))
-    progress.collective("all_to_all", ranks.role)
     lengths = [piece.numel() for piece in pieces]
-    dist.all_to_all_single(received, torch.cat([*pieces]), [*sizes], lengths, group=ranks.group)
+    with progress.collective("all_to_all", ranks.role):
+        dist.all_to_all_single(received, torch.cat([*pieces]), [*sizes], lengths, group=ranks.group)
     return [*received.split([*sizes])]
 
 
 def broadcast(values: Tensor, ranks: RankGroup, source: int) -> Tensor:
     """Overwrite `values` with those of rank `source` of the group, outside autograd; returns `values`."""
     if ranks.size > 1:
-        progress.collective("broadcast", ranks.role)
-        dist.broadcast(values, src=ranks.ranks[source], group=ranks.group)
+        with progress.collective("broadcast", ranks.role):
+            dist.broadcast(values, src=ranks.ranks[source], group=ranks.group)
     return values
 
 
@@ -164,7 +164,8 @@ def start_all_reduce(values: Tensor, ranks: RankGroup) -> Pending:
     work = dist.all_reduce(values, group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
-        work.wait()
+        with progress.wait(ranks.role):
+            work.wait()
         return values
 
     return finish
@@ -178,7 +179,8 @@ def start_gather(shard: Tensor, ranks: RankGroup) -> Pending:
     work = dist.all_gather_single(gathered.flatten(0, 1), shard, group=ranks.group, async_op=True)
 
     def finish() -> Tensor:
-        work.wait()
+        with progress.wait(ranks.role):
+            work.wait()
         # Ranks are the outer dim in memory: this copies, unless B is 1.
         return gathered.transpose(0, 1).flatten(1, 2)
 
@@ -193,7 +195,8 @@ def start_reduce_scatter(partial_sums: Tensor, ranks: RankGroup, sums: Tensor | 
     work = dist.reduce_scatter_single(scattered, by_rank.flatten(0, 1), group=ranks.group, async_op=True)
 
     def finish(_: Tensor = by_rank) -> Tensor:  # the collective reads it until then
-        work.wait()
+        with progress.wait(ranks.role):
+            work.wait()
         return scattered
 
     return finish
@@ -207,6 +210,6 @@ def gather_last_dim(shard: Tensor, sizes: tuple[int, ...], ranks: RankGroup) -> 
     widest = max(sizes)
     padded = torch.nn.functional.pad(shard, (0, widest - shard.shape[-1])).contiguous()
     gathered = [torch.empty_like(padded) for _ in sizes]
-    progress.collective("all_gather", ranks.role)
-    dist.all_gather(gathered, padded, group=ranks.group)
+    with progress.collective("all_gather", ranks.role):
+        dist.all_gather(gathered, padded, group=ranks.group)
     return torch.cat([part[..., :size] for part, size in zip(gathered, sizes, strict=True)], dim=-1)

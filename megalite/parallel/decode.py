@@ -95,7 +95,7 @@ def _hand_over(
             dist.send(output.contiguous(), dst=mesh.pp_downwards.ranks[target], group=mesh.pp_downwards.group)
     if mesh.at.pp == target:
         received = torch.empty_like(hidden, memory_format=torch.contiguous_format)
-        progress.collective("recv", mesh.pp.role)
-        dist.recv(received, src=mesh.pp_downwards.ranks[source], group=mesh.pp_downwards.group)
+        with progress.collective("recv", mesh.pp.role):
+            dist.recv(received, src=mesh.pp_downwards.ranks[source], group=mesh.pp_downwards.group)
         return received
     return None

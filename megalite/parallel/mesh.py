@@ -211,16 +211,16 @@ class ParallelMesh(RankPlace):
 
     def barrier(self) -> None:
         if self.layout.world_size > 1:
-            progress.collective("barrier", "world")
-            dist.barrier(group=self.host)
+            with progress.collective("barrier", "world"):
+                dist.barrier(group=self.host)
 
     def gather_objects(self, value: Any) -> list[Any] | None:
         """Return the picklable values of all ranks, in rank order, on rank 0; None on other ranks."""
         if self.layout.world_size == 1:
             return [value]
         gathered: list[Any] | None = [None] * self.layout.world_size if self.rank == 0 else None
-        progress.collective("gather", "world")
-        dist.gather_object(value, gathered, group=self.host)
+        with progress.collective("gather", "world"):
+            dist.gather_object(value, gathered, group=self.host)
         return gathered
 
     def broadcast_object(self, value: Any) -> Any:
@@ -228,31 +228,31 @@ class ParallelMesh(RankPlace):
         if self.layout.world_size == 1:
             return value
         values = [value]
-        progress.collective("broadcast", "world")
-        dist.broadcast_object_list(values, group=self.host)
+        with progress.collective("broadcast", "world"):
+            dist.broadcast_object_list(values, group=self.host)
         return values[0]
 
     def sum_over_world(self, values: list[float]) -> list[float]:
         """Return the elementwise float64 sums over all ranks of numbers in host memory."""
         total = torch.tensor(values, dtype=torch.float64)
         if self.layout.world_size > 1:
-            progress.collective("all_reduce", "world")
-            dist.all_reduce(total, group=self.host)
+            with progress.collective("all_reduce", "world"):
+                dist.all_reduce(total, group=self.host)
         return total.tolist()
 
     def max_over_world(self, value: float) -> float:
         """Return the maximum over all ranks, on every rank."""
         largest = torch.tensor(value, dtype=torch.float64)
         if self.layout.world_size > 1:
-            progress.collective("all_reduce", "world")
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.host)
+            with progress.collective("all_reduce", "world"):
+                dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.host)
         return float(largest)
 
     def reduce_over_world(self, values: Tensor) -> Tensor:
         """Sum a tensor on the mesh's device over all ranks, in place, without a device synchronisation."""
         if self.layout.world_size > 1:
-            progress.collective("all_reduce", "world")
-            dist.all_reduce(values)
+            with progress.collective("all_reduce", "world"):
+                dist.all_reduce(values)
         return values
 
 

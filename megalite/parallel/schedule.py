@@ -160,8 +160,7 @@ class _Transfers:
     def wait(self, message: Message) -> Tensor:
         """Return the values of a message, whose receive was started."""
         values, work = self._coming.pop(message)
-        progress.collective("recv", self._mesh.pp.role)
-        with progress.span("waits", message):
+        with progress.collective("recv", self._mesh.pp.role), progress.span("waits", message):
             _finish(work)
         return values
 
@@ -175,7 +174,7 @@ class _Transfers:
         if self._going:
             progress.collective("send", self._mesh.pp.role)
         for message in [*self._going]:
-            with progress.span("sends", message):
+            with progress.wait(self._mesh.pp.role), progress.span("sends", message):
                 self.arrived(message)
 
 

@@ -85,7 +85,7 @@ class TrainingLoop:
         if self._held_out and (due or last) and not self.exit_code:
             validation = self._validated(metrics)
             last = self._ends_here(self._flags_of_all(validates=False))
-        self._reporter.step(report, validation, metrics)
+        self._reporter.step(report, validation, metrics, writes=any(report.flags[:1]))  # the first flag: busy
         self._save(report, validation, last=last)
         empty_every = self._config.training.empty_cache_every
         if empty_every and report.step % empty_every == 0:
@@ -94,7 +94,7 @@ class TrainingLoop:
     def _train_step(self) -> StepReport:
         self._budget.begin_step()
         try:
-            with self._reporter.profiled(self._trainer.state.step + 1):
+            with self._reporter.profiled(self._trainer.state.step + 1), self._reporter.measures.step():
                 report = self._trainer.train_step(self._flags, self._saver.before_update)
         except TrainingError:
             # Every rank raises it, so all are here to publish the checkpoint in flight, which is collective.

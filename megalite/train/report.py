@@ -22,8 +22,8 @@ from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.losses import EpochLoss, LossSpikes
-from megalite.monitor.memory import MemoryUse, device_memory, process_memory
-from megalite.monitor.metrics import PARAMETER_COUNTS, SaveMetrics, StepMetrics, ValidationMetrics
+from megalite.monitor.memory import MemoryUse
+from megalite.monitor.metrics import AT_THE_START, SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.profiler import HOW_TO_READ, StepProfile
 from megalite.monitor.sink import ReportedRun
 from megalite.monitor.sinks import RunSinks
@@ -36,6 +36,7 @@ from megalite.planner.planned_run import PlannedRun
 from megalite.planner.prediction import RunPrediction, calibration_here, predict_run
 from megalite.topology.flops import flops_per_token
 from megalite.train.step.precision import DTYPES
+from megalite.train.step.rank_measures import RankMeasures, RankReport
 from megalite.train.step.state import StepReport
 from megalite.train.step.train_step import TrainStep
 
@@ -55,15 +56,14 @@ class RunReporter:
         self._skips = self._scaled or trainer.config.training.nonfinite == "skip"
         self._continues_text = trainer.config.data.kind == "text"
         self._groups = trainer.config.optimizer.groups
-        self._memory_bytes = 0
         self._ranks_a_node = info.local_world_size
+        self.measures = RankMeasures(trainer.mesh, info)
+        self._of_ranks: RankReport | None = None
         self._prediction: RunPrediction | None = None
-        # The seconds of the steps that are not profiled, and the most memory of this rank.
+        # The seconds of the steps that are not profiled.
         self._seconds = array("d")
-        self._peak_bytes, self._on_device = 0, False
-        self._reserved_bytes: int | None = None
         self._spikes, self._spiked, self._epoch_loss = LossSpikes(), False, EpochLoss()
-        # For the next step's record: the counts of a start, the costs of a save.
+        # For the next step's record: the facts of a start, the costs of a save.
         self._unrecorded: dict[str, Any] = {}
         self._started = time.perf_counter()
         self._path = metrics_file
@@ -87,8 +87,8 @@ class RunReporter:
             self._spikes = LossSpikes(record.get("loss") for record in past)
             self._epoch_loss = EpochLoss(past)
             count = ParameterCount.of(trainer.shape)
-            counts = (count.total, count.trained, count.total - count.trained)
-            self._unrecorded = dict(zip(PARAMETER_COUNTS, counts, strict=True))
+            facts = (count.total, count.trained, count.total - count.trained, self._total_steps)
+            self._unrecorded = dict(zip(AT_THE_START, facts, strict=True))
             if peak is None:
                 self.say(_no_peak(device_name(trainer.mesh.device), trainer.config.training.precision))
 
@@ -179,15 +179,22 @@ class RunReporter:
             self.console.validation(validation)
 
     def step(
-        self, report: StepReport, validation: ValidationMetrics | None, custom: Mapping[str, float]
+        self,
+        report: StepReport,
+        validation: ValidationMetrics | None,
+        custom: Mapping[str, float],
+        *,
+        writes: bool = False,
     ) -> None:
         """Record one step, the validation after it, and what callbacks add.
 
-        Now and then collective, to find the rank that holds the most memory.
+        Every monitor.every steps collective, to gather the measures of all ranks.
+        writes: whether a rank wrote a checkpoint beside the step.
         """
-        if not self._memory_bytes or report.step % self._every == 0 or report.step == self._total_steps:
-            self._measure_memory()
-        if report.step not in self._monitor.profile_steps:
+        profiled = report.step in self._monitor.profile_steps
+        self.measures.add(report, disturbed=writes or profiled)
+        of_ranks = self._of_all_ranks(report.step)
+        if not profiled:
             self._seconds.append(report.step_seconds)
         if self._sinks is None or self.console is None:
             return
@@ -202,8 +209,8 @@ class RunReporter:
             tokens=report.tokens,
             tokens_per_second=speed.tokens_per_second,
             mfu=speed.mfu,
-            memory_bytes=self._memory_bytes,
-            reserved_bytes=self._reserved_bytes,
+            memory_bytes=of_ranks.memory_bytes,
+            reserved_bytes=of_ranks.reserved_bytes,
             step_seconds=report.step_seconds,
             data_seconds=report.data_seconds,
             loss_scale=report.loss_scale if self._scaled else None,
@@ -214,6 +221,7 @@ class RunReporter:
                 group.pattern: report.learning_rate * group.learning_rate_ratio for group in self._groups
             },
             layers=report.layers,
+            of_ranks=of_ranks.record,
             loss_spike=spike,
             epoch=report.epoch,
             epoch_loss=self._epoch_loss.add(report.loss, ends=report.epoch is not None),
@@ -235,14 +243,15 @@ class RunReporter:
         if validation is not None:
             self.console.validation(validation)
 
-    def _measure_memory(self) -> None:
-        memory = None if self._mesh.device.type == "cpu" else device_memory(self._mesh.device)
-        self._on_device = memory is not None
-        memory = memory or process_memory()
-        self._peak_bytes = max(self._peak_bytes, memory.peak_bytes)
-        self._memory_bytes = int(self._mesh.max_over_world(memory.peak_bytes))
-        if memory.reserved_bytes is not None:
-            self._reserved_bytes = int(self._mesh.max_over_world(memory.reserved_bytes))
+    def _of_all_ranks(self, step: int) -> RankReport:
+        """Return the last measures of all ranks. Collective where a report is due: every monitor.every steps."""
+        if self._of_ranks is None or step % self._every == 0 or step == self._total_steps:
+            self._of_ranks = self.measures.report()
+            for warning in self._of_ranks.warnings:
+                self.warn(f"step {step}: {warning}")
+            for note in self._of_ranks.notes:
+                self.say(f"step {step}: {note}")
+        return self._of_ranks
 
     def predict(self, trainer: TrainStep) -> None:
         """Predict memory and time of a step, and say the time where the card or a calibration is known."""
@@ -263,9 +272,10 @@ class RunReporter:
         """
         if self._prediction is None or not self._seconds:
             return
-        self._measure_memory()
-        own = self._peak_bytes - (0 if self._on_device else at_start.now_bytes)
-        if not self._on_device and self._peak_bytes <= at_start.peak_bytes:
+        self.measures.measure_memory()
+        peak, on_device = self.measures.peak_bytes, self.measures.on_device
+        own = peak - (0 if on_device else at_start.now_bytes)
+        if not on_device and peak <= at_start.peak_bytes:
             own = 0  # the inputs took more than the training: its own peak is not known
         largest = self._mesh.max_over_world(own)
         # The first step of a process warms up.

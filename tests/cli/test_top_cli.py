@@ -188,6 +188,21 @@ def test_the_state_is_that_of_the_folder(tmp_path: Path) -> None:
     assert state(run) == "ended"
 
 
+def test_a_run_of_epochs_ends_with_the_last_step_that_its_start_recorded(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", 0)
+    (run / "run.toml").write_text("[training]\nepochs = 2\n")
+    # The resumed run has larger batches.
+    starts = {1: 20, 5: 12}
+    lines = [line(step, **({"total_steps": starts[step]} if step in starts else {})) for step in range(1, 13)]
+    (run / "metrics.jsonl").write_text("".join(lines[:10]))
+    save(run, "step-000010")
+    aged(run, 100)
+    assert state(run).startswith("stopped")
+    (run / "metrics.jsonl").write_text("".join(lines))
+    save(run, "step-000012")
+    assert state(run) == "ended"
+
+
 def test_a_failure_has_its_first_cause_until_the_run_goes_on(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", 10)
     fail(run, seconds=0.0)

@@ -39,11 +39,11 @@ ON_THE_STANDIN = {
     "train/optimizer/adamw.py:_written_copies",
     "train/step/precision.py:choose_precision",
     "train/report.py:RunReporter.__init__",
-    "train/report.py:RunReporter._measure_memory",
     "train/report.py:RunReporter.predict",
     "train/report.py:_device_name",
     "train/report.py:_peak_flops_per_second",
     "train/rank.py:_tell_choices",
+    "train/step/rank_measures.py:RankMeasures.measure_memory",
 }
 
 # Test -> the functions whose branch for an accelerator, or for CUDA alone, it runs.

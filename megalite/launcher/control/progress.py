@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import TypedDict
 
+from megalite.launcher.control.communication import CommunicationTimes
 from megalite.launcher.control.step_trace import SpanKind, SpanOf, StepTrace
 from megalite.topology.axes import AXES, ROLES
 
@@ -74,6 +75,8 @@ class Progress:
     def __init__(self) -> None:
         self._numbers = memoryview(bytearray(_RANK_BYTES)).cast("q")
         self.trace: StepTrace | None = None
+        self.communication: CommunicationTimes | None = None
+        """Adds up the waits of a step; None: nobody asks for them."""
 
     @staticmethod
     def create_file(path: Path, ranks: int) -> None:
@@ -101,7 +104,7 @@ class Progress:
     def restart(self) -> None:
         """Forget all marks: a process may run one job after another."""
         self._numbers[:] = memoryview(bytes(_RANK_BYTES)).cast("q")
-        self.trace = None
+        self.trace = self.communication = None
 
     def finished(self, step: int) -> None:
         """Note the last finished step."""
@@ -118,9 +121,17 @@ class Progress:
         """Note the time inside of the `with` block in a traced step: that of an action, or of a message's wait."""
         return _UNTRACED if self.trace is None else self.trace.span(kind, of)
 
-    def collective(self, call: str, role: str) -> None:
-        """Note a collective that begins. role: of its group: an axis, a role of topology.axes, "world" or ""."""
+    def collective(self, call: str, role: str) -> AbstractContextManager[None]:
+        """Note a collective that begins; the result as of `wait`, for one that has ended with the `with` block.
+
+        role: of its group: an axis, a role of topology.axes, "world" or "".
+        """
         self._numbers[_COLLECTIVE] = _COLLECTIVE_NUMBERS[call, role]
+        return self.wait(role)
+
+    def wait(self, role: str) -> AbstractContextManager[None]:
+        """Count the time inside of the `with` block as communication in a group with this role."""
+        return _UNTRACED if self.communication is None else self.communication.wait(role)
 
     @property
     def step(self) -> int | None:

@@ -44,6 +44,9 @@ class HostClock:
     def seconds(self, stamp: float) -> float:
         return stamp - self._base
 
+    def between(self, start: float, end: float) -> float:
+        return end - start
+
 
 def host_seconds(stamp: float) -> float:
     """Return the second since 1970 of a stamp of perf_counter.

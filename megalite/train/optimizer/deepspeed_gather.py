@@ -7,6 +7,7 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor
 
+from megalite.launcher.control.progress import progress
 from megalite.parallel.mesh import ProcessGroup
 
 
@@ -32,4 +33,5 @@ def _all_gather(
             continue
         length = max(1, allgather_bucket_size // len(partitions))
         for shards in zip(*(partition.detach().split(length) for partition in partitions), strict=True):
-            dist.all_gather(list(shards), shards[dist.get_rank(group)], group)
+            with progress.wait("dense_gradients"):
+                dist.all_gather(list(shards), shards[dist.get_rank(group)], group)

@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.cli.run_status import RunFolderReader
 from megalite.config.load import load_run
 from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.memory import MemoryUse
-from megalite.monitor.metrics import PARAMETER_COUNTS, is_own_metric
+from megalite.monitor.metrics import AT_THE_START, is_own_metric
 from megalite.planner.prediction import RunPrediction
 from megalite.topology.flops import flops_per_token
 from megalite.topology.parameters import parameter_count
 from megalite.train import report as module
 from megalite.train.report import RunReporter
+from megalite.train.step import rank_measures
 from megalite.train.step.precision import DTYPES
 from megalite.train.step.state import StepReport
 from tests.support.parity import about
@@ -94,7 +96,7 @@ def share(tmp_path: Path, made: RunReporter) -> float | None:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
-    monkeypatch.setattr(module, "device_memory", lambda device: MemoryUse(1, 2**30, 3 * 2**30))
+    monkeypatch.setattr(rank_measures, "device_memory", lambda device: MemoryUse(1, 2**30, 3 * 2**30))
     return monkeypatch
 
 
@@ -173,8 +175,8 @@ def test_the_first_record_of_a_start_counts_the_parameters(tmp_path: Path) -> No
     for number in (1, 2):
         made.step(step(number), None, {})
     first, second = read_metrics(tmp_path / "metrics.jsonl")
-    assert [first[name] for name in PARAMETER_COUNTS] == [parameter_count(tiny_shape())] * 2 + [0]
-    assert not set(PARAMETER_COUNTS) & set(second) and all(map(is_own_metric, PARAMETER_COUNTS))
+    assert [first[name] for name in AT_THE_START] == [parameter_count(tiny_shape())] * 2 + [0, 2]
+    assert not set(AT_THE_START) & set(second) and all(map(is_own_metric, AT_THE_START))
 
 
 def test_a_spike_of_the_loss_is_recorded_and_the_first_in_a_row_is_a_warning(
@@ -191,6 +193,35 @@ def test_a_spike_of_the_loss_is_recorded_and_the_first_in_a_row_is_a_warning(
         25: 6.0,
         26: 6.0,
     }
+
+
+def test_a_slow_rank_is_a_warning_and_stands_in_the_records_and_in_top(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def beside_a_slow_one(values: list[float]) -> list[float]:
+        """Add a rank whose steps and own work, the third and the sixth number, take three times as long."""
+        own = values[: len(values) // 2]
+        return (
+            own + [value * (3 if at in (2, 5) else 1) for at, value in enumerate(own)] if own[2:] else values
+        )
+
+    places = {"sum_over_world": beside_a_slow_one, "gather_objects": lambda _: ["here", "there"]}
+    settings = ("--monitor.peak_tflops", "1.0", "--parallel.data", "2", "--monitor.every", "2")
+    made = reporter_of(trainer_on("cpu", *settings, **places), tmp_path)
+    for number in range(1, 15):
+        made.step(step(number), None, {})
+    output = capsys.readouterr().out
+    text = "rank 1 (pp 0, dp 1, tp 0) on there is slow: its own work takes 3 s a step, 3.0 times as long"
+    assert output.count("warning: ") == output.count(f"warning: step 12: {text}") == 1
+    records = read_metrics(tmp_path / "metrics.jsonl")
+    assert {record["step"]: record["slow_rank"] for record in records if "slow_rank" in record} == {
+        12: 1,
+        13: 1,
+        14: 1,
+    }
+    reader = RunFolderReader(tmp_path)
+    reader.read()
+    assert reader.history.step == 14 and [alarm[: len(text)] for alarm in reader.history.alarms] == [text]
 
 
 def profiling(tmp_path: Path, *settings: str) -> tuple[RunReporter, list[str]]:
@@ -256,7 +287,7 @@ def test_the_end_compares_the_median_step_and_the_peak_of_the_whole_run(
 ) -> None:
     """A device's peaks are since the call before; neither the first step nor a profiled one counts."""
     peaks = iter([2**31, 2**20, 2**20, 2**20, 2**20, 2**20])
-    on_gpu.setattr(module, "device_memory", lambda device: MemoryUse(0, next(peaks), 0))
+    on_gpu.setattr(rank_measures, "device_memory", lambda device: MemoryUse(0, next(peaks), 0))
     trainer = trainer_on("cuda", "--monitor.profile_steps", "[2]")
     compared(on_gpu, tmp_path, trainer, [9.0, 8.0, 1.0, 1.0, 3.0], MemoryUse(2**29, 2**29))
     assert capsys.readouterr().out.splitlines()[-1] == (
@@ -275,7 +306,7 @@ def test_a_cpu_counts_from_the_start_unless_the_inputs_took_more(
     peak_at_start: int,
     said: str,
 ) -> None:
-    monkeypatch.setattr(module, "process_memory", lambda: MemoryUse(2**30, 2**31))
+    monkeypatch.setattr(rank_measures, "process_memory", lambda: MemoryUse(2**30, 2**31))
     monkeypatch.setattr(module, "gemm_flops_per_second", lambda dtype: 1e12)
     compared(monkeypatch, tmp_path, trainer_on("cpu"), [1.0, 1.0], MemoryUse(2**29, peak_at_start))
     assert said in capsys.readouterr().out.splitlines()[-1]

@@ -1,0 +1,65 @@
+"""Finds ranks that are slower than the ranks with equal work, by the time of each rank's own work in a step."""
+
+from collections import deque
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+# A rank is slow if it was so in the median of its last reports; the first ones of a start have its warm-up.
+_REPORTS, _WARM_UP = 5, 2
+_SLOW, _RECOVERED = 1.5, 1.25
+# A rank that costs the others less than this share of a step is not worth a line.
+_SHARE = 0.1
+
+
+class SlowRank(NamedTuple):
+    """A rank, the median seconds of its own work in a step, and of that of its peers."""
+
+    rank: int
+    seconds: float
+    peers_seconds: float
+
+    @property
+    def factor(self) -> float:
+        return self.seconds / self.peers_seconds
+
+
+class SlowRanks:
+    """Compares the work of each rank with the median of its peers' over the last five reports.
+
+    Slow: half as long again as the peers, and a tenth of the step longer; no longer slow: within a quarter of them.
+    """
+
+    def __init__(self, peers: Sequence[Sequence[int]]):
+        """peers: the groups of ranks with equal work, such as those of a stage."""
+        self._peers = [tuple(group) for group in peers if len(group) > 1]
+        self._reports = deque[Sequence[float]](maxlen=_REPORTS)
+        self._seen = 0
+        self.slow: dict[int, SlowRank] = {}
+        """The ranks that are slow now."""
+
+    def update(self, work: Sequence[float], step_seconds: float) -> tuple[list[SlowRank], list[int]]:
+        """Add a report; return the ranks that have become slow, and those that are no longer.
+
+        work: the seconds of each rank's own work in a step. step_seconds: of a whole step.
+        """
+        self._seen += 1
+        if self._seen > _WARM_UP:
+            self._reports.append(work)
+        if len(self._reports) < _REPORTS:
+            return [], []
+        usual = [median(seconds) for seconds in zip(*self._reports, strict=True)]
+        began, ended = list[SlowRank](), list[int]()
+        for group in self._peers:
+            for rank in group:
+                peers = median(usual[peer] for peer in group if peer != rank)
+                now = SlowRank(rank, usual[rank], peers)
+                if rank in self.slow and now.seconds <= _RECOVERED * peers:
+                    del self.slow[rank]
+                    ended.append(rank)
+                elif rank in self.slow:
+                    self.slow[rank] = now
+                elif now.seconds > max(_SLOW * peers, peers + _SHARE * step_seconds) and peers > 0:
+                    self.slow[rank] = now
+                    began.append(now)
+        return began, ended

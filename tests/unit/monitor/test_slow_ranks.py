@@ -1,0 +1,53 @@
+"""A rank that is slower than its peers in most reports is named until it recovers; uneven stages are no alarm."""
+
+from megalite.monitor.slow_ranks import SlowRank, SlowRanks
+from tests.support.parity import about
+
+# Two stages of three ranks; the second has twice the work.
+STAGES = [(0, 1, 2), (3, 4, 5)]
+EVEN = (1.0, 1.1, 0.9, 2.0, 2.1, 2.2)
+
+
+def slow(rank: int, factor: float = 3.0) -> tuple[float, ...]:
+    return tuple(seconds * (factor if rank == at else 1) for at, seconds in enumerate(EVEN))
+
+
+def changes(reports: list[tuple[float, ...]], step_seconds: float = 3.0) -> list[tuple[int, str, int]]:
+    """Return (report, "slow" or "recovered", rank) of each change, reports counted from 1."""
+    ranks, changed = SlowRanks(STAGES), []
+    for number, work in enumerate(reports, start=1):
+        began, ended = ranks.update(work, step_seconds)
+        changed += [(number, "slow", rank.rank) for rank in began]
+        changed += [(number, "recovered", rank) for rank in ended]
+    return changed
+
+
+def test_uneven_stages_and_a_slow_start_are_no_alarm() -> None:
+    assert changes([slow(1, 50), slow(1, 50), *[EVEN] * 10]) == []
+
+
+def test_single_slow_reports_are_no_alarm() -> None:
+    assert changes([EVEN, EVEN, *[slow(4), EVEN, EVEN] * 6]) == []
+
+
+def test_a_slow_rank_is_named_once_and_once_more_when_it_recovers() -> None:
+    # Two reports warm up, then three of the last five are slow; then three of them are not.
+    assert changes([EVEN] * 7 + [slow(4)] * 6 + [EVEN] * 6) == [(10, "slow", 4), (16, "recovered", 4)]
+
+
+def test_the_factor_is_over_the_peers_of_its_stage() -> None:
+    ranks = SlowRanks(STAGES)
+    for _ in range(7):
+        ranks.update(slow(0), 4.0)
+    [(rank, found)] = ranks.slow.items()
+    assert (rank, found) == (0, SlowRank(0, 3.0, 1.0)) and found.factor == about(3.0)
+
+
+def test_a_rank_that_costs_a_small_part_of_the_step_is_no_alarm() -> None:
+    assert changes([slow(0)] * 10, step_seconds=30.0) == []
+    assert changes([slow(0)] * 10, step_seconds=10.0) == [(7, "slow", 0)]
+
+
+def test_a_rank_without_peers_is_compared_with_nobody() -> None:
+    ranks = SlowRanks([(0,), (1,)])
+    assert all(ranks.update((1.0, 9.0), 9.0) == ([], []) for _ in range(10))
