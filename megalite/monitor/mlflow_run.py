@@ -4,8 +4,9 @@ import re
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Full, Queue
 from typing import Any
 
 from megalite.launcher.rank.environment import variables
@@ -14,7 +15,11 @@ from megalite.monitor.sink import ReportedRun, Sink
 
 # MLflow's limits of one request.
 _METRICS, _PARAMETERS = 1000, 100
-_LAST_SECONDS = 60.0
+_LAST_SECONDS = 30.0
+# A request that gets no answer is tried again; both hold up the start of a run and an upload, and only a thread later.
+_REQUEST_SECONDS, _REQUEST_RETRIES = 10, 2
+# The thread waits for a server that is away, until so many records wait.
+PAUSE_SECONDS, MOST_RECORDS = 10.0, 10_000
 
 
 class MlflowRun(Sink):
@@ -25,22 +30,28 @@ class MlflowRun(Sink):
 
     def __init__(self, run: ReportedRun):
         from mlflow import MlflowClient
-        from mlflow.environment_variables import MLFLOW_ALLOW_FILE_STORE
+        from mlflow import environment_variables as settings
 
         environ = variables()
+        for name, value in (("TIMEOUT", _REQUEST_SECONDS), ("MAX_RETRIES", _REQUEST_RETRIES)):
+            if f"MLFLOW_HTTP_REQUEST_{name}" not in environ:
+                getattr(settings, f"MLFLOW_HTTP_REQUEST_{name}").set(value)
         self._uri = environ.get("MLFLOW_TRACKING_URI", "")
         if not self._uri:
             # The light client has no database, and files need this permission.
-            MLFLOW_ALLOW_FILE_STORE.set(True)
+            settings.MLFLOW_ALLOW_FILE_STORE.set(True)
             self._uri = (run.folder / "mlruns").absolute().as_uri()
         self._client = MlflowClient(self._uri)
         stored = run.read_id("mlflow")
-        self._recorded_step = run.recorded_step if stored else -1
+        self.reported_step, self._skipped_to = run.after_step, -1
         if stored:
             self._client.update_run(stored, status="RUNNING")
+            losses = self._client.get_metric_history(stored, "train/loss")
+            self.reported_step = self._skipped_to = max((metric.step for metric in losses), default=-1)
         self._id = stored or self._new_run(run, environ.get("MLFLOW_EXPERIMENT_NAME"))
-        self._queue: SimpleQueue[tuple[list[Any], str]] = SimpleQueue()
+        self._queue: Queue[tuple[list[Any], str]] = Queue(MOST_RECORDS)
         self._failure: Exception | None = None
+        self._ends = threading.Event()
         self._thread = threading.Thread(target=self._send, name="mlflow", daemon=True)
         self._thread.start()
 
@@ -53,18 +64,24 @@ class MlflowRun(Sink):
 
         if self._failure is not None:
             raise self._failure
-        if record["step"] > self._recorded_step:
+        if record["step"] > self._skipped_to:
             now = int(time.time() * 1000)
             numbers = curves(record).items()
             metrics = [Metric(_key(name), float(value), now, record["step"]) for name, value in numbers]
-            self._queue.put((metrics, ""))
+            try:
+                self._queue.put_nowait((metrics, ""))
+            except Full as error:
+                raise TimeoutError(f"{MOST_RECORDS:,} records wait for the server") from error
 
     def checkpoint(self, path: Path) -> None:
         """Upload a checkpoint; training waits for it."""
         self._client.log_artifacts(self._id, str(path), f"checkpoints/{path.name}")
 
     def close(self, exit_code: int) -> None:
-        self._queue.put(([], {0: "FINISHED", 75: "KILLED", 130: "KILLED"}.get(exit_code, "FAILED")))
+        self._ends.set()
+        status = {0: "FINISHED", 75: "KILLED", 130: "KILLED"}.get(exit_code, "FAILED")
+        with suppress(Full):
+            self._queue.put(([], status), timeout=_LAST_SECONDS)
         self._thread.join(_LAST_SECONDS)
         if self._thread.is_alive():
             raise TimeoutError(f"the server has not taken the last records in {_LAST_SECONDS:g} s")
@@ -101,11 +118,28 @@ class MlflowRun(Sink):
                     more, status = self._queue.get()
                     metrics = [*metrics, *more]
                 for start in range(0, len(metrics), _METRICS):
-                    self._client.log_batch(self._id, metrics[start : start + _METRICS])
+                    self._send_batch(metrics[start : start + _METRICS])
             self._client.set_terminated(self._id, status)
         # The client may raise anything; `append` or `close` raises it in the thread of the run.
         except Exception as error:
             self._failure = error
+
+    def _send_batch(self, metrics: list[Any]) -> None:
+        """Send metrics of one request, again and again while the server is away and the run goes on."""
+        while True:
+            try:
+                self._client.log_batch(self._id, metrics)
+                return
+            except Exception as error:
+                if self._ends.is_set() or not _is_away(error):
+                    raise
+            self._ends.wait(PAUSE_SECONDS)
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether a request failed because the server did not answer, or could not."""
+    status = getattr(error, "get_http_status_code", lambda: 0)()
+    return bool(status >= 500 or isinstance(error, ConnectionError | TimeoutError))
 
 
 def _key(name: str) -> str:

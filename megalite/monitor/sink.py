@@ -14,14 +14,12 @@ from megalite.config.sections.schema import RunConfig
 class ReportedRun:
     """The run as its sinks see it.
 
-    after_step: the step that this start goes on from; -1: it starts from the beginning. recorded_step: the last step
-    that an earlier start recorded, which may be later than after_step; -1: there is none.
+    after_step: the step that this start goes on from; -1: it starts from the beginning.
     """
 
     folder: Path
     config: RunConfig
     after_step: int
-    recorded_step: int
 
     @property
     def monitor(self) -> MonitorConfig:
@@ -51,6 +49,10 @@ class Sink(ABC):
 
     module: ClassVar[str] = ""
     package: ClassVar[str] = ""
+    note: str = ""
+    """A warning for the user about how the sink was opened."""
+    reported_step: int | None = None
+    """The last step that a resumed run has reported before, to which the records in between are handed; None: all."""
 
     @abstractmethod
     def __init__(self, run: ReportedRun):

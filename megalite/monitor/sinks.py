@@ -9,7 +9,7 @@ from typing import Any
 from megalite.errors import Problem
 from megalite.launcher.process import within
 from megalite.monitor.csv_file import CsvFile
-from megalite.monitor.jsonl import MetricsFile
+from megalite.monitor.jsonl import MetricsFile, read_metrics
 from megalite.monitor.mlflow_run import MlflowRun
 from megalite.monitor.sink import ReportedRun, Sink
 from megalite.monitor.tensorboard import TensorBoardFile
@@ -38,9 +38,14 @@ class RunSinks:
         self._opened: dict[str, Sink] = {}
         for name in dict.fromkeys(run.monitor.report_to):
             try:
-                self._opened[name] = SINKS[name](run)
+                self._opened[name] = sink = SINKS[name](run)
+                if sink.note:
+                    warn(f"monitor.report_to: {_without_login(sink.note)}")
+                if sink.reported_step is not None and run.after_step > sink.reported_step:
+                    _hand_lost(sink, sink.reported_step, metrics)
             # A service's client may raise anything.
             except Exception as error:
+                self._opened.pop(name, None)
                 self._tell(name, error)
 
     @property
@@ -86,6 +91,13 @@ class RunSinks:
     def _tell(self, name: str, error: Exception) -> None:
         text = _without_login(" ".join(str(error).split())) or type(error).__name__
         self._warn(f"monitor.report_to: {name} gets no more records: {text}; metrics.jsonl has all of them")
+
+
+def _hand_lost(sink: Sink, reported_step: int, metrics: Path) -> None:
+    """Hand a service the records that its client had in memory when an earlier start was killed."""
+    for record in read_metrics(metrics):
+        if record["step"] > reported_step:
+            sink.append(record)
 
 
 def _is_installed(module: str) -> bool:

@@ -82,7 +82,9 @@ class RunReporter:
             self.console = Console(
                 total_steps=self._total_steps, every=self._every, peak=named, mode=self._monitor.console
             )
-            self._sinks = RunSinks(_reported(trainer, metrics_file), metrics_file, self.warn)
+            after_step = trainer.state.step or -1  # a validation at the start stands at step 0
+            reported = ReportedRun(metrics_file.parent, trainer.config, after_step)
+            self._sinks = RunSinks(reported, metrics_file, self.warn)
             past = read_metrics(metrics_file)
             self._spikes = LossSpikes(record.get("loss") for record in past)
             self._epoch_loss = EpochLoss(past)
@@ -319,14 +321,6 @@ class RunReporter:
                 next_command=generate if has_tokenizer else "",
             )
         )
-
-
-def _reported(trainer: TrainStep, metrics_file: Path) -> ReportedRun:
-    """Return the run for its sinks, before records of steps that come again are removed from metrics.jsonl."""
-    after_step = trainer.state.step or -1  # a validation at the start stands at step 0
-    records = read_metrics(metrics_file) if after_step > 0 and metrics_file.exists() else []
-    recorded_step = records[-1]["step"] if records else -1
-    return ReportedRun(metrics_file.parent, trainer.config, after_step, recorded_step)
 
 
 def _tracer(trainer: TrainStep, info: RankInfo, traces: Path) -> StepTracer:

@@ -69,12 +69,14 @@ def put_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         import mlflow  # noqa: F401
     except ImportError:
-        members = {
-            "mlflow": {"MlflowClient": MlflowClient},
-            "mlflow.entities": {"Metric": Metric, "Param": Param},
-            "mlflow.environment_variables": {
-                "MLFLOW_ALLOW_FILE_STORE": SimpleNamespace(set=lambda _: None),
+        variables = ("ALLOW_FILE_STORE", "HTTP_REQUEST_TIMEOUT", "HTTP_REQUEST_MAX_RETRIES")
+        settings = {f"MLFLOW_{name}": SimpleNamespace(set=lambda _: None) for name in variables}
+        members: dict[str, dict[str, Any]] = {
+            "mlflow": {
+                "MlflowClient": MlflowClient,
+                "environment_variables": SimpleNamespace(**settings),
             },
+            "mlflow.entities": {"Metric": Metric, "Param": Param},
         }
         for name, attributes in members.items():
             module = ModuleType(name)

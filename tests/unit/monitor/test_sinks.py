@@ -23,7 +23,7 @@ from tests.unit.config.runs import load, problems
 
 def reported(folder: Path, after_step: int = -1, **monitor: Any) -> ReportedRun:
     config = load(folder, {f"monitor.{key}": value for key, value in monitor.items()}).config
-    return ReportedRun(folder, config, after_step=after_step, recorded_step=after_step)
+    return ReportedRun(folder, config, after_step=after_step)
 
 
 def rows(path: Path) -> list[dict[str, str]]:
@@ -151,6 +151,32 @@ class Served(FullDisk):
     """Has an address with a login."""
 
     place = "https://me:secret@host/runs/1"
+
+
+class Resumed(Served):
+    """Has lost what came after step 2."""
+
+    reported_step = 2
+    note = "https://me:secret@host is away"
+    taken: list[int]
+
+    def __init__(self, run: ReportedRun):
+        Resumed.taken = []
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        Resumed.taken.append(record["step"])
+
+
+def test_a_service_gets_the_records_that_it_lost_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sinks, "SINKS", {"mlflow": Resumed})
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 8)))
+    said: list[str] = []
+    every = RunSinks(reported(tmp_path, 5, report_to=["mlflow"]), tmp_path / "metrics.jsonl", said.append)
+    every.append({"step": 6})
+    assert Resumed.taken == [3, 4, 5, 6]
+    assert said == ["monitor.report_to: https://host is away"]
 
 
 def test_the_summary_has_no_login_and_no_place_of_a_service_that_is_off(

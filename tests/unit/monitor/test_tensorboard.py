@@ -15,7 +15,7 @@ def test_a_resumed_run_goes_on_with_its_curves_without_doubles(tmp_path: Path) -
 
     config = load(tmp_path, {"monitor.tensorboard_folder": str(tmp_path / "curves")}).config
     for first, last, loss in ((0, 6, 3.0), (4, 8, 2.0)):
-        sink = TensorBoardFile(ReportedRun(tmp_path, config, after_step=first - 1, recorded_step=5))
+        sink = TensorBoardFile(ReportedRun(tmp_path, config, after_step=first - 1))
         for step in range(first, last):
             sink.append({"step": step, "loss": loss, "mfu": None})
         # Added values are on disk at once: the first run is killed, not closed.
