@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megalite.config.sections.hub_dataset import HubDataset
 from megalite.config.sections.unchecked import SettingsDraft
 
 STARTER = "fitted to the text"
@@ -84,7 +85,7 @@ class Starter:
         length = _whole(draft, "training", "sequence_length") or self.sequence_length
         small = self.size is SIZES["tiny"]
         settings = {
-            "run.folder": f"runs/{Path(self.source).expanduser().name.split('.')[0] or 'text'}",
+            "run.folder": f"runs/{self._name or 'text'}",
             "tokenizer.vocab_size": self.vocab_size,
             "training.sequence_length": length,
             "training.micro_batch_size": self.size.micro_batch_size,
@@ -144,6 +145,13 @@ class Starter:
         tokens = min(_EPOCHS * self.tokens, self.cores * _TOKENS_PER_CORE_SECOND * _SECONDS)
         sequences = self.size.micro_batch_size * self.size.micro_batches
         return max(_LEAST_STEPS, round(tokens / (sequence_length * sequences * 10)) * 10)
+
+    @property
+    def _name(self) -> str:
+        """The name of the first text, without the parts that a folder is not named after."""
+        data_set = HubDataset.of(self.source)
+        path = Path(self.source).expanduser() if data_set is None else Path(data_set.repository)
+        return path.name.split(".")[0]
 
     def _fill(self, draft: SettingsDraft, settings: Mapping[str, Any]) -> None:
         missing = {}

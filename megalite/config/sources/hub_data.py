@@ -36,11 +36,13 @@ def _fetched(source: str) -> Path:
     if name is None:
         raise DataError(f"{source} is no name of a data set on the Hub; {HUB_FORMS}")
 
+    revision = name.revision or _REVISION
+
     def snapshot(patterns: Sequence[str], *, cached: bool) -> Path:
         folder = snapshot_download(
             name.repository,
             repo_type="dataset",
-            revision=_REVISION,
+            revision=revision,
             allow_patterns=list(patterns),
             local_files_only=cached,
         )
@@ -48,7 +50,7 @@ def _fetched(source: str) -> Path:
 
     with one_at_a_time(Path(constants.HF_HUB_CACHE), f"datasets--{name.repository}"):
         try:
-            files = HfApi().list_repo_files(name.repository, repo_type="dataset", revision=_REVISION)
+            files = HfApi().list_repo_files(name.repository, repo_type="dataset", revision=revision)
             inner = _folder_of(name, files)
             folder = snapshot([f"{escape(inner)}/*.parquet"], cached=False)
             # When the Hub is lost meanwhile, its client returns the cache's folder as it is.
@@ -93,13 +95,13 @@ def _folder_of(name: HubDataset, files: Sequence[str]) -> str:
         raise DataError(_not_fetched(name, "it has no parquet files"))
     if not splits:
         problem = "needs its configuration" if name.config is None else f"has no configuration {config}"
-        example = f"hf:{name.repository}/{configs[0]}:{name.split}"
+        example = f"{name.base}/{configs[0]}:{name.split}"
         raise DataError(f"{name} {problem}; there is {_listed(configs)}: write for example {example}")
     if f"{_PARTIAL}{name.split}" in splits:
         raise DataError(
             f"{name}: of so large a data set the Hub has only the first 5 GB as parquet; download its own files "
             f"(hf download {name.repository} --repo-type dataset --local-dir FOLDER) and name their folder, or take "
-            f"the first part: hf:{name.repository}/{config}:{_PARTIAL}{name.split}"
+            f"the first part: {name.base}/{config}:{_PARTIAL}{name.split}"
         )
     raise DataError(f"{name} has no split {name.split}; there is {_listed(splits)}")
 

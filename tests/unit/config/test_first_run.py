@@ -34,6 +34,12 @@ def test_the_settings_fit_the_text(
     assert loaded.origin("training.steps") == loaded.origin("tokenizer.vocab_size") == STARTER
 
 
+@pytest.mark.parametrize("source", ["hf:org/poems.v2", "hf:org/poems@0123abc/small:test", "~/a/poems.txt"])
+def test_the_folder_has_the_name_of_the_text(source: str) -> None:
+    starter = replace(BOOK, source=source)
+    assert load_run(None, ["--data.source", source], starter=starter).config.run.folder == "runs/poems"
+
+
 def test_more_cores_train_longer_on_a_long_text() -> None:
     long = replace(BOOK, characters=10**9)
     assert long.steps(256) < replace(long, cores=8).steps(256)

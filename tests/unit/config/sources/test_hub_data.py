@@ -135,6 +135,16 @@ def test_the_cache_is_enough_without_a_network(cached: Path) -> None:
     assert texts("hf:org/name/large:partial-train") == ["five"]
 
 
+def test_a_commit_keeps_the_text_when_the_data_set_changes(cached: Path) -> None:
+    newer = publish(cached / "snapshots" / ("f" * 40), {"small/train/0000.parquet": ["new"]})
+    (cached / "refs" / "refs" / "convert" / "parquet").write_text(newer.name)
+    assert texts("hf:org/name/small") == ["new"]
+    source = f"hf:org/name@{COMMIT}/small:test"
+    assert texts(source) == ["four"] and str(HubDataset.of(source)) == source
+    with pytest.raises(DataError, match="hf:org/name@abc:train could not be fetched"):
+        texts("hf:org/name@abc")
+
+
 def test_a_cache_in_part_is_refused_without_a_network(cached: Path) -> None:
     (cached / "blobs" / "abc.incomplete").touch()
     with pytest.raises(DataError, match="the cache has a part of its files"):
