@@ -10,7 +10,10 @@ FIGURES = ("reward_accuracy", "reward_margin")
 """The names that StepMetrics.figures may have."""
 AT_THE_START = ("parameters", "trained_parameters", "frozen_parameters", "total_steps")
 """The keys in the first record of every start: the values of the whole model with its adapter, the run's last step."""
-OF_RANKS = ("communication_share", "communication_share_max", "slow_rank", "slow_rank_factor", "alarm")
+OF_RANKS = (
+    *("communication_share", "communication_share_max", "slow_rank", "slow_rank_factor", "alarm"),
+    *("card_utilisation", "cards_watts", "card_celsius_max"),
+)
 _COMMUNICATION = "communication_share/"
 _GROUP_RATE = "learning_rate/"
 _NORMS = ("grad_norm/", "weight_norm/", "update_ratio/")

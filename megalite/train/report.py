@@ -91,6 +91,8 @@ class RunReporter:
             count = ParameterCount.of(trainer.shape)
             facts = (count.total, count.trained, count.total - count.trained, self._total_steps)
             self._unrecorded = dict(zip(AT_THE_START, facts, strict=True))
+            if self.measures.note:
+                self.say(self.measures.note)
             if peak is None:
                 self.say(_no_peak(device_name(trainer.mesh.device), trainer.config.training.precision))
 

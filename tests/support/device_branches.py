@@ -43,6 +43,7 @@ ON_THE_STANDIN = {
     "train/report.py:_device_name",
     "train/report.py:_peak_flops_per_second",
     "train/rank.py:_tell_choices",
+    "train/step/rank_measures.py:RankMeasures.__init__",
     "train/step/rank_measures.py:RankMeasures.measure_memory",
 }
 

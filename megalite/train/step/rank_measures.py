@@ -14,7 +14,11 @@ from megalite.monitor.slow_ranks import SlowRank, SlowRanks
 from megalite.monitor.step_tracer import clock_of
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import AXES
+from megalite.train.step.card_sensors import CardReading, CardSensors
 from megalite.train.step.state import StepReport
+
+# Below the temperature of any card.
+_NO_READING = -274.0
 
 
 @dataclass
@@ -53,6 +57,9 @@ class RankMeasures:
         self.peak_bytes, self.on_device = 0, False
         self._communication: CommunicationTimes | None = None
         self._hosts: list[str] = []
+        self._sensors = None if mesh.device.type == "cpu" else CardSensors(mesh.device)
+        self.note = "" if self._sensors is None else self._sensors.missing
+        """Why there are no readings of this rank's card; empty where there are, and on CPUs."""
         # Stages may have unequal work: only the ranks of one are compared.
         self._slow = SlowRanks(mesh.layout.groups(*(axis for axis in AXES if axis != "pp")))
         if self._world > 1:
@@ -101,9 +108,14 @@ class RankMeasures:
             times.undisturbed,
             times.work,
         ]
-        rows = self._of_all([*map(float, own), *times.waits.values()])
-        peaks, reserves, steps, data, undisturbed, work, *waits = zip(*rows, strict=True)
+        rows = self._of_all([*map(float, own), *self._reading(), *times.waits.values()])
+        peaks, reserves, steps, data, undisturbed, work, *others = zip(*rows, strict=True)
+        loads, watts, celsius, *waits = others
         report = RankReport(int(max(peaks)), None if reserved is None else int(max(reserves)), {}, [], [])
+        if min(celsius) > _NO_READING:
+            report.record.update(
+                card_utilisation=fmean(loads), cards_watts=sum(watts), card_celsius_max=max(celsius)
+            )
         if self._world > 1 and min(steps) > 0:
             report.record.update(_shares(steps, waits))
             if min(undisturbed) > 0:
@@ -112,6 +124,10 @@ class RankMeasures:
                     each, [seconds / times.steps for seconds in data], max(steps) / times.steps, report
                 )
         return report
+
+    def _reading(self) -> CardReading:
+        last = None if self._sensors is None else self._sensors.last
+        return CardReading(0.0, 0.0, _NO_READING) if last is None else last
 
     def _of_all(self, own: list[float]) -> list[list[float]]:
         """Return the numbers of all ranks, in rank order. Collective."""

@@ -96,6 +96,7 @@ def share(tmp_path: Path, made: RunReporter) -> float | None:
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 PCIe")
+    monkeypatch.setattr(rank_measures, "CardSensors", lambda device: SimpleNamespace(missing="", last=None))
     monkeypatch.setattr(rank_measures, "device_memory", lambda device: MemoryUse(1, 2**30, 3 * 2**30))
     return monkeypatch
 
