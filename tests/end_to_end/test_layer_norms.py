@@ -8,7 +8,7 @@ import pytest
 from megalite.cli import main
 from megalite.monitor.jsonl import read_metrics
 from tests.support.jobs import training_here
-from tests.support.parity import about
+from tests.support.parity import FLOAT32_RTOL, NARROW_FLOOR, about, assert_close
 from tests.support.tiny_run import SETTINGS, write_token_files
 
 GROUPS = '[{pattern = "*norm*", learning_rate_ratio = 0.5}]'
@@ -57,3 +57,20 @@ def test_chosen_steps_have_the_norms_and_the_weights_are_those_of_a_run_without(
     losses = [record["loss"] for record in recorded]
     assert ends[9]["epoch_loss"] == about(sum(losses[:9]) / 9)
     assert ends[17]["epoch_loss"] == about(sum(losses[9:17]) / 8)
+
+
+def test_norms_of_fp16_are_without_the_loss_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_token_files(tmp_path)
+    flags = ("--training.precision=fp16", "--training.steps=2", "--monitor.layers_every=1")
+    records = {
+        scale: train(f"scale-{scale}", *flags, f"--training.loss_scale={scale}")[0] for scale in (256, 4096)
+    }
+    for scale, record in records.items():
+        assert record["loss_scale"] == scale
+        assert_close([record["grad_norm/model"]], [record["grad_norm"]], rtol=FLOAT32_RTOL, what="all")
+    for name in NAMES:
+        norms = [record[f"grad_norm/{name}"] for record in records.values()]
+        # The scales are powers of two: the same digits, but for what is too small for fp16.
+        assert norms[0] > 0
+        assert_close(norms[:1], norms[1:], rtol=NARROW_FLOOR["fp16"], what=name)
