@@ -76,7 +76,7 @@ class Progress:
         self._numbers = memoryview(bytearray(_RANK_BYTES)).cast("q")
         self.trace: StepTrace | None = None
         self.communication: CommunicationTimes | None = None
-        """Adds up the waits of a step; None: nobody asks for them."""
+        """Adds up the waits of a step; None outside of steps, and in a run of one process."""
 
     @staticmethod
     def create_file(path: Path, ranks: int) -> None:
