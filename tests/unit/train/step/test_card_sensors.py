@@ -51,17 +51,16 @@ def test_a_report_has_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_card_that_is_lost_has_no_reading_and_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = Card()
+    card, before = Card(), set(threading.enumerate())
     measures = measures_on(monkeypatch, card)
+    [thread] = [each for each in threading.enumerate() if each not in before]
 
     def lost(device: torch.device) -> int:
         raise RuntimeError("GPU is lost")
 
     card.temperature = lost
     wait_until(lambda: not measures.report().record, "the lost card is noticed")
-    wait_until(
-        lambda: "card sensors" not in [each.name for each in threading.enumerate()], "the thread has ended"
-    )
+    wait_until(lambda: not thread.is_alive(), "the thread has ended")
 
 
 @pytest.mark.parametrize(
