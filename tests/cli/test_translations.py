@@ -23,7 +23,7 @@ NUMBER = r"(?<![\w.])\d[\d.,]*+(?:e-?\d++)?+(?!\w| ?[万亿千])"
 """A number in the Chinese text; those of four-digit units, such as 17 million as 1700 万, are other digits."""
 SPACED = re.compile(rf"{HAN}[A-Za-z0-9]|[A-Za-z0-9%]{HAN}")
 HALF_WIDTH = re.compile(rf"{HAN}[,;:?!()]|{HAN}\.(?:\s|$)")
-BROKEN_BOLD = re.compile(r"\*\*[^*\n]+[\u3002\uff0c\uff1a\uff1b\uff09]\*\*\w")
+BROKEN_BOLD = re.compile(r"\*\*[^*\n]+[\u3002\uff0c\uff1a\uff1b\uff09\uff1f]\*\*\w")
 """Markdown takes such stars for text: punctuation stands before them, and a letter behind."""
 
 pages = pytest.mark.parametrize(
