@@ -41,6 +41,7 @@ PARAMETERS = {
     "gpt-neox-20b": 20_554_567_680,
     "llama-3.1-8b": 8_030_261_248,
     "llama-3.1-70b": 70_553_706_496,
+    "llama-3.1-405b": 405_853_388_800,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
     "mistral-7b-v0.1": 7_241_732_096,
@@ -104,6 +105,32 @@ def test_keys_beside_a_preset_count_but_a_flag_counts_more(tmp_path: Path) -> No
     assert (by_flag.hidden_size, by_flag.num_hidden_layers) == (384, 2)
     said = problems(tmp_path, {"model.preset": "small", "model.hf_config": "config.json"})
     assert "model.preset: is set together with model.hf_config; set only one of them" in map(str, said)
+
+
+# Shapes of guides of this field: hidden, layers, heads, MLP, positions, and the preset of this shape or None.
+GUIDES = {
+    "a base configuration": (2048, 24, 16, 5632, 2048, None),
+    "small": (256, 4, 4, 1024, 512, None),
+    "medium": (768, 12, 12, 3072, 1024, "gpt2"),
+    "large": (1024, 24, 16, 4096, 2048, "gpt2-medium"),
+}
+
+
+@pytest.mark.parametrize("guide", GUIDES)
+def test_the_sizes_of_a_guide_are_a_shape(guide: str, tmp_path: Path) -> None:
+    hidden, layers, heads, intermediate, positions, preset = GUIDES[guide]
+    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"intermediate_size": intermediate, "max_position_embeddings": positions}
+    without = {"model.num_key_value_heads": REMOVED}
+    by_keys = load(tmp_path, without | {f"model.{key}": value for key, value in sizes.items()}).config.model
+    assert {key: getattr(by_keys, key) for key in sizes} == sizes
+    # Queries, keys, values and output; gate, up and down; two norms: for each layer. Embedding, head, a last norm.
+    layer = 4 * hidden**2 + 3 * hidden * intermediate + 2 * hidden
+    assert parameter_count(by_keys.shape(32000)) == layers * layer + 2 * 32000 * hidden + hidden
+    if preset is not None:
+        flags = ["--model.max_position_embeddings", str(positions)]
+        by_name = load(tmp_path, WITHOUT_SHAPE | {"model.preset": preset}, flags=flags).config.model
+        assert {key: getattr(by_name, key) for key in sizes} == sizes
 
 
 HF_CONFIG = {
