@@ -1,5 +1,6 @@
 """Rules over the files and folders that the settings name: do they exist here, can the run folder be written."""
 
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from megalite.errors import Problem, closest_path
 
 STANDARD_LIBRARY = "stdlib"
 _LONGEST_PATH = 200
+_ADDRESS = re.compile(r"[a-z][a-z0-9+.-]+://")
 _RESUME_WORDS = ("auto", "never")
 
 
@@ -63,11 +65,13 @@ def text_exists(run: CheckedRun) -> Iterator[Problem]:
                 )
                 yield Problem(key, message, "wait for it, or run the same command again")
                 continue
+            if _ADDRESS.match(source):
+                remedy = "mount the store as a folder (rclone mount, s3fs), or copy the files to a disk first"
+                yield Problem(key, f"{_named(source)} is an address, and text is read from files", remedy)
+                continue
             close = closest_path(Path(source).expanduser())
-            alone = source in (
-                run.data.source,
-                run.data.validation,
-            )  # else it is an item of a list or a table
+            # Else it is an item of a list or a table.
+            alone = source in (run.data.source, run.data.validation)
             remedy = f'name a text file, a folder, a .jsonl or .parquet file, or "{STANDARD_LIBRARY}"'
             yield Problem(
                 key,

@@ -73,6 +73,18 @@ def test_a_missing_text_names_the_similar_one(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("address", ["s3://bucket/web.jsonl", "gs://bucket/part", "https://host/text.txt"])
+@pytest.mark.parametrize("key", ["data.source", "data.validation"])
+def test_an_address_of_an_object_store_is_answered_with_the_way_in(
+    tmp_path: Path, key: str, address: str
+) -> None:
+    [problem] = said(tmp_path, {key: address})
+    assert problem == (
+        f'{key}: "{address}" is an address, and text is read from files; '
+        "mount the store as a folder (rclone mount, s3fs), or copy the files to a disk first"
+    )
+
+
 def test_a_preparation_that_was_cut_off_is_said(tmp_path: Path) -> None:
     partial(tmp_path / "pair.bin").write_bytes(b"")
     [problem] = said(tmp_path, {"data.source": str(tmp_path / "pair")})
