@@ -197,14 +197,21 @@ def checkpoints_of(path: Path, steps: Sequence[int]) -> list[Path]:
 
 def find_tokenizer(checkpoint: Path, manifest: Manifest) -> Path | None:
     """Return the tokenizer of a checkpoint's run: the one its configuration names, else one in the run folder; None."""
-    run = checkpoint.resolve().parent.parent
     settings = manifest.config.get("tokenizer") or {}
     # With added tokens the run has a copy of its own.
     named = None if settings.get("add_tokens") else settings.get("path")
     if named and Path(named).exists():
         return Path(named)
-    folders = (run / "tokenizer", run / "export")
+    folders = [run / name for run in run_folders(checkpoint) for name in ("tokenizer", "export")]
     return next((folder for folder in folders if (folder / "tokenizer.json").is_file()), None)
+
+
+def run_folders(checkpoint: Path) -> tuple[Path, Path]:
+    """Return where a checkpoint's run may be: by its path as written, and by that without links.
+
+    RUN/checkpoints may be a link to another disk, and a checkpoint's own name a link into its run.
+    """
+    return checkpoint.absolute().parent.parent, checkpoint.resolve().parent.parent
 
 
 def published_checkpoints(folder: Path) -> dict[int, Path]:

@@ -257,6 +257,22 @@ def test_generate_finds_the_tokenizer_of_the_run(run_folder: Path, capsys: pytes
     assert said.out.startswith("one rank") and "3 tokens in" in said.err
 
 
+def test_checkpoints_on_another_disk_belong_to_the_run_that_links_to_them(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    shutil.copytree(run_folder, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints").rename(tmp_path / "disk")
+    (tmp_path / "run" / "checkpoints").symlink_to(tmp_path / "disk")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step-000020"
+    # A link to a checkpoint leads to its run too.
+    (tmp_path / "mine").symlink_to(run_folder / "checkpoints" / "step-000020")
+    for named in (tmp_path / "run", checkpoint, tmp_path / "mine"):
+        assert generate.run([str(named), "--prompt", "one rank", "--tokens", "1"]) == 0
+        assert capsys.readouterr().out.startswith("one rank")
+    with pytest.raises(CheckpointError, match="no tokenizer was found"):
+        generate.run([str(tmp_path / "disk" / "step-000020"), "--prompt", "one rank"])
+
+
 def test_a_checkpoint_without_a_tokenizer_says_so(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     shape = tiny_shape(layers=1)
     checkpoint = save_stage(tmp_path, shape, lively_stage(shape))

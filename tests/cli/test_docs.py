@@ -41,7 +41,7 @@ NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 LONGEST_LINE = 160
 README_WORDS = 700
 LONGEST_LESSON = 200
-SHELL = ("cd", "git", "kubectl", "pip", "scancel", "source", "squeue", "tail")
+SHELL = ("cd", "git", "kubectl", "ln", "mkdir", "pip", "scancel", "source", "squeue", "tail")
 """Commands that are not megalite's."""
 LAUNCHERS = ("torchrun", "deepspeed")
 LAUNCHER_MODULE = ["-m", "torch.distributed.launch"]
@@ -97,6 +97,8 @@ def complaint(command: Command, page: Path) -> str:
     first = first.removeprefix(".venv/bin/")
     if first == "megalite":
         return of_megalite(rest)
+    if [first, *rest[:2]] == ["python", "-m", "torch.distributed.launch"]:
+        first, rest = "torchrun", rest[2:]  # which it is by another name
     if first in STARTERS:
         if "python" not in rest:
             return f"{first} starts no python"

@@ -109,6 +109,21 @@ def test_a_run_in_pieces_is_the_whole_one(run_file: Path, tmp_path: Path) -> Non
     assert len(kept) <= 3 and kept[-1] == "step-000012" and whole.best.name in kept
 
 
+def test_checkpoints_may_lie_on_another_disk(run_file: Path, tmp_path: Path) -> None:
+    """RUN/checkpoints is a link that was made before the run; it saves, keeps, deletes and resumes there."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    for folder in (run, disk):
+        folder.mkdir()
+    (run / "checkpoints").symlink_to(disk)
+    settings = {"checkpoint": {"every": 1, "keep_last": 1}, "validation": {"every": None}}
+    for steps in (2, 3):
+        result = train(run_file, run, training={"steps": steps}, **settings)
+    assert [record["step"] for record in result.metrics] == [1, 2, 3]
+    # The one that the run went on from is kept too.
+    assert sorted(path.name for path in disk.glob("step-*")) == ["step-000002", "step-000003"]
+    assert (run / "checkpoints").is_symlink() and result.checkpoint == run / "checkpoints" / "step-000003"
+
+
 def test_intervals_of_epochs_end_with_the_step_that_ends_them(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.folder import run_folders
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES
 
@@ -29,8 +30,8 @@ def keep_origin(config: Path, run_folder: Path) -> None:
 
 def find_origin(checkpoint: Path) -> Path | None:
     """Return the config.json that a checkpoint's run keeps, or None."""
-    config = checkpoint.resolve().parent.parent / FOLDER / CONFIG
-    return config if config.is_file() else None
+    configs = (run / FOLDER / CONFIG for run in run_folders(checkpoint))
+    return next((config for config in configs if config.is_file()), None)
 
 
 def end_ids(config: Path | None) -> frozenset[int]:
