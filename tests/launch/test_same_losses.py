@@ -58,6 +58,8 @@ result = Trainer(load_config({run_file!r}, *sys.argv[1:]), callbacks=[Double()])
 Path("rank-" + os.environ["RANK"]).write_text(str(result.checkpoint))
 """
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+# It adds --local-rank to the script's arguments.
+LAUNCH = ("-m", "torch.distributed.launch", "--nproc-per-node", "4")
 # As a user writes it: with --local_rank among the script's arguments.
 DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "4")
 
@@ -66,13 +68,14 @@ DEEPSPEED = ("-m", "deepspeed.launcher.runner", "--num_gpus", "4")
     "launcher",
     [
         pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow),
+        pytest.param(LAUNCH, id="torch.distributed.launch", marks=pytest.mark.slow),
         pytest.param(DEEPSPEED, id="deepspeed"),
     ],
 )
 def test_a_script_under_a_launcher_gives_the_same_losses(job, by_itself, tmp_path, launcher):
     script, folder = tmp_path / "script.py", tmp_path / "run"
     script.write_text(SCRIPT.format(run_file=str(job.run_file)))
-    port = ["--master_port", str(free_port())] if launcher == DEEPSPEED else []
+    port = ["--master_port", str(free_port())] if launcher != TORCHRUN else []
     result = subprocess.run(
         [sys.executable, *launcher, *port, str(script), "--run.folder", str(folder), *STEPS],
         cwd=tmp_path,

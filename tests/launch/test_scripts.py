@@ -21,7 +21,7 @@ from megalite.config.load import load_run
 from megalite.config.sections.launch_section import LaunchSection
 from tests.cli.test_launch_cli import RUN
 from tests.support.selection import cases
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, free_port
 
 ROOT = Path(megalite.__file__).parents[1]
 LAUNCH = ROOT / "launch"
@@ -88,6 +88,16 @@ def test_the_real_torchrun_starts_every_rank_with_the_run(folder):
     ]
     assert places == [(0, 0, 2), (1, 1, 2)]
     assert {line["rank"]["launcher"] for line in lines} == {"torchrun"}
+
+
+def test_the_older_launcher_of_torch_starts_megalite(tmp_path):
+    """`python -m torch.distributed.launch` adds --local-rank=N to the arguments of each rank."""
+    variables = {"HOME": str(tmp_path), "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT)}
+    launcher = [sys.executable, "-m", "torch.distributed.launch", "--nproc-per-node", "2"]
+    command = [*launcher, "--master-port", str(free_port()), "-m", "megalite", "--version"]
+    run = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == [f"megalite {megalite.__version__}"] * 2
 
 
 def test_a_failing_rank_fails_torchrun(folder):
