@@ -26,9 +26,11 @@ from tests.support.mlflow_stand_in import put_in_place
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.sink_readers import (
     csv_columns,
+    mlflow_checkpoints,
     mlflow_curve,
     mlflow_run,
     tensorboard_curves,
+    wandb_checkpoints,
     wandb_curves,
     wandb_records,
 )
@@ -177,7 +179,7 @@ def test_ctrl_c_saves_and_raises(run_file: Path, tmp_path: Path, capsys: pytest.
 def test_every_sink_goes_on_after_a_failure_without_doubles(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A service also learns how each start ended."""
+    """A service also learns how each start ended, and gets the checkpoints."""
     pytest.importorskip("tensorboard")
     pytest.importorskip("wandb")
     put_in_place(monkeypatch)
@@ -186,7 +188,11 @@ def test_every_sink_goes_on_after_a_failure_without_doubles(
     settings: dict[str, Any] = {
         "training": {"steps": 6},
         "checkpoint": {"every": 2},
-        "monitor": {"report_to": ["tensorboard", "wandb", "mlflow", "csv"], "project": "books"},
+        "monitor": {
+            "report_to": ["tensorboard", "wandb", "mlflow", "csv"],
+            "project": "books",
+            "log_checkpoints": True,
+        },
     }
     run = tmp_path / "run"
 
@@ -222,6 +228,8 @@ def test_every_sink_goes_on_after_a_failure_without_doubles(
     assert {(one.run_id, one.project, one.run_group, one.display_name) for one in named} == {
         ((run / "wandb-run-id").read_text().strip(), "books", "night", "run")
     }
+    saved = [path.name for path in sorted((run / "checkpoints").glob("step-*"))]
+    assert saved and wandb_checkpoints(run) == mlflow_checkpoints(run) == saved
 
 
 def test_training_is_the_same_without_validation(run_file: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ Written after mlflow-skinny 3.17.2, with whose file store the tests that use it 
 import re
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path, PurePosixPath
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
@@ -43,7 +44,9 @@ class MlflowClient:
         assert experiment_id in self._server.experiments.values()
         run_id = f"run-{len(self._server.runs)}"
         info = SimpleNamespace(run_id=run_id, run_name=run_name, status="RUNNING")
-        self._server.runs[run_id] = SimpleNamespace(info=info, data=SimpleNamespace(params={}), metrics=[])
+        self._server.runs[run_id] = SimpleNamespace(
+            info=info, data=SimpleNamespace(params={}), metrics=[], artifacts=set()
+        )
         return self._server.runs[run_id]
 
     def update_run(self, run_id: str, status: str) -> None:
@@ -56,6 +59,18 @@ class MlflowClient:
         assert all(re.fullmatch(r"[\w\-. /:]+", each.key) for each in (*metrics, *params))
         self._server.runs[run_id].metrics += metrics
         self._server.runs[run_id].data.params.update(params)
+
+    def log_artifacts(self, run_id: str, local_dir: str, artifact_path: str) -> None:
+        files = (path for path in Path(local_dir).rglob("*") if path.is_file())
+        names = {PurePosixPath(artifact_path, *path.relative_to(local_dir).parts) for path in files}
+        self._server.runs[run_id].artifacts |= names
+
+    def list_artifacts(self, run_id: str, path: str) -> list[SimpleNamespace]:
+        within = {name for name in self._server.runs[run_id].artifacts if name.is_relative_to(path)}
+        depth = len(PurePosixPath(path).parts) + 1
+        return [
+            SimpleNamespace(path=name) for name in sorted({"/".join(name.parts[:depth]) for name in within})
+        ]
 
     def get_run(self, run_id: str) -> SimpleNamespace:
         return self._server.runs[run_id]

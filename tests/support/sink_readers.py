@@ -52,6 +52,26 @@ def wandb_curves(run: Path) -> Curves:
     return curves
 
 
+def wandb_checkpoints(run: Path) -> list[str]:
+    """Return the names of the checkpoints that were uploaded whole, in the order of their names."""
+    artifacts = [record.artifact for record in wandb_records(run) if record.HasField("artifact")]
+    files = [(artifact, {file.path for file in artifact.manifest.contents}) for artifact in artifacts]
+    whole = [artifact for artifact, paths in files if "manifest.json" in paths]
+    return sorted({alias for artifact in whole for alias in artifact.aliases} - {"latest"})
+
+
+def mlflow_checkpoints(run: Path) -> list[str]:
+    """Return the names of the checkpoints that were uploaded whole, in the order of their names."""
+    client, run_id = _mlflow_client(run), _mlflow_id(run)
+    folders = [folder.path for folder in client.list_artifacts(run_id, "checkpoints")]
+    whole = [
+        folder
+        for folder in folders
+        if f"{folder}/manifest.json" in {file.path for file in client.list_artifacts(run_id, folder)}
+    ]
+    return sorted(Path(folder).name for folder in whole)
+
+
 def mlflow_run(run: Path) -> Any:
     """Return MLflow's own description of the run."""
     return _mlflow_client(run).get_run(_mlflow_id(run))
