@@ -1,5 +1,6 @@
 """megalite init: a run file from flags or answers, which loads, and what it refuses."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,17 @@ def test_flags_write_a_run_file_that_loads(
     lines = Path("run.toml").read_text().splitlines()
     assert max(map(len, lines)) <= 100
     assert 12 <= sum(" = " in line and not line.startswith("#") for line in lines) <= 28
+
+
+def test_the_page_has_the_rate_and_the_preset_that_a_size_gets(book: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "getting-started.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| `([\w.-]+)` \| .* \| ([\d.]+) \|$", page, re.MULTILINE)
+    assert [size for size, _, _ in rows] == list(SIZES)
+    for size, preset, rate in rows:
+        assert main(["init", f"{size}.toml", "--source", "book.txt", "--size", size, "--processes", "1"]) == 0
+        loaded = load_run(f"{size}.toml", places=True)
+        assert loaded.config.optimizer.learning_rate == float(rate)
+        assert loaded.origin("model.hidden_size") == f"preset {preset}"
 
 
 def test_the_answers_in_a_terminal_decide(

@@ -46,6 +46,8 @@ def test_it_learns_and_says_where_things_lie(finished):
     ]
     assert len(validated) == 2 and find_best(folder / "checkpoints") is not None
     assert " first, " in output and " last, " in output and "tokens/s" in output
+    # Rank 0 alone speaks: 8 ranks say it once.
+    assert output.count("done: 20 steps") == 1
     assert "WARNING" not in output, "of DeepSpeed, such as that on an optimizer whose class it does not know"
 
 
