@@ -60,15 +60,15 @@ class RowCheck:
     def __init__(self, row: Row):
         self._defaults = "the default" in row.here
         pages = [row.page, *re.findall(r"\]\(([^)]+)\)", row.here)]
-        self._pages = "".join(
-            (ROOT / "docs" / page.partition("#")[0]).read_text(encoding="utf-8") for page in pages
-        )
+        files = [ROOT / "docs" / page.partition("#")[0] for page in pages]
+        self._text = "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
         # The setting and the command that a bare value and bare flags belong to.
         self._setting = self._command = ""
         self.problems = [] if row.item and row.here and row.tests else ["has an empty part"]
         self.problems += [
             problem for code in re.findall(r"`([^`]+)`", row.here) if (problem := self._word(code))
         ]
+        self.problems += [f"there is no page {file.name}" for file in files if not file.is_file()]
         for test in row.tests:
             file, _, name = test.partition("::")
             if not file.startswith("tests/") or name not in names_of_tests(file):
@@ -87,7 +87,7 @@ class RowCheck:
             return self._flags(command[1])
         if code.startswith("--"):
             return self._flags(f"{self._command} {code}")
-        return "" if code in self._pages or (ROOT / code).is_file() else f"the page does not have {code}"
+        return "" if code in self._text or (ROOT / code).is_file() else f"the page does not have {code}"
 
     def _value(self, text: str | None) -> str:
         section, key = self._setting.split(".")
@@ -153,6 +153,7 @@ RIGHT = next(row for row in ROWS if row.id == "G24")
     [
         ("here", "", "has an empty part"),
         ("tests", (), "has an empty part"),
+        ("page", "configurations.md#training", "there is no page configurations.md"),
         (
             "tests",
             (f"{RIGHT.tests[0]}_renamed",),
