@@ -38,9 +38,10 @@ exists. The link of a test leads to its file.
 *card*: only a GPU can show all of it. The tests named run its branches on CPUs or on a stand-in for an accelerator;
 [on a GPU](gpu.md) says what cards have shown.
 
-Several guides have traps, which the rows name: labels that are shifted twice (G14), a last group of micro batches that
-is never applied (G23), means of batch means (F10), layers that a division leaves over (N14), recomputation with new
-layers in place of trained ones (N16), adapters that do not begin at the base (N21).
+[Seven traps](learn/traps.md) of these guides run as programs: labels that are shifted twice (G14), a last group of
+micro batches that is never applied (G23), a batch for four ranks (T41), layers that a division leaves over (N14),
+recomputation with new layers in place of trained ones (N16), adapters that do not begin at the base (N21), means of
+batch means (F10).
 """
 
 
