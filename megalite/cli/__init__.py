@@ -30,10 +30,11 @@ COMMANDS = {
     "data": "tokenize text into token files, and inspect them",
     "adopt": "write a RUN.toml from another program's script or settings",
     "convert": "export, import and inspect checkpoints of this and other programs",
-    "examples": "copy the examples and launch scripts into a folder",
     "doctor": "show what is installed here and what a run would use",
-    "completion": "print a script that completes words in bash or zsh",
-    "selftest": "check and time each operator on this machine's device",
+    # In one line of the overview, which is one screen.
+    "completion": "",
+    "examples": "",
+    "selftest": "",
 }
 
 _INTERRUPTED = 130
@@ -113,14 +114,16 @@ def _as_help(words: Sequence[str]) -> list[str]:
 def overview() -> str:
     """Return the help text of `megalite` itself."""
     width = max(map(len, COMMANDS)) + 2
-    commands = [f"  {name:<{width}}{line}" for name, line in COMMANDS.items()]
+    commands = [f"  {name:<{width}}{line}" for name, line in COMMANDS.items() if line]
+    others = ", ".join(name for name, line in COMMANDS.items() if not line)
     return "\n".join(
         [
             f"megalite {__version__}: a 3D-parallel runtime for training large language models",
             "",
             *commands,
+            f"  {'also':<{width}}{others}",
             "",
             "  megalite train --data.source book.txt    a first model, in minutes",
-            "  megalite COMMAND --help                  options, with --json; help train SECTION: settings",
+            "  megalite COMMAND --help                  its options; --json for programs",
         ]
     )

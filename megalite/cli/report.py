@@ -1,11 +1,11 @@
 """megalite report: one HTML page about a run, or several side by side: curves, settings, memory, alarms."""
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from megalite.cli.arguments import Parser, add_value
+from megalite.cli.results import report, wanted
 from megalite.cli.run_status import RunFolderReader, run_folders
 from megalite.cli.timeline import picture_of
 from megalite.errors import ConfigError, MegaliteError, Problem
@@ -19,21 +19,20 @@ _FILE = "report.html"
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite report RUN... [--output FILE] [--json]`. ConfigError where there is no run."""
-    options = _parser().parse_args(arguments)
+    options = command_parser().parse_args(arguments)
     folders = run_folders(options.runs)
     runs = [_reported(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    if options.json:
-        print(json.dumps(report_data(runs), indent=2))
-        if options.output is None:
-            return 0
+    report(**report_data(runs))
+    if wanted() and options.output is None:
+        return 0
     output = options.output or folders[0] / _FILE
     _write(output, report_page(runs))
-    if not options.json:
-        print(f"report  {output}")
+    report(page=output)
+    print(f"report  {output}")
     return 0
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
     parser = Parser(prog="megalite report", description=__doc__)
     parser.add_argument(
         "runs",
@@ -42,10 +41,8 @@ def _parser() -> Parser:
         metavar="RUN",
         help="run folder, or a folder of run folders; several runs share the page",
     )
-    add_value(parser, "--output", Path, "FILE", f"the page (default: {_FILE} in the first run's folder)")
-    parser.add_argument(
-        "--json", action="store_true", help="print its data as JSON; a page only with --output"
-    )
+    about = f"the page (default: {_FILE} in the first run's folder; none with --json)"
+    add_value(parser, "--output", Path, "FILE", about)
     return parser
 
 
@@ -62,7 +59,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _reported(folder: Path, name: str) -> PageRun:
     curves = RunCurves()
     reader = RunFolderReader(folder, curves.add)
-    report = reader.report(reader.read())
+    state = reader.report(reader.read())
     facts = run_facts(folder, on_device="reserved_bytes" in curves.metrics)
     timeline = ""
     if not curves.steps:
@@ -73,7 +70,7 @@ def _reported(folder: Path, name: str) -> PageRun:
                 timeline = picture_of(read_step(folder))
             except MegaliteError as error:
                 facts.notes.append(f"the timeline cannot be drawn: {' '.join(str(error).split())}")
-    return PageRun(name, report, curves, facts, timeline)
+    return PageRun(name, state, curves, facts, timeline)
 
 
 def _write(output: Path, page: str) -> None:

@@ -9,8 +9,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megalite.cli.arguments import Parser, add_value, number_above_zero, options_and_settings, whole_number
+from megalite.cli.results import report
 from megalite.cli.sweep import refuse_launcher, study_folder_of, train_runs
 from megalite.config.flags import COMMAND_LINE
 from megalite.errors import ConfigError, Problem, counted
@@ -83,12 +85,14 @@ class _Ladder:
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite scaling [RUN.toml] [--data.source TEXT]`. Returns the exit code: 1 where a run failed."""
     own, flags = options_and_settings(arguments)
-    options = _parser().parse_args(own)
+    options = command_parser().parse_args(own)
     refuse_launcher("scaling")
     ladder = _ladder(options, flags)
     for line in _plan_lines(ladder, options.jobs):
         print(line)
+    report(folder=ladder.folder)
     if options.plan:
+        report(runs=[asdict(size) for size in ladder.sizes])
         return 0
     pool = RunPool(options.run_file, jobs=options.jobs, say=lambda text: print(text, flush=True))
     if stopped := train_runs(pool, ladder.runs[:-1], ladder.record):
@@ -103,7 +107,7 @@ def run(arguments: Sequence[str]) -> int:
     if stopped := train_runs(pool, ladder.runs[-1:], ladder.record):
         print("stopped: the same command goes on")
         return stopped
-    _write(ladder, fit, flops)
+    report(**_write(ladder, fit, flops))
     print(_verdict(ladder, fit))
     for name in ("scaling.json", "scaling.csv", "scaling.svg"):
         print(f"  {ladder.folder / name}")
@@ -256,13 +260,13 @@ def _verdict(ladder: _Ladder, fit: ScalingFit) -> str:
     )
 
 
-def _write(ladder: _Ladder, fit: ScalingFit, flops: float) -> None:
+def _write(ladder: _Ladder, fit: ScalingFit, flops: float) -> dict[str, Any]:
     held, point = ladder.held_out, ladder.point(ladder.held_out)
     predicted = fit.law.loss(held.parameters, held.tokens)
     measured = None if math.isnan(point.loss) else point.loss
     parameters, tokens = fit.law.optimum(flops)
     outcomes = ladder.record.outcomes
-    report = {
+    content = {
         "law": asdict(fit.law),
         "intervals_95": _intervals(fit),
         "optimum": {"flops": flops, "parameters": parameters, "tokens": tokens},
@@ -282,16 +286,17 @@ def _write(ladder: _Ladder, fit: ScalingFit, flops: float) -> None:
         ],
         "processor_seconds": sum(outcome.processor_seconds for outcome in outcomes.values()),
     }
-    (ladder.folder / "scaling.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    (ladder.folder / "scaling.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     ordered = [outcomes[size.name] for size in ladder.sizes]
     (ladder.folder / "scaling.csv").write_text(outcomes_csv(ordered, _KEYS), encoding="utf-8")
     formula = next(_law_lines(fit, flops))
     tested = _prediction(ladder, fit) if measured is None else f"held out: {_verdict(ladder, fit)}"
     picture = scaling_svg(f"Scaling law of {counted(len(fit.points), 'run')}", [formula, tested], fit, point)
     (ladder.folder / "scaling.svg").write_text(picture, encoding="utf-8")
+    return content
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
     about = "--SECTION.KEY VALUE sets any other setting; the runs are in run.folder with -scaling behind it"
     parser = Parser(prog="megalite scaling", description=__doc__, common=_COMMON.split(), epilog=about)
     about = "the base of every run: text, tokenizer, batch; without it --data.source TEXT"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megalite.cli.arguments import Parser, add_value, options_and_settings, whole_number
 from megalite.cli.examples import shared_folder
+from megalite.cli.results import report
 from megalite.config.flags import COMMAND_LINE
 from megalite.errors import ConfigError, Problem, counted
 from megalite.launcher.exit_codes import INTERRUPTED, STOPPED
@@ -39,7 +40,7 @@ def run(arguments: Sequence[str]) -> int:
     # `--seed` alone would be read as a setting without its section.
     words = ["--draw-seed" + word[6:] if word.partition("=")[0] == "--seed" else word for word in arguments]
     own, flags = options_and_settings(words)
-    options = _parser().parse_args(own)
+    options = command_parser().parse_args(own)
     refuse_launcher("sweep")
     swept = swept_settings(options.over, draws=options.random is not None)
     combinations = grid(swept) if options.random is None else drawn(swept, options.random, options.draw_seed)
@@ -61,6 +62,7 @@ def run(arguments: Sequence[str]) -> int:
     if not options.report:
         stopped = train_runs(RunPool(options.run_file, jobs=options.jobs, say=_say), runs, record)
     _write_results(folder, keys, runs, record)
+    report(folder=folder, keys=keys, **record.document())
     if stopped:
         print("stopped: the same command goes on")
         return stopped
@@ -113,6 +115,7 @@ def _write_array(
 ) -> int:
     template = (shared_folder() / "launch" / "slurm.sbatch").read_text(encoding="utf-8")
     waiting = [run for run in runs if not record.is_finished(run)]
+    report(folder=folder, waiting=[run.name for run in waiting])
     if not waiting:
         print(f"{counted(len(runs), 'run')} finished already: there is nothing to submit")
         return 0
@@ -120,6 +123,7 @@ def _write_array(
     jobs = options.jobs if options.jobs > 1 else None
     script = folder / "array.sbatch"
     script.write_text(array_script(template, options.run_file, waiting, jobs), encoding="utf-8")
+    report(script=script)
     print(f"{script}: an array of {counted(len(waiting), 'run')}")
     if not options.submit:
         print(
@@ -167,7 +171,7 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _parser() -> Parser:
+def command_parser() -> Parser:
     parser = Parser(prog="megalite sweep", description=__doc__, epilog=_SECTION_FLAGS)
     parser.add_argument("run_file", type=Path, metavar="RUN.toml", help="the run whose settings are swept")
     about = "values of a setting: KEY=1e-4,3e-4, or KEY=log:1e-5:1e-2:4 (lin too); may be repeated"

@@ -83,13 +83,17 @@ class StudyRecord:
         self.write()
         return self.outcomes[run.name]
 
+    def document(self) -> dict[str, Any]:
+        """Return the content of the file."""
+        runs = [asdict(outcome) for outcome in [*self.by_loss(), *self._others]]
+        return {"measure": self.measure, "runs": runs}
+
     def write(self, more: Mapping[str, Any] | None = None) -> None:
         """Write the record. more: further values of the file."""
-        runs = [asdict(outcome) for outcome in [*self.by_loss(), *self._others]]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_name(f"{self._path.name}.partial")
         partial.write_text(
-            json.dumps({"measure": self.measure, "runs": runs, **(more or {})}, indent=2) + "\n",
+            json.dumps({**self.document(), **(more or {})}, indent=2) + "\n",
             encoding="utf-8",
         )
         partial.replace(self._path)

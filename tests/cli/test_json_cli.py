@@ -39,7 +39,17 @@ ELSEWHERE = {
         "tokenizer train",
         "convert export",
     ),  # end_to_end/test_automation.py
-    *("top", "timeline", "selftest", "convert import", "convert universal", "convert inspect"),  # theirs
+    *(
+        "sweep",
+        "scaling",
+        "report",
+        "top",
+        "timeline",
+        "selftest",
+        "convert import",
+        "convert universal",
+        "convert inspect",
+    ),  # theirs
 }
 
 
