@@ -40,7 +40,7 @@ groups=(
     "tests/kernels"
     "tests/distributed tests/standin"
     "tests/parity"
-    "tests/cli tests/browser tests/test_architecture.py tests/test_pages.py"
+    "tests/cli tests/browser tests/test_architecture.py tests/test_guides.py tests/test_pages.py"
 )
 outputs=$(mktemp -d)
 ended=0

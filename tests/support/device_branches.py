@@ -40,7 +40,7 @@ ON_THE_STANDIN = {
     "train/step/precision.py:choose_precision",
     "train/report.py:RunReporter.__init__",
     "train/report.py:RunReporter.predict",
-    "train/report.py:_device_name",
+    "train/report.py:device_name",
     "train/report.py:_peak_flops_per_second",
     "train/rank.py:_tell_choices",
     "train/step/rank_measures.py:RankMeasures.__init__",
