@@ -229,7 +229,7 @@ def test_every_sink_goes_on_after_a_failure_without_doubles(
         ((run / "wandb-run-id").read_text().strip(), "books", "night", "run")
     }
     saved = [path.name for path in sorted((run / "checkpoints").glob("step-*"))]
-    # What a killed start still had in the memory of its client may be lost.
+    # A killed start may lose what its client still had in memory.
     for uploaded in (wandb_checkpoints(run), mlflow_checkpoints(run)):
         assert set(uploaded) <= set(saved) and saved[-1] in uploaded
 
