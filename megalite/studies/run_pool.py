@@ -2,11 +2,12 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,21 +54,19 @@ class RunPool:
     def train(self, runs: Sequence[StudyRun], on_end: Callable[[EndedRun], None]) -> None:
         """Train the runs in their order; call `on_end` after each. Returns early where a signal stops the study."""
         waiting = list(runs)
-        awaited = {signal.SIGCHLD, *_STOPS}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, awaited)
-        try:
-            while self._running or (waiting and self.stopped_by is None):
-                while waiting and len(self._running) < self._jobs and self.stopped_by is None:
-                    self._start(waiting.pop(0))
-                received = signal.sigwait(awaited)
-                if received != signal.SIGCHLD:
-                    self._stop(signal.Signals(received))
-                for ended in self._reaped():
-                    on_end(ended)
-        finally:
-            for each in self._running:
-                _signal_session(each.process, signal.SIGKILL)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with _signal_numbers((signal.SIGCHLD, *_STOPS)) as numbers:
+            try:
+                while self._running or (waiting and self.stopped_by is None):
+                    while waiting and len(self._running) < self._jobs and self.stopped_by is None:
+                        self._start(waiting.pop(0))
+                    for number in numbers.recv(1024):
+                        if number in _STOPS:
+                            self._stop(signal.Signals(number))
+                    for ended in self._reaped():
+                        on_end(ended)
+            finally:
+                for each in self._running:
+                    _signal_session(each.process, signal.SIGKILL)
 
     def _start(self, run: StudyRun) -> None:
         run.folder.parent.mkdir(parents=True, exist_ok=True)
@@ -80,7 +79,7 @@ class RunPool:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(_prepare_child, os.getpid()),
+                preexec_fn=partial(die_with_parent, os.getpid()),
             )
         self._running.append(_Process(run, process, time.monotonic()))
         self._say(f"{run.name}: starts (log: {log_file(run)})")
@@ -119,11 +118,23 @@ def log_file(run: StudyRun) -> Path:
     return run.folder.with_name(f"{run.folder.name}.log")
 
 
-def _prepare_child(parent: int) -> None:
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, *_STOPS})
-    # A shell's background jobs ignore Ctrl-C, which the run would inherit.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    die_with_parent(parent)
+@contextmanager
+def _signal_numbers(awaited: Sequence[signal.Signals]) -> Iterator[socket.socket]:
+    """Yield a socket that receives a byte for each signal, whose value is its number.
+
+    The threads of libraries take signals too, so that blocked ones would be lost.
+    """
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        sender.setblocking(False)
+        fd_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+        before = {number: signal.signal(number, lambda *_: None) for number in awaited}
+        try:
+            yield receiver
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(fd_before)
 
 
 def _signal_session(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
