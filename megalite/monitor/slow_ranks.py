@@ -53,13 +53,15 @@ class SlowRanks:
         for group in self._peers:
             for rank in group:
                 peers = median(usual[peer] for peer in group if peer != rank)
+                if not peers:  # the waits that a device reports late fill their steps
+                    continue
                 now = SlowRank(rank, usual[rank], peers)
                 if rank in self.slow and now.seconds <= _RECOVERED * peers:
                     del self.slow[rank]
                     ended.append(rank)
                 elif rank in self.slow:
                     self.slow[rank] = now
-                elif now.seconds > max(_SLOW * peers, peers + _SHARE * step_seconds) and peers > 0:
+                elif now.seconds > max(_SLOW * peers, peers + _SHARE * step_seconds):
                     self.slow[rank] = now
                     began.append(now)
         return began, ended

@@ -51,3 +51,10 @@ def test_a_rank_that_costs_a_small_part_of_the_step_is_no_alarm() -> None:
 def test_a_rank_without_peers_is_compared_with_nobody() -> None:
     ranks = SlowRanks([(0,), (1,)])
     assert all(ranks.update((1.0, 9.0), 9.0) == ([], []) for _ in range(10))
+
+
+def test_peers_whose_waits_fill_the_step_leave_a_slow_rank_as_it_was() -> None:
+    ranks = SlowRanks([(0, 1)])
+    before = [ranks.update((3.0, 1.0), 4.0) for _ in range(7)]
+    assert all(ranks.update((3.0, 0.0), 4.0) == ([], []) for _ in range(5))
+    assert before[-1][0] == [*ranks.slow.values()] == [SlowRank(0, 3.0, 1.0)]
