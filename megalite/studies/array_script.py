@@ -33,11 +33,9 @@ def array_script(template: str, run_file: Path, runs: Sequence[StudyRun], jobs: 
     header += f"#SBATCH --array=0-{len(runs) - 1}{at_once}\n"
     cases = [f"    {number}) set -- {shlex.join(run.flags)} ;;" for number, run in enumerate(runs)]
     choice = "case $SLURM_ARRAY_TASK_ID in\n" + "\n".join(cases) + "\n    *) exit 2 ;;\nesac\n"
-    body = re.sub(r"^RUN=\S+", f"RUN={shlex.quote(str(run_file))}", body, flags=re.MULTILINE)
-    body = re.sub(
-        r"^PYTHON=\S+", f"PYTHON=${{PYTHON:-{shlex.quote(sys.executable)}}}", body, flags=re.MULTILINE
-    )
-    return header + _EDIT + choice + body
+    # The template takes both from the environment.
+    ours = f"RUN={shlex.quote(str(run_file))}\nPYTHON=${{PYTHON:-{shlex.quote(sys.executable)}}}\n"
+    return header + _EDIT + choice + ours + body
 
 
 def _directive(header: str, name: str, value: str) -> str:

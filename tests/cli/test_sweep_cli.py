@@ -129,6 +129,7 @@ def test_all_problems_of_all_runs_are_said_before_the_first_starts(
 def test_the_array_script_trains_the_run_of_its_task(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    run_file = run_file.rename(tmp_path / r"the run\1's.toml")
     sweep = [str(run_file), "--over", f"{RATE}=1e-3,1e-2", "--over", "data.shuffle=true,false"]
     write_finished(tmp_path / "runs" / "tiny-sweep" / "learning_rate=1e-3,shuffle=true", 6, 2.5)
     assert main(["sweep", *sweep, "--slurm", "--jobs", "2"]) == 0
