@@ -98,7 +98,7 @@ def run_local_ranks(
         Progress.create_file(marks, layout.world_size)
         for module in preload if method == "fork" else ():
             importlib.import_module(module)
-        with _orphans_adopted(), _Signals() as signals:
+        with _orphans_adopted(), JobSignals() as signals:
             job = _LocalJob(infos, folder, signals, marks)
             try:
                 job.start(worker, arguments, method)
@@ -109,7 +109,7 @@ def run_local_ranks(
         return job.outcome()
 
 
-class _Signals:
+class JobSignals:
     """Counts SIGINT, and notes SIGTERM and SIGUSR1, in the `with` block; these and the end of a child wake `wait`."""
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class _Signals:
         """Those of SIGTERM and SIGUSR1 that came, in order."""
         self._interrupted = -math.inf
 
-    def __enter__(self) -> "_Signals":
+    def __enter__(self) -> "JobSignals":
         self._receiver, self._sender = os.pipe()
         for end in (self._receiver, self._sender):
             os.set_blocking(end, False)
@@ -156,7 +156,7 @@ class _Signals:
 class _LocalJob:
     """The processes of one job, from their start to the end of the last one."""
 
-    def __init__(self, infos: Sequence[RankInfo], folder: FailureFolder, signals: _Signals, marks: Path):
+    def __init__(self, infos: Sequence[RankInfo], folder: FailureFolder, signals: JobSignals, marks: Path):
         self._infos, self._folder, self._signals, self._marks = infos, folder, signals, marks
         self._running: dict[int, BaseProcess] = {}
         self._pids: dict[int, int] = {}
@@ -300,7 +300,7 @@ class _RankTask:
     arguments: Sequence[Any]
     parent: int
     folder: FailureFolder
-    signals: _Signals | None
+    signals: JobSignals | None
     marks: Path
 
     def run(self, info: RankInfo) -> NoReturn:

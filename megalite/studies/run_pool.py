@@ -2,21 +2,21 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, STOPPED, TERMINATED
+from megalite.launcher.local import JobSignals
 from megalite.launcher.process import die_with_parent
 from megalite.studies.study_runs import StudyRun
 
-_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_LOOK_SECONDS = 0.5
 _CAUSE_LINES = 12
 SAVED_CODES = (STOPPED, NOT_BEGUN, TERMINATED, INTERRUPTED)
 
@@ -54,14 +54,14 @@ class RunPool:
     def train(self, runs: Sequence[StudyRun], on_end: Callable[[EndedRun], None]) -> None:
         """Train the runs in their order; call `on_end` after each. Returns early where a signal stops the study."""
         waiting = list(runs)
-        with _signal_numbers((signal.SIGCHLD, *_STOPS)) as numbers:
+        with JobSignals() as signals:
             try:
                 while self._running or (waiting and self.stopped_by is None):
                     while waiting and len(self._running) < self._jobs and self.stopped_by is None:
                         self._start(waiting.pop(0))
-                    for number in numbers.recv(1024):
-                        if number in _STOPS:
-                            self._stop(signal.Signals(number))
+                    # Signals wake the wait; the limit covers one between the last look and here.
+                    signals.wait(_LOOK_SECONDS)
+                    self._stop(signals)
                     for ended in self._reaped():
                         on_end(ended)
             finally:
@@ -84,15 +84,16 @@ class RunPool:
         self._running.append(_Process(run, process, time.monotonic()))
         self._say(f"{run.name}: starts (log: {log_file(run)})")
 
-    def _stop(self, received: signal.Signals) -> None:
-        if self.stopped_by is None:
-            self.stopped_by = received
+    def _stop(self, signals: JobSignals) -> None:
+        """Pass on the first signal as SIGTERM, and kill after one more Ctrl-C."""
+        if self.stopped_by is None and (signals.interrupts or signals.terminations):
+            self.stopped_by = signal.SIGINT if signals.interrupts else signals.terminations[0]
             if self._running:
-                self._say(f"{received.name}: the runs save and stop; Ctrl-C again ends them at once")
+                self._say(f"{self.stopped_by.name}: the runs save and stop; Ctrl-C again ends them at once")
             for each in self._running:
                 with suppress(ProcessLookupError):
                     each.process.send_signal(signal.SIGTERM)
-        elif received == signal.SIGINT:
+        elif signals.interrupts > (self.stopped_by == signal.SIGINT):
             for each in self._running:
                 _signal_session(each.process, signal.SIGKILL)
 
@@ -116,25 +117,6 @@ class RunPool:
 def log_file(run: StudyRun) -> Path:
     """Return the file that has what the run prints."""
     return run.folder.with_name(f"{run.folder.name}.log")
-
-
-@contextmanager
-def _signal_numbers(awaited: Sequence[signal.Signals]) -> Iterator[socket.socket]:
-    """Yield a socket that receives a byte for each signal, whose value is its number.
-
-    The threads of libraries take signals too, so that blocked ones would be lost.
-    """
-    receiver, sender = socket.socketpair()
-    with receiver, sender:
-        sender.setblocking(False)
-        fd_before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
-        before = {number: signal.signal(number, lambda *_: None) for number in awaited}
-        try:
-            yield receiver
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            signal.set_wakeup_fd(fd_before)
 
 
 def _signal_session(process: "subprocess.Popen[bytes]", number: signal.Signals) -> None:
