@@ -22,9 +22,10 @@ def run(arguments: Sequence[str]) -> int:
     options = command_parser().parse_args(arguments)
     folders = run_folders(options.runs)
     runs = [_reported(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    report(**report_data(runs))
-    if wanted() and options.output is None:
-        return 0
+    if wanted():
+        report(**report_data(runs))
+        if options.output is None:
+            return 0
     output = options.output or folders[0] / _FILE
     _write(output, report_page(runs))
     report(page=output)

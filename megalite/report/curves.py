@@ -17,7 +17,6 @@ LAYER_METRICS = {
 """Prefix of the metrics that monitor.layers_every records -> their title."""
 MOST_CURVES = 400
 """The curves of a page; those of layers beyond it are left out, and the page says so."""
-_GROUP_RATE = "learning_rate/"
 _MODEL = "model"  # the name of the whole model among the layers
 # The points of all curves of a page together, of layers and others; each takes about 15 bytes of it.
 _LAYER_POINTS, _OTHER_POINTS = 30_000, 40_000
@@ -46,12 +45,22 @@ _CHARTS = (
     Chart("MFU", "%", ("mfu",), 100.0),
     Chart("memory of the fullest rank", "GiB", ("memory_bytes", "reserved_bytes"), 2.0**-30),
     Chart("seconds of a step", "s", ("step_seconds", "data_seconds")),
+    Chart("communication", "% of the step", ("communication_share", "communication_share_max"), 100.0),
+    Chart("load of the cards", "%", ("card_utilisation",), 100.0),
+    Chart("power of all cards", "W", ("cards_watts",)),
+    Chart("temperature of the hottest card", "°C", ("card_celsius_max",)),
     Chart("loss scale", "", ("loss_scale",)),
     Chart("skipped steps", "", ("skipped_steps",)),
     Chart("mean loss of an epoch", "", ("epoch_loss",)),
     Chart("reward accuracy", "%", ("reward_accuracy", "validation_reward_accuracy"), 100.0),
     Chart("reward margin", "", ("reward_margin", "validation_reward_margin")),
 )
+_FAMILIES = {
+    "learning rate": "learning_rate/",
+    "loss": "validation_loss_",
+    "communication": "communication_share/",
+}
+"""Title of a chart -> prefix of metrics that it has too, such as those of each group of parameters."""
 
 
 class RunCurves:
@@ -113,10 +122,8 @@ def charts_of(runs: Sequence[RunCurves]) -> tuple[list[Chart], list[str]]:
     charts = []
     for chart in _CHARTS:
         metrics = [metric for metric in chart.metrics if metric in known]
-        if chart.title == "learning rate":
-            metrics += [metric for metric in known if metric.startswith(_GROUP_RATE)]
-        if chart.title == "loss":
-            metrics += [metric for metric in known if metric.startswith("validation_loss_")]
+        if family := _FAMILIES.get(chart.title):
+            metrics += [metric for metric in known if metric.startswith(family)]
         if metrics:
             charts.append(chart._replace(metrics=metrics))
     charts += [Chart(metric, "", (metric,)) for metric in known if not is_own_metric(metric)]

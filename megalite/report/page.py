@@ -55,9 +55,6 @@ class Table:
     rows: Sequence[Sequence[str]]
     numbers: frozenset[int] = field(default_factory=frozenset)
 
-    def is_number(self, column: int) -> bool:
-        return column in self.numbers
-
 
 def report_data(runs: Sequence[PageRun]) -> dict[str, Any]:
     """Return the data of the page, for programs; the curves are thinned as on it."""

@@ -276,3 +276,20 @@ def test_many_layers_are_thinned_more_than_other_curves_and_the_rest_is_named() 
     points = {metric: len(rows) for metric, (rows, _) in table["curves"].items()}
     assert points["loss"] > 5 * points["grad_norm/layers.0"] > 100
     assert len(json.dumps(table)) < 1_000_000
+
+
+def test_the_measures_of_ranks_and_cards_are_drawn() -> None:
+    curves = RunCurves()
+    communication = {
+        "communication_share": 0.25,
+        "communication_share_max": 0.5,
+        "communication_share/data": 0.2,
+    }
+    cards = {"card_utilisation": 0.9, "cards_watts": 700.0, "card_celsius_max": 60.0}
+    curves.add({"step": 1, "loss": 2.0, **communication, **cards, "alarm": "rank 1 is slow"})
+    charts, _ = charts_of([curves])
+    [table] = curve_table(charts, [curves])
+    shown = {metric: values for metric, (_, values) in table["curves"].items()}
+    percent = {metric: [100 * share] for metric, share in communication.items()}
+    others = {"card_utilisation": [90.0], "cards_watts": [700.0], "card_celsius_max": [60.0]}
+    assert shown == {"loss": [2.0], **percent, **others}
