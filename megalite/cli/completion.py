@@ -48,7 +48,7 @@ _megalite() {{
 }}
 complete -o default -o bashdefault -F _megalite megalite
 """
-_ZSH = "autoload -U +X compinit bashcompinit && compinit -u && bashcompinit\n"
+_ZSH = "autoload -U +X compinit bashcompinit && compinit -i && bashcompinit\n"
 
 
 def run(arguments: Sequence[str]) -> int:
