@@ -21,6 +21,11 @@ class Problem:
     command: Sequence[str] = field(default=(), compare=False)
     value: Any = field(default=None, compare=False)
 
+    @classmethod
+    def reset(cls, key: str, message: str, remedy: str, value: Any = None) -> "Problem":
+        """Return a problem whose remedy sets the key itself to a value; None: leaves it out."""
+        return cls(key, message, remedy, {key: value})
+
     def as_dict(self) -> dict[str, Any]:
         """Return the object that --json prints."""
         return {

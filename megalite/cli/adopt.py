@@ -34,7 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     report(**account_report(account))
     if account.changes_numbers and not options.partial:
         message = "refused keys change the numbers, so no run file is written"
-        problem = Problem("--partial", message, "follow the remedies, or add --partial", {"--partial": True})
+        problem = Problem.reset("--partial", message, "follow the remedies, or add --partial", True)
         print(f"error: {message}; {problem.remedy}", file=sys.stderr)
         report_error((problem,), message, _WRONG_INPUT)
         return _WRONG_INPUT

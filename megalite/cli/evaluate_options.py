@@ -42,9 +42,7 @@ def _of_subject(options: argparse.Namespace) -> Iterator[Problem]:
     subject = "data" if options.data else "tasks"
     for option, needed in SUBJECTS.items():
         if getattr(options, option) not in (None, False) and subject != needed:
-            yield Problem(
-                flag(option), f"has no effect with --{subject}", "leave it out", {flag(option): None}
-            )
+            yield Problem.reset(flag(option), f"has no effect with --{subject}", "leave it out")
     if options.chat_template and not options.chat:
         yield Problem(
             "--chat-template", "has no effect without --chat", "add --chat, or leave it out", {"--chat": True}
@@ -60,15 +58,15 @@ def _of_windows(options: argparse.Namespace, shape: ModelShape) -> Iterator[Prob
     longest = shape.longest_sequence
     window = options.window or longest
     if window > longest:
-        yield Problem(
+        yield Problem.reset(
             "--window",
             f"{window} tokens are more than the model's {longest}",
             f"use at most {longest}",
-            {"--window": longest},
+            longest,
         )
     if (options.stride or window) > window:
         message = f"{options.stride} tokens are more than the window of {window}, so some would not be scored"
-        yield Problem("--stride", message, f"use at most {window}", {"--stride": window})
+        yield Problem.reset("--stride", message, f"use at most {window}", window)
 
 
 _COMMON = (

@@ -115,11 +115,9 @@ def _check(options: argparse.Namespace, shape: ModelShape) -> None:
         remedy = "use --prompt or --batch, or megalite serve"
         problems.append(Problem("--json", "is not for --chat, a conversation with a person", remedy))
     if options.output is not None and options.batch is None:
-        problems.append(Problem("--output", "is for --batch", "leave it out", {"--output": None}))
+        problems.append(Problem.reset("--output", "is for --batch", "leave it out"))
     if options.chat_template is not None and options.prompt is not None:
-        problems.append(
-            Problem("--chat-template", "is for --chat and --batch", "leave it out", {"--chat-template": None})
-        )
+        problems.append(Problem.reset("--chat-template", "is for --chat and --batch", "leave it out"))
     problems += sampling_problems(
         options.tokens, vars(options), flag, stop=options.stop, logprobs=options.logprobs
     )

@@ -95,7 +95,7 @@ def _axes(options: argparse.Namespace, base: PlanBase) -> PlannedAxes:
     if cards % axes.context:
         message = f"{axes.context} does not divide {cards:,} cards"
         fits = max(size for size in divisors(cards) if size <= axes.context)
-        raise ConfigError([Problem("--context", message, f"use {fits}", {"--context": fits})])
+        raise ConfigError([Problem.reset("--context", message, f"use {fits}", fits)])
     return axes
 
 

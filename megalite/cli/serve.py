@@ -107,7 +107,7 @@ def _length_problems(length: int | None, source: ModelSource) -> Iterator[Proble
     longest = source.shape.longest_sequence
     if length is not None and length > longest:
         message = f"{length} is longer than {longest_sequence_setting(source.shape)} = {longest}"
-        yield Problem("--context-length", message, f"use at most {longest}", {"--context-length": longest})
+        yield Problem.reset("--context-length", message, f"use at most {longest}", longest)
 
 
 def _require_packages() -> None:

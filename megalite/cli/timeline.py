@@ -62,11 +62,8 @@ def _files(run: Path, step: TracedStep, out: Path | None) -> tuple[Path, Path]:
     if out is not None:
         if out.suffix != ".svg":
             named = out.parent / f"{out.stem or 'timeline'}.svg"
-            problem = Problem(
-                "--out",
-                f"{out} does not end in .svg, and the picture is SVG",
-                f"use {named}",
-                {"--out": named},
+            problem = Problem.reset(
+                "--out", f"{out} does not end in .svg, and the picture is SVG", f"use {named}", named
             )
             raise ConfigError([problem], "the command line")
         return out, out.with_suffix(".trace.json")

@@ -96,7 +96,7 @@ def _problem(
     if _is_missing(errors):
         return Problem(full, f"is required ({model.model_fields[key].description})")
     if full in _REMOVED:
-        return Problem(full, "is no longer a setting", _REMOVED[full], {full: None})
+        return Problem.reset(full, "is no longer a setting", _REMOVED[full])
     value = draft.values[section][key]
     if key not in model.model_fields:
         close = _nearest_key(section, key)

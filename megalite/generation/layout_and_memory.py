@@ -23,18 +23,18 @@ def layout_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
     query, shared = shape.num_attention_heads, shape.num_key_value_heads
     sizes = tensor_sizes(query, shared)
     if layout.tensor not in sizes:
-        yield Problem(
+        yield Problem.reset(
             "--tensor",
             f"{layout.tensor} tensor-parallel ranks cannot share {query} query and {shared} key-value heads",
             f"use one of {sizes}",
-            {"--tensor": max(size for size in sizes if size <= layout.tensor)},
+            max(size for size in sizes if size <= layout.tensor),
         )
     if layout.pipeline > shape.num_hidden_layers:
-        yield Problem(
+        yield Problem.reset(
             "--pipeline",
             f"{layout.pipeline} stages are more than the model's {shape.num_hidden_layers} layers",
             f"use at most {shape.num_hidden_layers}",
-            {"--pipeline": shape.num_hidden_layers},
+            shape.num_hidden_layers,
         )
 
 

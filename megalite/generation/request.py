@@ -123,7 +123,7 @@ def sampling_problems(
             continue
         if not is_right(value):
             message = fault.format(f"{value:g}" if isinstance(value, float) else value)
-            yield Problem(name(setting), message, remedy, {name(setting): None})
+            yield Problem.reset(name(setting), message, remedy)
         if greedy and setting in _NEED_TEMPERATURE:
             yield Problem(
                 name(setting),

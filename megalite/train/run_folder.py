@@ -96,21 +96,21 @@ class RunFolder:
             self.root.mkdir(parents=True, exist_ok=True)
             claim = (self.root / _LOCK).open("ab")
         except OSError as error:
-            problem = Problem(
+            problem = Problem.reset(
                 "run.folder",
                 f"{self.root} cannot be written ({error.strerror})",
                 "name another folder, for example runs/second",
-                {"run.folder": "runs/second"},
+                "runs/second",
             )
             raise ConfigError([problem]) from error
         try:
             fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            problem = Problem(
+            problem = Problem.reset(
                 "run.folder",
                 f"another job uses {self.root}",
                 "wait for its end, stop it, or name another folder",
-                {"run.folder": f"{self.root}-2"},
+                f"{self.root}-2",
             )
             raise ConfigError([problem]) from error
         except OSError:

@@ -23,18 +23,15 @@ def settings_belong_to_an_adapter(run: CheckedRun) -> Iterator[Problem]:
     for name, other in idle.items():
         if getattr(run.adapter, name) != fields[name].default:
             message = f'has no effect with adapter.kind = "{kind}"'
-            yield Problem(
-                f"adapter.{name}",
-                message,
-                f'set adapter.kind = "{other}", or delete the setting',
-                {f"adapter.{name}": None},
+            yield Problem.reset(
+                f"adapter.{name}", message, f'set adapter.kind = "{other}", or delete the setting'
             )
 
 
 def an_adapter_has_a_model(run: CheckedRun) -> Iterator[Problem]:
     if run.adapter.kind != "none" and run.model.weights is None:
         message = f"{shown(run.adapter.kind)} needs a pretrained model, whose weights stay as they are"
-        yield Problem("adapter.kind", message, 'set model.weights, or use "none"', {"adapter.kind": "none"})
+        yield Problem.reset("adapter.kind", message, 'set model.weights, or use "none"', "none")
 
 
 def adapter_patterns_name_modules(run: CheckedRun) -> Iterator[Problem]:
@@ -48,11 +45,11 @@ def adapter_patterns_name_modules(run: CheckedRun) -> Iterator[Problem]:
         words = list(dict.fromkeys(each.rsplit(".", 1)[-1] for each in within))
         for pattern in adapter.targets:
             if not any(names_module([pattern], module) for module in within):
-                yield Problem(
+                yield Problem.reset(
                     "adapter.targets",
                     f"{shown(pattern)} names no linear of a layer",
                     f"use {', '.join(words)}",
-                    {"adapter.targets": words},
+                    words,
                 )
     outside = _modules(each for each in own if each.layer is None)
     words = [module.rsplit(".", 1)[-1] for module in outside if not names_tied_table(module, shape)]
@@ -89,11 +86,8 @@ def biases_are_trained_whole(run: CheckedRun) -> Iterator[Problem]:
             message = (
                 f'"lora_only" with {adapted[0]} needs {listed(missing)} too: their biases are one parameter'
             )
-            yield Problem(
-                "adapter.bias",
-                message,
-                'add them to adapter.targets, or use "none" or "all"',
-                {"adapter.bias": "none"},
+            yield Problem.reset(
+                "adapter.bias", message, 'add them to adapter.targets, or use "none" or "all"', "none"
             )
             return
 
@@ -119,12 +113,7 @@ def every_stage_trains_something(run: CheckedRun) -> Iterator[Problem]:
 def added_tokens_have_trained_rows(run: CheckedRun) -> Iterator[Problem]:
     if run.adapter.kind != "none" and run.tokenizer.add_tokens:
         message = "are not supported with an adapter: their rows of the embedding would stay as they begin"
-        yield Problem(
-            "tokenizer.add_tokens",
-            message,
-            'use adapter.kind = "none", or leave them out',
-            {"tokenizer.add_tokens": None},
-        )
+        yield Problem.reset("tokenizer.add_tokens", message, 'use adapter.kind = "none", or leave them out')
 
 
 def an_adapter_can_be_exported(run: CheckedRun) -> Iterator[Problem]:

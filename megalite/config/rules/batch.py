@@ -49,10 +49,12 @@ def plan_batch(run: CheckedRun) -> BatchPlan:
     training, data = run.training, data_size(run)
     size, count, total = training.micro_batch_size, training.micro_batches, training.global_batch_size
     if size == "auto":
+        least = LEAST_MICRO_BATCH[run.data.kind]
         if total is None:
-            raise BatchProblem(_needs_global_batch())
+            message = f'{_SIZE} = "auto" depends on the memory, on which the global batch must not depend'
+            raise BatchProblem(Problem.reset(_GLOBAL, message, "set it", least * (count or 1) * data))
         # Two numbers leave nothing to choose.
-        size = LEAST_MICRO_BATCH[run.data.kind] if count is None else None
+        size = least if count is None else None
     if size is not None and count is not None:
         if total is None or total == size * count * data:
             return BatchPlan(size, count, size * count * data, data)
@@ -69,11 +71,6 @@ def plan_batch(run: CheckedRun) -> BatchPlan:
     return BatchPlan(known, other, total, data) if size is not None else BatchPlan(other, known, total, data)
 
 
-def _needs_global_batch() -> Problem:
-    message = f'{_SIZE} = "auto" depends on the memory, on which the global batch must not depend'
-    return Problem(_GLOBAL, message, "set it")
-
-
 def _contradiction(run: CheckedRun, total: int, size: int, count: int, data: int) -> Problem:
     message = (
         f"{total} {run.source(_GLOBAL)} is not micro_batch_size {size} {run.source(_SIZE)} "
@@ -87,7 +84,7 @@ def _contradiction(run: CheckedRun, total: int, size: int, count: int, data: int
     if total % (size * count) == 0:
         ranks = Layout.of(run.parallel, total // (size * count)).world_size
         fitting.append(f"data {total // (size * count)} ({_ranks(ranks)})")
-    return Problem(_GLOBAL, message, f"use {' or '.join(fitting)}", {_GLOBAL: size * count * data})
+    return Problem.reset(_GLOBAL, message, f"use {' or '.join(fitting)}", size * count * data)
 
 
 def _indivisible(run: CheckedRun, total: int, name: str, known: int, data: int) -> Problem:
@@ -98,7 +95,7 @@ def _indivisible(run: CheckedRun, total: int, name: str, known: int, data: int) 
         f"* {_data(run, data)} = {share}"
     )
     nearest = [each for each in (total // share * share, (total // share + 1) * share) if each]
-    return Problem(_GLOBAL, message, f"use {' or '.join(map(str, nearest))}", {_GLOBAL: nearest[0]})
+    return Problem.reset(_GLOBAL, message, f"use {' or '.join(map(str, nearest))}", nearest[0])
 
 
 def _too_few(run: CheckedRun) -> Problem:
@@ -129,7 +126,7 @@ def memory_limits_a_choice(run: CheckedRun) -> Iterator[Problem]:
     size, count = run.training.micro_batch_size, run.training.micro_batches
     if run.training.memory_limit is not None and (size != "auto" or count is not None):
         message = 'has an effect only on training.micro_batch_size = "auto" without training.micro_batches'
-        yield Problem("training.memory_limit", message, "delete it")
+        yield Problem.reset("training.memory_limit", message, "delete it")
 
 
 def batch_numbers_agree(run: CheckedRun) -> Iterator[Problem]:

@@ -43,7 +43,7 @@ def compiled_layers_fit_the_schedule(run: CheckedRun) -> Iterator[Problem]:
             "separately: a compiled layer computes them together"
         )
         remedy = f"use one of the schedules {others}, or training.compile = false"
-        yield Problem("training.compile", message, remedy, {"training.compile": False})
+        yield Problem.reset("training.compile", message, remedy, False)
 
 
 def compiled_layers_hold_no_collectives(run: CheckedRun) -> Iterator[Problem]:
@@ -51,11 +51,8 @@ def compiled_layers_hold_no_collectives(run: CheckedRun) -> Iterator[Problem]:
         message = (
             f"true does not work with parallel.tensor = {run.parallel.tensor}: collectives are not compiled"
         )
-        yield Problem(
-            "training.compile",
-            message,
-            "use parallel.tensor 1, or training.compile = false",
-            {"training.compile": False},
+        yield Problem.reset(
+            "training.compile", message, "use parallel.tensor 1, or training.compile = false", False
         )
 
 
@@ -66,17 +63,14 @@ def compiled_layers_are_recomputed_whole(run: CheckedRun) -> Iterator[Problem]:
             "recomputed alone"
         )
         remedy = 'use training.recompute "full" or "none", or training.compile = false'
-        yield Problem("training.compile", message, remedy, {"training.compile": False})
+        yield Problem.reset("training.compile", message, remedy, False)
 
 
 def compiled_layers_hold_their_weights(run: CheckedRun) -> Iterator[Problem]:
     if run.training.compile and run.zero_stage == 3:
         message = "true does not work with deepspeed.zero_optimization.stage = 3, which gathers weights inside a layer"
-        yield Problem(
-            "training.compile",
-            message,
-            "use stage 1 or 2, or training.compile = false",
-            {"training.compile": False},
+        yield Problem.reset(
+            "training.compile", message, "use stage 1 or 2, or training.compile = false", False
         )
 
 
@@ -111,7 +105,7 @@ def sequence_parallel_divides_the_length(run: CheckedRun) -> Iterator[Problem]:
         )
         nearest = [each for each in (length // tensor * tensor, -(-length // tensor) * tensor) if each]
         remedy = f"use {' or '.join(map(str, nearest))}, or parallel.sequence = false"
-        yield Problem("training.sequence_length", message, remedy, {"training.sequence_length": nearest[0]})
+        yield Problem.reset("training.sequence_length", message, remedy, nearest[0])
 
 
 def offload_has_its_stage(run: CheckedRun) -> Iterator[Problem]:
@@ -130,11 +124,11 @@ def offload_has_a_device(run: CheckedRun) -> Iterator[Problem]:
     for name, device in _offload_devices(run):
         if device not in ("cpu", "nvme"):
             key = f"deepspeed.zero_optimization.{name}.device"
-            yield Problem(
+            yield Problem.reset(
                 key,
                 f'"{device}" is not a device that DeepSpeed offloads to',
                 'use "cpu", "nvme" or "none"',
-                {key: "none"},
+                "none",
             )
 
 
@@ -146,7 +140,7 @@ def offload_to_disk_has_its_folder(run: CheckedRun) -> Iterator[Problem]:
             continue
         if run.zero_stage in (1, 2):
             message = f'"nvme" needs ZeRO stage 3, but the stage is {run.zero_stage}'
-            yield Problem(f"{key}.device", message, 'use stage 3, or "cpu"', {f"{key}.device": "cpu"})
+            yield Problem.reset(f"{key}.device", message, 'use stage 3, or "cpu"', "cpu")
         elif not isinstance(table.get("nvme_path"), str):
             yield Problem(
                 f"{key}.nvme_path", 'is required with device = "nvme"', "set it to a folder on that disk"
@@ -154,7 +148,7 @@ def offload_to_disk_has_its_folder(run: CheckedRun) -> Iterator[Problem]:
         for pipelined in ("pipeline_read", "pipeline_write"):
             if table.get(pipelined):
                 message = "is not supported: a checkpoint could read state that is not on the disk yet"
-                yield Problem(f"{key}.{pipelined}", message, "set it to false", {f"{key}.{pipelined}": False})
+                yield Problem.reset(f"{key}.{pipelined}", message, "set it to false", False)
 
 
 def _offload_devices(run: CheckedRun) -> Iterator[tuple[str, str]]:

@@ -14,16 +14,14 @@ def tokenizer_is_given_once(run: CheckedRun) -> Iterator[Problem]:
     path, size = run.tokenizer.path, run.tokenizer.vocab_size
     if path is not None and size != "auto":
         message = f"{size} trains a new tokenizer, but tokenizer.path names an existing one"
-        yield Problem("tokenizer.vocab_size", message, "set only one of them", {"tokenizer.vocab_size": None})
+        yield Problem.reset("tokenizer.vocab_size", message, "set only one of them")
 
 
 def tokens_are_added_to_a_tokenizer(run: CheckedRun) -> Iterator[Problem]:
     added = run.tokenizer.add_tokens
     if added and run.tokenizer.path is None:
         remedy = "set tokenizer.path, or delete the setting: a new tokenizer has ids for every text"
-        yield Problem(
-            "tokenizer.add_tokens", "needs an existing tokenizer", remedy, {"tokenizer.add_tokens": None}
-        )
+        yield Problem.reset("tokenizer.add_tokens", "needs an existing tokenizer", remedy)
     if repeated := {each for each in added if added.count(each) > 1}:
         once = {"tokenizer.add_tokens": list(dict.fromkeys(added))}
         message = f"names {shown(min(repeated))} twice"
@@ -34,9 +32,7 @@ def model_holds_every_token(run: CheckedRun) -> Iterator[Problem]:
     rows, ids = run.model.vocab_size, run.tokenizer.vocab_size
     if rows != "auto" and ids != "auto" and rows < ids:
         message = f"{rows} is less than tokenizer.vocab_size = {ids}"
-        yield Problem(
-            "model.vocab_size", message, f'use {ids} or more, or "auto"', {"model.vocab_size": "auto"}
-        )
+        yield Problem.reset("model.vocab_size", message, f'use {ids} or more, or "auto"', "auto")
 
 
 def text_is_given_once(run: CheckedRun) -> Iterator[Problem]:
@@ -70,11 +66,8 @@ def curriculum_has_a_weight_for_each_set(run: CheckedRun) -> Iterator[Problem]:
     sets = len(run.data.blend or ())
     if run.data.curriculum and not sets:
         remedy = "name the data sets in [[data.blend]], or delete the curriculum"
-        yield Problem(
-            "data.curriculum",
-            "changes the weights of [[data.blend]], which is not set",
-            remedy,
-            {"data.curriculum": None},
+        yield Problem.reset(
+            "data.curriculum", "changes the weights of [[data.blend]], which is not set", remedy
         )
         return
     for number, part in enumerate(run.data.curriculum, start=1):
@@ -146,9 +139,7 @@ def validation_is_other_text(run: CheckedRun) -> Iterator[Problem]:
         return
     if split is not None and len(split) > 1 and split[1] > 0:
         message = f"{split[1]:g} of the documents are for validation, but data.validation is set too"
-        yield Problem(
-            "data.split", message, "set only one of them, or the second share to 0", {"data.split": None}
-        )
+        yield Problem.reset("data.split", message, "set only one of them, or the second share to 0")
     trained = [run.data.source, *(part.source for part in run.data.blend or ())]
     if validation in trained:
         yield Problem(
@@ -164,7 +155,7 @@ def every_loader_worker_has_a_step(run: CheckedRun) -> Iterator[Problem]:
     if workers > steps:
         message = f"{workers} threads are more than the data.prefetch = {steps} steps that are read ahead"
         remedy = f"use at most {steps}, or data.prefetch {workers} or more"
-        yield Problem("data.loader_workers", message, remedy, {"data.loader_workers": steps})
+        yield Problem.reset("data.loader_workers", message, remedy, steps)
 
 
 def settings_of_conversations_need_some(run: CheckedRun) -> Iterator[Problem]:
@@ -178,20 +169,15 @@ def settings_of_conversations_need_some(run: CheckedRun) -> Iterator[Problem]:
     if kind == "text" and run.tokenizer.chat_template is not None:
         changed.append("tokenizer.chat_template")
     for key in changed:
-        yield Problem(
-            key,
-            f'has no effect with data.kind = "{kind}"',
-            'delete it, or set data.kind = "instruct"',
-            {key: None},
+        yield Problem.reset(
+            key, f'has no effect with data.kind = "{kind}"', 'delete it, or set data.kind = "instruct"'
         )
 
 
 def concatenated_conversations_have_any_length(run: CheckedRun) -> Iterator[Problem]:
     if run.data.packing == "concatenate" and run.data.too_long != "truncate":
         message = 'has no effect with data.packing = "concatenate", which cuts every conversation at the end of a row'
-        yield Problem(
-            "data.too_long", message, "delete it, or choose another data.packing", {"data.too_long": None}
-        )
+        yield Problem.reset("data.too_long", message, "delete it, or choose another data.packing")
 
 
 def length_buckets_are_for_unpacked_conversations(run: CheckedRun) -> Iterator[Problem]:
@@ -199,20 +185,10 @@ def length_buckets_are_for_unpacked_conversations(run: CheckedRun) -> Iterator[P
         return
     if run.data.packing != "none":
         message = f'is for unpacked conversations, but data.packing is "{run.data.packing}"'
-        yield Problem(
-            "data.length_buckets",
-            message,
-            'delete it, or set data.packing = "none"',
-            {"data.length_buckets": None},
-        )
+        yield Problem.reset("data.length_buckets", message, 'delete it, or set data.packing = "none"')
     if run.data.blend is not None:
         remedy = "delete it, or name all files as data.source"
-        yield Problem(
-            "data.length_buckets",
-            "is for a single data set, not for [[data.blend]]",
-            remedy,
-            {"data.length_buckets": None},
-        )
+        yield Problem.reset("data.length_buckets", "is for a single data set, not for [[data.blend]]", remedy)
 
 
 def conversations_have_no_settings_of_text(run: CheckedRun) -> Iterator[Problem]:
@@ -221,7 +197,7 @@ def conversations_have_no_settings_of_text(run: CheckedRun) -> Iterator[Problem]
     message = f'has no effect with data.kind = "{run.data.kind}"'
     remedy = 'delete it, or set data.kind = "text"'
     if run.data.text_column != "text":
-        yield Problem("data.text_column", message, remedy, {"data.text_column": None})
+        yield Problem.reset("data.text_column", message, remedy)
     parts = run.data.blend or ()
     for number, part in enumerate(parts, start=1):
         if part.text_column is not None:

@@ -50,17 +50,17 @@ def tensor_fits_intermediate_size(run: CheckedRun) -> Iterator[Problem]:
     tensor, size = run.parallel.tensor, run.model.intermediate_size
     if tensor > size:
         message = f"{tensor} ranks cannot share model.intermediate_size = {size}"
-        yield Problem("parallel.tensor", message, f"use at most {size}", {"parallel.tensor": size})
+        yield Problem.reset("parallel.tensor", message, f"use at most {size}", size)
 
 
 def tensor_fits_vocabulary(run: CheckedRun) -> Iterator[Problem]:
     tensor, size = run.parallel.tensor, run.model.vocab_size
     if size != "auto" and tensor > size:
-        yield Problem(
+        yield Problem.reset(
             "parallel.tensor",
             f"{tensor} ranks cannot share model.vocab_size = {size}",
             f"use at most {size}",
-            {"parallel.tensor": size},
+            size,
         )
 
 
@@ -99,9 +99,4 @@ def zero_fits_the_pipeline(run: CheckedRun) -> Iterator[Problem]:
         message = (
             f"{stage} {source} {does} in every micro batch, but parallel.pipeline = {stages} interleaves them"
         )
-        yield Problem(
-            "deepspeed.zero_optimization.stage",
-            message,
-            "use 1, or parallel.pipeline 1",
-            {"deepspeed.zero_optimization.stage": 1},
-        )
+        yield Problem.reset("deepspeed.zero_optimization.stage", message, "use 1, or parallel.pipeline 1", 1)

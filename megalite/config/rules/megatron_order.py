@@ -16,26 +16,22 @@ def megatron_orders_documents(run: CheckedRun) -> Iterator[Problem]:
         return
     if run.data.kind != "text":
         message = f'"megatron" is for documents, but data.kind is "{run.data.kind}"'
-        yield Problem("data.order", message, 'delete it, or set data.kind = "text"', {"data.order": None})
+        yield Problem.reset("data.order", message, 'delete it, or set data.kind = "text"')
     if run.data.streaming:
         message = f"true reads the text in its own order, not in that of {_ORDER}"
-        yield Problem(
-            "data.streaming", message, "set it to false, or delete data.order", {"data.streaming": False}
-        )
+        yield Problem.reset("data.streaming", message, "set it to false, or delete data.order", False)
 
 
 def megatron_orders_always_shuffle(run: CheckedRun) -> Iterator[Problem]:
     if run.data.order == "megatron" and not run.data.shuffle:
         message = f"false has no effect with {_ORDER}, which shuffles"
-        yield Problem("data.shuffle", message, "delete it, or delete data.order", {"data.shuffle": None})
+        yield Problem.reset("data.shuffle", message, "delete it, or delete data.order")
 
 
 def megatron_blends_keep_their_weights(run: CheckedRun) -> Iterator[Problem]:
     if run.data.order == "megatron" and run.data.curriculum:
         message = f"changes the weights, which {_ORDER} does not know"
-        yield Problem(
-            "data.curriculum", message, "delete it, or delete data.order", {"data.curriculum": None}
-        )
+        yield Problem.reset("data.curriculum", message, "delete it, or delete data.order")
 
 
 def megatron_orders_have_a_number_of_samples(run: CheckedRun) -> Iterator[Problem]:
@@ -49,11 +45,8 @@ def megatron_orders_have_a_number_of_samples(run: CheckedRun) -> Iterator[Proble
 def megatron_seeds_have_32_bits(run: CheckedRun) -> Iterator[Problem]:
     if run.data.order == "megatron" and run.run.seed > _LARGEST_SEED:
         message = f"{run.run.seed} is more than {_ORDER} takes, a number of 32 bits"
-        yield Problem(
-            "run.seed",
-            message,
-            f"use Megatron's --seed, at most {_LARGEST_SEED}",
-            {"run.seed": _LARGEST_SEED},
+        yield Problem.reset(
+            "run.seed", message, f"use Megatron's --seed, at most {_LARGEST_SEED}", _LARGEST_SEED
         )
 
 
@@ -68,11 +61,8 @@ def megatron_validations_have_a_size(run: CheckedRun) -> Iterator[Problem]:
     elif (size := _global_batch_size(run)) and run.validation.samples % size:
         nearest = -(-run.validation.samples // size) * size
         message = f"{run.validation.samples} is no number of whole batches of {size}, which {_ORDER} needs"
-        yield Problem(
-            "validation.samples",
-            message,
-            f"use {nearest}, a multiple of the global batch size",
-            {"validation.samples": nearest},
+        yield Problem.reset(
+            "validation.samples", message, f"use {nearest}, a multiple of the global batch size", nearest
         )
 
 
@@ -87,4 +77,4 @@ def _global_batch_size(run: CheckedRun) -> int | None:
 def megatron_splits_or_names_validation(run: CheckedRun) -> Iterator[Problem]:
     if run.data.order == "megatron" and run.data.validation is not None and run.data.split is not None:
         message = f"is set together with data.validation, and Megatron takes one of them ({_ORDER})"
-        yield Problem("data.split", message, "delete one of them", {"data.split": None})
+        yield Problem.reset("data.split", message, "delete one of them")

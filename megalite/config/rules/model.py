@@ -33,7 +33,7 @@ def family_can_be_exported(run: CheckedRun) -> Iterator[Problem]:
         )
         message = f"{shown(value)} cannot be written in a {run.model.family} config.json, which has {has}"
         remedy = f"{use}, choose another model.family, or set checkpoint.export = false"
-        yield Problem(f"model.{name}", message, remedy, {f"model.{name}": theirs})
+        yield Problem.reset(f"model.{name}", message, remedy, theirs)
 
 
 def rope_settings_belong_to_their_type(run: CheckedRun) -> Iterator[Problem]:
@@ -44,11 +44,8 @@ def rope_settings_belong_to_their_type(run: CheckedRun) -> Iterator[Problem]:
         if name not in used and getattr(run.model, setting) != ModelConfig.model_fields[setting].default:
             message = f"has no effect with model.rope_type = {shown(kind)}"
             kinds = " or ".join(shown(other) for other, names in SCALINGS.items() if name in names)
-            yield Problem(
-                f"model.{setting}",
-                message,
-                f"set model.rope_type to {kinds}, or delete the setting",
-                {f"model.{setting}": None},
+            yield Problem.reset(
+                f"model.{setting}", message, f"set model.rope_type to {kinds}, or delete the setting"
             )
     if kind not in ("default", "longrope") and "model.rope_factor" not in run.origins:
         message = f"is required with model.rope_type = {shown(kind)}"
@@ -93,33 +90,25 @@ def yarn_and_longrope_have_their_numbers(run: CheckedRun) -> Iterator[Problem]:
             f"is required where model.max_position_embeddings {longest} is more than "
             f"model.rope_original_positions {original}"
         )
-        yield Problem(
-            "model.rope_factor",
-            message,
-            f"use {longest / original:g}",
-            {"model.rope_factor": longest / original},
-        )
+        yield Problem.reset("model.rope_factor", message, f"use {longest / original:g}", longest / original)
 
 
 def scaled_rotations_can_be_computed(run: CheckedRun) -> Iterator[Problem]:
     model, kind = run.model, run.model.rope_type
     if kind == "dynamic" and model_shape(model, 1).rotary_dim <= 2:
-        yield Problem(
-            "model.rope_type",
-            '"dynamic" needs more than one rotated pair per head',
-            'use "linear"',
-            {"model.rope_type": "linear"},
+        yield Problem.reset(
+            "model.rope_type", '"dynamic" needs more than one rotated pair per head', 'use "linear"', "linear"
         )
     if kind == "yarn" and model.rope_theta <= 1:
         message = f"{model.rope_theta} is not more than 1, as yarn requires"
-        yield Problem("model.rope_theta", message, "use 10000.0", {"model.rope_theta": 10000.0})
+        yield Problem.reset("model.rope_theta", message, "use 10000.0", 10000.0)
     if kind == "longrope" and model.rope_factor > 1 and model.rope_original_positions == 1:
         message = "1 is too short: longrope divides by its logarithm"
-        yield Problem(
+        yield Problem.reset(
             "model.rope_original_positions",
             message,
             "use the sequence length of pre-training, for example 4096",
-            {"model.rope_original_positions": 4096},
+            4096,
         )
 
 
@@ -130,27 +119,21 @@ def window_leaves_layers(run: CheckedRun) -> Iterator[Problem]:
         for name in ("full_attention_layers", "full_attention_every", "rope_local_base_freq"):
             if value := getattr(run.model, name):
                 message = f"{value} has no effect without model.sliding_window"
-                yield Problem(
-                    f"model.{name}",
-                    message,
-                    "set model.sliding_window, or delete the setting",
-                    {f"model.{name}": None},
+                yield Problem.reset(
+                    f"model.{name}", message, "set model.sliding_window, or delete the setting"
                 )
     elif first >= layers:
         message = f"{first} leaves no layer of model.num_hidden_layers = {layers} with the sliding window"
-        yield Problem(
+        yield Problem.reset(
             "model.full_attention_layers",
             message,
             f"use at most {layers - 1}, or delete model.sliding_window",
-            {"model.full_attention_layers": layers - 1},
+            layers - 1,
         )
     elif every == 1:
         message = f"1 leaves no layer of model.num_hidden_layers = {layers} with the sliding window"
-        yield Problem(
-            "model.full_attention_every",
-            message,
-            "use 2 or more, or delete model.sliding_window",
-            {"model.full_attention_every": 2},
+        yield Problem.reset(
+            "model.full_attention_every", message, "use 2 or more, or delete model.sliding_window", 2
         )
 
 
@@ -168,11 +151,11 @@ def heads_fill_hidden_size(run: CheckedRun) -> Iterator[Problem]:
     if run.model.head_dim is None and hidden % heads:
         message = f"{heads} does not divide model.hidden_size = {hidden}"
         nearest = max(size for size in divisors(hidden) if size <= heads)
-        yield Problem(
+        yield Problem.reset(
             "model.num_attention_heads",
             message,
             f"use one of {divisors(hidden)}, or set model.head_dim",
-            {"model.num_attention_heads": nearest},
+            nearest,
         )
 
 
@@ -183,7 +166,7 @@ def head_dim_is_even(run: CheckedRun) -> Iterator[Problem]:
     if dim is not None:
         if dim % 2:
             message = f"{dim} is odd, but rotary embeddings rotate pairs"
-            yield Problem("model.head_dim", message, f"use {dim + 1}", {"model.head_dim": dim + 1})
+            yield Problem.reset("model.head_dim", message, f"use {dim + 1}", dim + 1)
         return
     hidden, heads = run.model.hidden_size, run.model.num_attention_heads
     if hidden % heads == 0 and hidden // heads % 2:
@@ -200,6 +183,4 @@ def rotated_share_is_even(run: CheckedRun) -> Iterator[Problem]:
         # Rounded up, so that the product with head_dim is not below the even number.
         even = ceil(20_000 * max(1, shape.rotary_dim // 2) / dim) / 10_000
         message = f"{share} of head_dim = {dim} is {shape.rotary_dim}, but rotary embeddings rotate pairs"
-        yield Problem(
-            "model.partial_rotary_factor", message, f"use {even}", {"model.partial_rotary_factor": even}
-        )
+        yield Problem.reset("model.partial_rotary_factor", message, f"use {even}", even)

@@ -60,11 +60,8 @@ def values_are_clipped_without_zero(run: CheckedRun) -> Iterator[Problem]:
         message = (
             f"{limit} is not supported with ZeRO {stage}: DeepSpeed clips in its own step, and only by norm"
         )
-        yield Problem(
-            "optimizer.clip_value",
-            message,
-            "use 0, and optimizer.gradient_clipping instead",
-            {"optimizer.clip_value": 0.0},
+        yield Problem.reset(
+            "optimizer.clip_value", message, "use 0, and optimizer.gradient_clipping instead", 0.0
         )
 
 
@@ -74,16 +71,16 @@ def the_native_optimizer_is_adamw_under_zero(run: CheckedRun) -> Iterator[Proble
     key, name = "deepspeed.native_optimizer", run.optimizer.name
     if not run.zero_stage:
         message = "true has no effect without ZeRO: DeepSpeed is used only for ZeRO"
-        yield Problem(
-            key, message, "set deepspeed.zero_optimization.stage to 1, 2 or 3, or use false", {key: False}
+        yield Problem.reset(
+            key, message, "set deepspeed.zero_optimization.stage to 1, 2 or 3, or use false", False
         )
     if not OPTIMIZERS[name].native:
         native = _names(record for record in OPTIMIZERS.values() if record.native)
-        yield Problem(
+        yield Problem.reset(
             key,
             f'true has no effect: DeepSpeed has no compiled form of optimizer.name = "{name}"',
             f"use optimizer.name {native}, or false",
-            {key: False},
+            False,
         )
 
 
@@ -91,11 +88,8 @@ def ema_works_without_zero_3(run: CheckedRun) -> Iterator[Problem]:
     decay, stage = run.optimizer.ema_decay, run.zero_stage
     if decay and stage == 3:
         message = f"{decay} is not supported with ZeRO 3: no rank holds the updated weights to average"
-        yield Problem(
-            "optimizer.ema_decay",
-            message,
-            "use 0, or deepspeed.zero_optimization.stage 1 or 2",
-            {"optimizer.ema_decay": 0.0},
+        yield Problem.reset(
+            "optimizer.ema_decay", message, "use 0, or deepspeed.zero_optimization.stage 1 or 2", 0.0
         )
 
 
@@ -104,9 +98,7 @@ def the_warmup_is_said_once(run: CheckedRun) -> Iterator[Problem]:
     if steps and ratio:
         source = run.source("optimizer.warmup_steps")
         message = f"{ratio} is set together with optimizer.warmup_steps = {steps} {source}"
-        yield Problem(
-            "optimizer.warmup_ratio", message, "set only one of them", {"optimizer.warmup_ratio": None}
-        )
+        yield Problem.reset("optimizer.warmup_ratio", message, "set only one of them")
 
 
 def the_stable_rate_follows_the_warmup(run: CheckedRun) -> Iterator[Problem]:
@@ -145,32 +137,20 @@ def the_loss_scale_starts_above_its_minimum(run: CheckedRun) -> Iterator[Problem
     power, minimum = training.initial_loss_scale_power, training.minimum_loss_scale
     if training.loss_scale == "dynamic" and minimum > 2**power:
         message = f"{minimum} is more than 2 ** training.initial_loss_scale_power {power} = {2**power}"
-        yield Problem(
-            "training.minimum_loss_scale",
-            message,
-            f"use at most {2**power}",
-            {"training.minimum_loss_scale": 2**power},
-        )
+        yield Problem.reset("training.minimum_loss_scale", message, f"use at most {2**power}", 2**power)
 
 
 def deepspeeds_schedule_is_there(run: CheckedRun) -> Iterator[Problem]:
     if run.optimizer.schedule == "deepspeed" and "scheduler" not in run.deepspeed:
         message = '"deepspeed" needs a scheduler in DeepSpeed\'s JSON or in [deepspeed.scheduler]'
-        yield Problem(
-            "optimizer.schedule", message, 'add one, or use "cosine"', {"optimizer.schedule": "cosine"}
-        )
+        yield Problem.reset("optimizer.schedule", message, 'add one, or use "cosine"', "cosine")
 
 
 def decay_follows_the_warmup(run: CheckedRun) -> Iterator[Problem]:
     (warmup, said), end = _warmup(run), run.optimizer.decay_steps
     if end is not None and end <= warmup and run.optimizer.schedule != "deepspeed":
         message = f"{end} is not more than {said}"
-        yield Problem(
-            "optimizer.decay_steps",
-            message,
-            f"use {warmup + 1} or more",
-            {"optimizer.decay_steps": warmup + 1},
-        )
+        yield Problem.reset("optimizer.decay_steps", message, f"use {warmup + 1} or more", warmup + 1)
 
 
 def settings_are_read_by_the_optimizer(run: CheckedRun) -> Iterator[Problem]:
@@ -181,12 +161,7 @@ def settings_are_read_by_the_optimizer(run: CheckedRun) -> Iterator[Problem]:
         if setting not in OPTIMIZERS[name].settings and value not in (default, 0):
             message = f'{shown(value)} has no effect with optimizer.name = "{name}"'
             others = _names(optimizers_with(setting))
-            yield Problem(
-                f"optimizer.{setting}",
-                message,
-                f"delete it, or use optimizer.name {others}",
-                {f"optimizer.{setting}": None},
-            )
+            yield Problem.reset(f"optimizer.{setting}", message, f"delete it, or use optimizer.name {others}")
 
 
 def zero_cuts_no_matrix_of_the_optimizer(run: CheckedRun) -> Iterator[Problem]:
@@ -195,7 +170,7 @@ def zero_cuts_no_matrix_of_the_optimizer(run: CheckedRun) -> Iterator[Problem]:
         message = f'"{name}" is not supported with ZeRO {stage}: its partitions cut through matrices'
         others = [record for record in OPTIMIZERS.values() if not record.whole_matrices]
         remedy = f"use {_names(others)}, or delete [deepspeed]"
-        yield Problem("optimizer.name", message, remedy, {"optimizer.name": others[0].name})
+        yield Problem.reset("optimizer.name", message, remedy, others[0].name)
 
 
 def the_run_ends_in_the_warmup(run: CheckedRun) -> Iterator[str]:

@@ -85,12 +85,12 @@ def chunks_suit_the_schedule(run: CheckedRun) -> Iterator[Problem]:
     if run.parallel.pipeline == 1:
         if chosen > 1:
             message = f"{chosen} chunks per stage need at least 2 stages, but parallel.pipeline is 1"
-            yield Problem(key, message, 'use "auto", or parallel.pipeline 2 or more', {key: "auto"})
+            yield Problem.reset(key, message, 'use "auto", or parallel.pipeline 2 or more', "auto")
     elif not schedule.takes_chunks(chosen):
         chunks = f"{schedule.only_chunks} chunk{'s' * (schedule.only_chunks != 1)} per stage"
         message = f'is {chosen}, but parallel.schedule "{schedule.name}" runs {chunks}'
         other = _nearest_schedule(schedule, run, chosen)
-        yield Problem(key, message, f'use "auto", or parallel.schedule "{other}"', {key: "auto"})
+        yield Problem.reset(key, message, f'use "auto", or parallel.schedule "{other}"', "auto")
 
 
 def every_chunk_has_a_layer(run: CheckedRun) -> Iterator[Problem]:
@@ -124,12 +124,12 @@ def layers_per_stage_cover_the_model(run: CheckedRun) -> Iterator[Problem]:
         if chunks > 1:
             message = f"has {len(counts)} numbers, but parallel.pipeline {stages} * parallel.virtual_stages {chunks} = "
             message += f"{stages * chunks} chunks"
-        yield Problem(key, message, f"give {stages * chunks} numbers", {key: None})
+        yield Problem.reset(key, message, f"give {stages * chunks} numbers")
     if sum(counts) != layers:
         message = (
             f"{' + '.join(map(str, counts)) or 0} = {sum(counts)} is not model.num_hidden_layers = {layers}"
         )
-        yield Problem(key, message, f"give numbers whose sum is {layers}", {key: None})
+        yield Problem.reset(key, message, f"give numbers whose sum is {layers}")
 
 
 def schedule_has_micro_batches(run: CheckedRun) -> Iterator[Problem]:

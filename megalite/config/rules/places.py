@@ -27,7 +27,7 @@ def run_folder_can_be_written(run: CheckedRun) -> Iterator[Problem]:
         return
     message = f"{_named(run.run.folder)} cannot be written: {why}"
     remedy = "name another folder, for example runs/default"
-    yield Problem("run.folder", message, remedy, {"run.folder": "runs/default"})
+    yield Problem.reset("run.folder", message, remedy, "runs/default")
 
 
 def _refusal(standing: Path) -> str:

@@ -17,12 +17,7 @@ def settings_of_preferences_need_some(run: CheckedRun) -> Iterator[Problem]:
     for name, field in PreferenceConfig.model_fields.items():
         if getattr(run.preference, name) != field.default:
             message = f'has no effect with data.kind = "{run.data.kind}"'
-            yield Problem(
-                f"preference.{name}",
-                message,
-                'delete it, or set data.kind = "preference"',
-                {f"preference.{name}": None},
-            )
+            yield Problem.reset(f"preference.{name}", message, 'delete it, or set data.kind = "preference"')
 
 
 def micro_batches_hold_pairs(run: CheckedRun) -> Iterator[Problem]:
@@ -37,12 +32,12 @@ def micro_batches_hold_pairs(run: CheckedRun) -> Iterator[Problem]:
     rows = "the chosen and the rejected answer of a pair are two rows of one micro batch"
     if run.training.micro_batch_size is not None:
         least = plan.micro_batch_size + 1
-        yield Problem(_SIZE, f"{plan.micro_batch_size} is odd, but {rows}", f"use {least}", {_SIZE: least})
+        yield Problem.reset(_SIZE, f"{plan.micro_batch_size} is odd, but {rows}", f"use {least}", least)
     else:
         whole = 2 * plan.micro_batches * plan.data
         nearest = -(-plan.global_batch_size // whole) * whole
         message = f"{plan.global_batch_size} gives micro batches of {plan.micro_batch_size}, but {rows}"
-        yield Problem(_GLOBAL, message, f"use {nearest}", {_GLOBAL: nearest})
+        yield Problem.reset(_GLOBAL, message, f"use {nearest}", nearest)
 
 
 def preferences_have_no_loss_of_tokens(run: CheckedRun) -> Iterator[Problem]:
@@ -60,18 +55,13 @@ def preferences_have_no_loss_of_tokens(run: CheckedRun) -> Iterator[Problem]:
             message = (
                 f"{value:g} changes the loss of tokens, but preferences compare log-probabilities of answers"
             )
-            yield Problem(key, message, remedy, {key: None})
+            yield Problem.reset(key, message, remedy)
 
 
 def pairs_are_kept_whole(run: CheckedRun) -> Iterator[Problem]:
     if run.data.kind == "preference" and run.data.min_length:
         message = f"{run.data.min_length} would leave out one answer of a pair"
-        yield Problem(
-            "data.min_length",
-            message,
-            "delete it, or leave such pairs out of the data",
-            {"data.min_length": None},
-        )
+        yield Problem.reset("data.min_length", message, "delete it, or leave such pairs out of the data")
 
 
 def label_smoothing_is_of_the_sigmoid(run: CheckedRun) -> Iterator[Problem]:
@@ -80,11 +70,8 @@ def label_smoothing_is_of_the_sigmoid(run: CheckedRun) -> Iterator[Problem]:
         message = (
             f"{preference.label_smoothing:g} has no effect with preference.loss = {shown(preference.loss)}"
         )
-        yield Problem(
-            "preference.label_smoothing",
-            message,
-            'delete it, or set preference.loss = "sigmoid"',
-            {"preference.label_smoothing": None},
+        yield Problem.reset(
+            "preference.label_smoothing", message, 'delete it, or set preference.loss = "sigmoid"'
         )
 
 
@@ -94,9 +81,6 @@ def chunked_losses_of_pairs_have_a_frozen_head(run: CheckedRun) -> Iterator[Prob
     if run.data.kind != "preference" or not chunk or frozen:
         return
     message = f"{chunk} computes the head's gradient before the loss of the pair, which weighs it, is known"
-    yield Problem(
-        "model.chunked_loss",
-        message,
-        'delete it, or set adapter.kind = "lora", which freezes the head',
-        {"model.chunked_loss": None},
+    yield Problem.reset(
+        "model.chunked_loss", message, 'delete it, or set adapter.kind = "lora", which freezes the head'
     )

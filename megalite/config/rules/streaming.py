@@ -11,9 +11,7 @@ def streams_are_one_set_of_documents(run: CheckedRun) -> Iterator[Problem]:
         return
     if run.data.kind != "text":
         message = f'is for documents, but data.kind is "{run.data.kind}"'
-        yield Problem(
-            "data.streaming", message, 'set it to false, or data.kind = "text"', {"data.streaming": False}
-        )
+        yield Problem.reset("data.streaming", message, 'set it to false, or data.kind = "text"', False)
     if run.data.blend is not None:
         remedy = "name all files as data.source, or set data.streaming = false"
         yield Problem(
@@ -28,9 +26,7 @@ def streams_are_not_split(run: CheckedRun) -> Iterator[Problem]:
     split = run.data.split
     if run.data.streaming and split is not None and len(split) > 1:
         message = "needs a pass over all documents, which data.streaming does not make"
-        yield Problem(
-            "data.split", message, "delete it, and name other text as data.validation", {"data.split": None}
-        )
+        yield Problem.reset("data.split", message, "delete it, and name other text as data.validation")
 
 
 def streams_have_a_tokenizer(run: CheckedRun) -> Iterator[Problem]:
@@ -48,9 +44,6 @@ def streams_have_a_last_step(run: CheckedRun) -> Iterator[Problem]:
 def one_thread_reads_a_stream(run: CheckedRun) -> Iterator[Problem]:
     workers = run.data.loader_workers
     if run.data.streaming and workers > 1:
-        yield Problem(
-            "data.loader_workers",
-            f"{workers} threads cannot read a stream in order",
-            "use 1",
-            {"data.loader_workers": 1},
+        yield Problem.reset(
+            "data.loader_workers", f"{workers} threads cannot read a stream in order", "use 1", 1
         )

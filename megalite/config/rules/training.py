@@ -43,11 +43,8 @@ def tf32_is_a_way_to_multiply_fp32(run: CheckedRun) -> Iterator[Problem]:
     precision = run.training.precision
     if run.training.tf32 and precision != "fp32":
         message = f'true has no effect with training.precision = "{precision}"'
-        yield Problem(
-            "training.tf32",
-            message,
-            'set training.precision = "fp32", or delete the setting',
-            {"training.tf32": None},
+        yield Problem.reset(
+            "training.tf32", message, 'set training.precision = "fp32", or delete the setting'
         )
 
 

@@ -21,11 +21,8 @@ def validation_has_text(run: CheckedRun) -> Iterator[Problem]:
     for name in ValidationConfig.model_fields:
         if value := getattr(run.validation, name):
             message = f"{shown(value)} needs validation text"
-            yield Problem(
-                f"validation.{name}",
-                message,
-                "set data.validation or data.split, or delete the setting",
-                {f"validation.{name}": None},
+            yield Problem.reset(
+                f"validation.{name}", message, "set data.validation or data.split, or delete the setting"
             )
             return
 
@@ -41,11 +38,8 @@ def patience_needs_validations(run: CheckedRun) -> Iterator[Problem]:
 def improvement_is_for_patience(run: CheckedRun) -> Iterator[Problem]:
     if run.validation.minimum_improvement and run.validation.patience is None:
         message = f"{run.validation.minimum_improvement:g} has no effect without validation.patience"
-        yield Problem(
-            "validation.minimum_improvement",
-            message,
-            "set validation.patience, or delete the setting",
-            {"validation.minimum_improvement": None},
+        yield Problem.reset(
+            "validation.minimum_improvement", message, "set validation.patience, or delete the setting"
         )
 
 
@@ -70,11 +64,8 @@ def best_export_needs_its_checkpoint(run: CheckedRun) -> Iterator[Problem]:
 def keeping_some_means_deleting_others(run: CheckedRun) -> Iterator[Problem]:
     if run.checkpoint.keep_every is not None and run.checkpoint.keep_last is None:
         message = f"{run.checkpoint.keep_every} has no effect: no checkpoint is deleted"
-        yield Problem(
-            "checkpoint.keep_every",
-            message,
-            "set checkpoint.keep_last, or delete the setting",
-            {"checkpoint.keep_every": None},
+        yield Problem.reset(
+            "checkpoint.keep_every", message, "set checkpoint.keep_last, or delete the setting"
         )
 
 
@@ -105,4 +96,4 @@ def loss_scale_skips_by_itself(run: CheckedRun) -> Iterator[Problem]:
             '"skip" has no effect with training.precision = "fp16", whose loss scale skips such steps itself'
         )
         remedy = 'use "stop", which ends the run at training.minimum_loss_scale'
-        yield Problem("training.nonfinite", message, remedy, {"training.nonfinite": "stop"})
+        yield Problem.reset("training.nonfinite", message, remedy, "stop")

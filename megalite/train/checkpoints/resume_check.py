@@ -110,11 +110,11 @@ class ResumeCheck:
         changed = [str(each) for each in self._changed if each.effect.rule not in same]
         if changed and not self.config.checkpoint.resume_changed:
             remedy = f"go on from there with --checkpoint.resume {self.checkpoint}"
-            problem = Problem(
+            problem = Problem.reset(
                 "run.folder",
                 f"{default} holds a run with other settings ({listed(changed)})",
                 f"start a new run with --run.folder runs/second, or {remedy}",
-                {"run.folder": "runs/second"},
+                "runs/second",
             )
             raise ConfigError([problem])
 
