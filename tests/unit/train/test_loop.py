@@ -22,8 +22,9 @@ STEP_SECONDS = 100.0
 # The methods of a reporter that this file does not ask about.
 SILENT: dict[str, Any] = {
     "begin": lambda _: None,
+    "measures": SimpleNamespace(step=nullcontext),
     "profiled": lambda _: nullcontext(),
-    "step": lambda *_: None,
+    "step": lambda *_, writes: None,
     "traced": lambda _: nullcontext(),
     "working": lambda title, *_: working(title, shown=False),
 }
@@ -48,7 +49,7 @@ class Mesh:
     """The collectives of a ParallelMesh that a loop calls."""
 
     def __init__(self, world: World, rank: int):
-        self._world, self.rank = world, rank
+        self._world, self.rank, self.device = world, rank, rank
 
     def sum_over_world(self, values: list[float]) -> list[float]:
         return [sum(each) for each in zip(*self._world.exchange(self.rank, values), strict=True)]
@@ -65,6 +66,7 @@ class Trainer:
     """In a trainer's place: counts steps."""
 
     total_steps = 6
+    empty_cache_every = 0
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
@@ -72,6 +74,7 @@ class Trainer:
         validation = {"every": None, "at_start": False, "patience": None}
         self.config = SimpleNamespace(
             checkpoint=SimpleNamespace(best=False, every=2),
+            training=SimpleNamespace(empty_cache_every=self.empty_cache_every),
             validation=SimpleNamespace(**validation),
         )
 
@@ -202,6 +205,25 @@ def test_one_rank_that_asks_ends_all_after_the_step_with_a_checkpoint(rank: int)
     callbacks: list[list[Callback]] = [[], []]
     callbacks[rank].append(AsksAfterStep3())
     assert run(callbacks) == [("seen enough", 3, [2, 3])] * RANKS
+
+
+def test_a_card_gets_unused_memory_back_after_every_nth_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[list[int | str]] = [[] for _ in range(RANKS)]
+
+    class NotesSteps(Callback):
+        def __init__(self, rank: int):
+            self._rank = rank
+
+        def on_step_end(self, run: Any, report: Any) -> None:
+            events[self._rank].append(report.step)
+
+    monkeypatch.setattr("megalite.train.loop.empty_cache", lambda device: events[device].append("emptied"))
+    run([[NotesSteps(rank)] for rank in range(RANKS)])
+    assert events == [[1, 2, 3, 4, 5, 6]] * RANKS
+    monkeypatch.setattr(Trainer, "empty_cache_every", 4)
+    events[:] = [[] for _ in range(RANKS)]
+    run([[NotesSteps(rank)] for rank in range(RANKS)])
+    assert events == [[1, 2, 3, 4, "emptied", 5, 6]] * RANKS
 
 
 def test_what_is_asked_for_between_two_steps_ends_the_run_after_the_next() -> None:
