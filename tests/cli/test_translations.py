@@ -69,6 +69,16 @@ def test_a_chinese_page_has_the_code_and_the_headings_of_its_original(page: Path
 
 
 @pages
+def test_a_chinese_page_has_every_row_item_picture_and_name_of_its_original(page: Path) -> None:
+    chinese, english = (without_blocks(file.read_text(encoding="utf-8")) for file in (page, original(page)))
+    for part in (r"^\|", r"^(?:-|\d+\.) ", r"!\["):
+        assert len(re.findall(part, chinese, re.MULTILINE)) == len(re.findall(part, english, re.MULTILINE)), (
+            part
+        )
+    assert code_spans(english) - code_spans(chinese) == set()
+
+
+@pages
 def test_names_and_figures_of_a_chinese_page_stand_in_its_original(page: Path) -> None:
     text, english = page.read_text(encoding="utf-8"), original(page).read_text(encoding="utf-8")
     assert sorted(name for name in code_spans(without_blocks(text)) if name not in english) == []
