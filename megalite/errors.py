@@ -123,7 +123,11 @@ def closest_path(path: Path) -> str:
     from difflib import get_close_matches
 
     try:
-        names = [each.name for each in path.parent.iterdir() if not each.name.startswith(".")]
+        names = [
+            each.name
+            for each in path.parent.iterdir()
+            if not each.name.startswith(".") and each.name != path.name
+        ]
     except OSError:
         return ""
     close = get_close_matches(path.name, names, n=1, cutoff=0.75)

@@ -172,7 +172,8 @@ def _say(text: str) -> None:
 
 
 def command_parser() -> Parser:
-    parser = Parser(prog="megalite sweep", description=__doc__, epilog=_SECTION_FLAGS)
+    usage = "megalite sweep RUN.toml --over KEY=VALUES [options]"
+    parser = Parser(prog="megalite sweep", usage=usage, description=__doc__, epilog=_SECTION_FLAGS)
     parser.add_argument("run_file", type=Path, metavar="RUN.toml", help="the run whose settings are swept")
     about = "values of a setting: KEY=1e-4,3e-4, or KEY=log:1e-5:1e-2:4 (lin too); may be repeated"
     parser.add_argument("--over", action="append", required=True, metavar="KEY=VALUES", help=about)
