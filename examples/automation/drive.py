@@ -1,7 +1,7 @@
 """Drive megalite by --json alone: repeat a command until it works, changing what its errors say to change.
 
 The loop knows no rule of megalite. An error lists problems; a problem says what to `set`, or which `command` to run
-first (docs/automation.md). From a text to a trained, measured and served model:
+first (docs/automation.md). From a text to a trained, measured and served model, in a few minutes on two cores:
 
     python examples/automation/drive.py book.txt
 """
@@ -16,6 +16,7 @@ from typing import Any
 
 MEGALITE = (sys.executable, "-m", "megalite")
 ATTEMPTS = 8
+STEPS = 100
 
 
 class Unrepaired(Exception):
@@ -120,7 +121,8 @@ def complete(url: str, model: str, prompt: str) -> str:
 
 def main(text: str) -> None:
     """Train a small model on a text, measure its perplexity and ask it over HTTP; print all as one JSON object."""
-    trained = repaired(Command(["train"], {"--data.source": text, "--run.folder": "runs/driven"}))
+    wanted = {"--data.source": text, "--run.folder": "runs/driven", "--training.steps": STEPS}
+    trained = repaired(Command(["train"], wanted))
     measured = repaired(Command(["evaluate", trained["folder"]], {"--data": text}))
     server = Server()
     served = repaired(Command(["serve", trained["folder"]], {"--port": 0}), server.start)
