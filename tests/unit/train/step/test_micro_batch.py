@@ -1,5 +1,6 @@
 """training.micro_batch_size = "auto": which sizes are tried, and what follows when memory runs out."""
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from tests.unit.config.runs import changed, write_run
 
 AUTO = {"training.micro_batch_size": "auto", "training.precision": "fp32"}
 # In place of Python: the kernel kills micro batches above 4, those of 4 say that memory ran out.
-TRIAL = """#!{python} -S
+TRIAL = """
 import json, os, sys
 size = json.load(sys.stdin)["config"]["training"]["micro_batch_size"]
 with open({tried!r}, "a") as file:
@@ -40,8 +41,10 @@ def chosen(
     folder: Path, ends: str, monkeypatch: pytest.MonkeyPatch, **settings: object
 ) -> tuple[RunConfig, str]:
     """Return the choice of one rank whose trials end as `ends`, a program with a name `size`, says."""
+    (folder / "trial.py").write_text(TRIAL.format(tried=str(folder / "tried"), ends=ends))
     program = folder / "trial"
-    program.write_text(TRIAL.format(python=sys.executable, tried=str(folder / "tried"), ends=ends))
+    # A line with #! takes no path with a space.
+    program.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -S {shlex.quote(f'{program}.py')}\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     [info] = local_rank_infos(1, folder / "rendezvous")
