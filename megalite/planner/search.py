@@ -33,8 +33,8 @@ _ORIGINS = {"deepspeed.zero_optimization": "planned"}
 _MOST_STAGES = 64
 _NO_AXES = PlannedAxes()
 _MICRO_BATCHES = (1, 2, 4, 8)
-# Choices that take longer to judge than processes take to start.
-_MANY = 4096
+# Choices that take longer to judge than processes take to start, and those that a process takes at a time.
+_MANY, _AT_ONCE = 4096, 512
 _RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 
@@ -166,8 +166,8 @@ def _on_all_cores(
     cores = available_cores()
     if cores == 1 or len(choices) < _MANY:
         return list(map(judge, choices))
-    with ProcessPoolExecutor(cores, get_context("fork")) as pool:
-        return list(pool.map(judge, choices, chunksize=_MANY // 8))
+    with ProcessPoolExecutor(min(cores, len(choices) // _AT_ONCE), get_context("fork")) as pool:
+        return list(pool.map(judge, choices, chunksize=_AT_ONCE))
 
 
 def axes_problems(base: PlannedRun, choice: LayoutChoice) -> Iterator[Problem]:
