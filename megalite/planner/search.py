@@ -1,5 +1,6 @@
 """All layouts of a run on a cluster: legal by the configuration's own rules, in memory, ranked by the step's time."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -162,9 +163,12 @@ def _judge(
 def _on_all_cores(
     judge: Callable[[LayoutChoice], PlannedLayout | RefusedLayout], choices: Sequence[LayoutChoice]
 ) -> list[PlannedLayout | RefusedLayout]:
-    """Judge all choices in order; thousands of them in a process a core."""
+    """Judge all choices in order; thousands of them in a process a core.
+
+    Not in a process that has torch: its threads do not live on in a fork, which then may end in a crash or a deadlock.
+    """
     cores = available_cores()
-    if cores == 1 or len(choices) < _MANY:
+    if cores == 1 or len(choices) < _MANY or "torch" in sys.modules:
         return list(map(judge, choices))
     with ProcessPoolExecutor(min(cores, len(choices) // _AT_ONCE), get_context("fork")) as pool:
         return list(pool.map(judge, choices, chunksize=_AT_ONCE))

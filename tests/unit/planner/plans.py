@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from megalite.config.sections.training_section import ComputeSettings
+from megalite.planner.cluster import Cluster
 from megalite.planner.planned_run import PlannedRun
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
@@ -21,6 +22,9 @@ SHAPE = ModelShape(
 )
 
 ALONE = Layout()
+H100 = "H100 80GB HBM3"
+CLUSTER = Cluster(H100, nodes=2, cards_per_node=4, efficiency=0.5, link_efficiency=1.0)
+BATCH = {"training.global_batch_size": 16, "training.micro_batch_size": 1, "training.precision": "bf16"}
 
 
 def plan(

@@ -1,7 +1,10 @@
 """The layouts that a search calls legal load as runs, and those that it refuses do not."""
 
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +19,9 @@ from megalite.topology.axes import Layout
 from megalite.topology.flops import attention_flops, flops_per_token, forward_flops
 from tests.support.parity import about
 from tests.unit.config.runs import load
-from tests.unit.planner.plans import SHAPE, plan
+from tests.unit.planner.plans import BATCH, CLUSTER, H100, SHAPE, plan
 
-H100 = "H100 80GB HBM3"
-CLUSTER = Cluster(H100, nodes=2, cards_per_node=4, efficiency=0.5, link_efficiency=1.0)
-BATCH = {"training.global_batch_size": 16, "training.micro_batch_size": 1, "training.precision": "bf16"}
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -70,18 +71,36 @@ def test_the_nearest_layout_differs_least(layouts: LayoutSearch) -> None:
     assert LayoutSearch((), (), ()).nearest(best) is None
 
 
-def test_several_processes_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SEVERAL_PROCESSES = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tests.unit.config.runs import load
+from tests.unit.planner.plans import BATCH, CLUSTER
+from megalite.planner import search as planner
+
+config, found = load(Path(sys.argv[1]), BATCH).config, []
+for cores in (1, 2):
+    planner.available_cores = lambda cores=cores: cores
+    found.append(planner.search(config, 300, replace(CLUSTER, cards_per_node=8)))
+one, two = found
+assert "torch" not in sys.modules
+assert len(one.fitting) + len(one.too_large) + len(one.refused) > 4096
+for kind in ("fitting", "too_large", "refused"):
+    assert [vars(each) for each in getattr(one, kind)] == [vars(each) for each in getattr(two, kind)]
+print(len(one.fitting))
+"""
+
+
+def test_several_processes_find_what_one_finds(tmp_path: Path) -> None:
+    """In a program without torch, as the command is: with torch in it a fork may crash, and one process searches."""
+    program = [sys.executable, "-c", SEVERAL_PROCESSES, str(tmp_path)]
+    ended = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
     config = load(tmp_path, BATCH).config
-    found = []
-    for cores in (1, 2):
-        monkeypatch.setattr("megalite.planner.search.available_cores", lambda cores=cores: cores)
-        found.append(search(config, 300, replace(CLUSTER, cards_per_node=8)))
-    one, two = found
-    assert len(one.fitting) + len(one.too_large) + len(one.refused) > 4096
-    for kind in ("fitting", "too_large", "refused"):
-        assert [vars(layout) for layout in getattr(one, kind)] == [
-            vars(layout) for layout in getattr(two, kind)
-        ]
+    import_module("torch")
+    found = search(config, 300, replace(CLUSTER, cards_per_node=8))
+    assert ended.stdout == f"{len(found.fitting)}\n"
 
 
 @pytest.mark.extended
