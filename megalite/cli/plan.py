@@ -18,9 +18,9 @@ from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.environment import variables
 from megalite.planner.calibration import DEFAULT_FILE
 from megalite.planner.cluster import Cluster, Machine, card_named
-from megalite.planner.context import CONTEXT_METHODS
 from megalite.planner.planned_run import PlannedAxes
 from megalite.planner.search import search
+from megalite.topology.context import CONTEXT_METHODS
 from megalite.topology.sharding import divisors
 
 _COMMON = (

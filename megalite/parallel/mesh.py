@@ -123,6 +123,11 @@ class ParallelMesh(RankPlace):
         return self.groups.get("tp", ALONE)
 
     @property
+    def cp(self) -> RankGroup:
+        """The ranks that share each sequence (context parallelism)."""
+        return self.groups.get("cp", ALONE)
+
+    @property
     def pp(self) -> RankGroup:
         """The stages of this rank's pipeline."""
         return self.groups.get("pp", ALONE)

@@ -9,11 +9,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megalite.errors import Problem
-from megalite.planner.planned_run import ContextMethod, PlannedRun
+from megalite.planner.planned_run import PlannedRun
 from megalite.topology.axes import Layout
+from megalite.topology.context import ContextMethod
 from megalite.topology.experts import MixtureShape
-
-CONTEXT_METHODS: tuple[ContextMethod, ...] = ("gather", "ring", "ulysses")
 
 
 @dataclass(frozen=True)

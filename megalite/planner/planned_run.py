@@ -10,11 +10,10 @@ from megalite.config.sections.derived import offload_devices
 from megalite.config.sections.schema import ModelComputeSettings, OptimizerConfig, RunConfig
 from megalite.config.sections.training_section import ComputeSettings
 from megalite.topology.axes import ROLES, Layout
+from megalite.topology.context import ContextMethod
 from megalite.topology.dtypes import PRECISIONS
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit
-
-ContextMethod = Literal["ring", "gather", "ulysses"]
 
 
 @dataclass(frozen=True)

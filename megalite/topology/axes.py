@@ -6,17 +6,17 @@ from math import prod
 from typing import Any
 
 # Axis -> its setting in [parallel], outermost first: tensor-parallel ranks are neighbours because their traffic
-# is the heaviest.
-AXES: Mapping[str, str] = {"pp": "pipeline", "dp": "data", "tp": "tensor"}
+# is the heaviest, and then those that share a sequence.
+AXES: Mapping[str, str] = {"pp": "pipeline", "dp": "data", "cp": "context", "tp": "tensor"}
 
 # Role of a group -> the axes on which its ranks differ. Code asks the mesh for a role, so that a new axis joins here.
 ROLES: Mapping[str, tuple[str, ...]] = {
     # Ranks that read different samples.
     "batch": ("dp",),
     # Ranks whose tokens make up the loss: it is normalised by the sum of their token weights.
-    "loss": ("dp",),
+    "loss": ("dp", "cp"),
     # Ranks with the same dense weights: they average gradients, and ZeRO shards the optimizer state over them.
-    "dense_gradients": ("dp",),
+    "dense_gradients": ("dp", "cp"),
     # Ranks that together hold one copy of the model.
     "replica": ("pp", "tp"),
 }
@@ -31,16 +31,21 @@ class Coordinates:
 
     pp: int = 0
     dp: int = 0
+    cp: int = 0
     tp: int = 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The number of ranks on each axis. rank = (pp * data + dp) * tensor + tp, as in DeepSpeed and Megatron-LM."""
+    """The number of ranks on each axis. rank = ((pp * data + dp) * context + cp) * tensor + tp.
+
+    That is the order of DeepSpeed and, with a context axis, of Megatron-LM.
+    """
 
     pipeline: int = 1
     data: int = 1
     tensor: int = 1
+    context: int = 1
 
     @classmethod
     def of(cls, settings: Any, data: int = 1) -> "Layout":

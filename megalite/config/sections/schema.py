@@ -17,6 +17,7 @@ from megalite.config.sections.text_sections import DataConfig, TokenizerConfig, 
 from megalite.config.sections.training_section import LEAST_MICRO_BATCH, BatchPlan, TrainingConfig
 from megalite.families.registry import names_in_files
 from megalite.topology.axes import Layout
+from megalite.topology.context import ContextMethod
 from megalite.topology.learning_rate import DECAYS
 from megalite.topology.optimizers import OPTIMIZERS, optimizers_with
 from megalite.topology.parameter_groups import ParameterGroup
@@ -106,17 +107,21 @@ class ModelConfig(ModelComputeSettings, _ShapeSettings):
 
 
 class ParallelConfig(Section):
-    """Tensor, pipeline and data parallelism; tensor * pipeline * data is the number of ranks."""
+    """Tensor, context, pipeline and data parallelism; the product of the four sizes is the number of ranks."""
 
     tensor: Count = Field(1, description="tensor-parallel size: ranks that share each layer")
     sequence: bool = Field(
         False,
         description="sequence parallelism: split activations between blocks over the tensor ranks",
     )
+    context: Count = Field(1, description="context-parallel size: ranks that share each sequence")
+    context_method: ContextMethod | Literal["auto"] = Field(
+        "auto", description='how attention sees the tokens of other ranks; "auto": by heads and documents'
+    )
     pipeline: Count = Field(1, description="pipeline-parallel size: number of stages")
     data: Count | Literal["auto"] = Field(
         "auto",
-        description='data-parallel size: replicas; "auto": started ranks / (tensor * pipeline)',
+        description='data-parallel size: replicas; "auto": started ranks / (tensor * context * pipeline)',
     )
     schedule: PipelineScheduleName = Field(
         "1f1b", description="pipeline schedule: the order of forwards and backwards"

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 _KIND_OF_ROLE: Mapping[str, str] = {
     "tp": "tensor",
+    "cp": "context",
     "pp": "pipeline",
     "tied": "pipeline",
     "dp": "data",

@@ -8,7 +8,6 @@ import pytest
 
 from megalite.planner.cluster import Cluster
 from megalite.planner.context import (
-    CONTEXT_METHODS,
     ContextSizes,
     context_kept,
     context_problems,
@@ -20,6 +19,7 @@ from megalite.planner.memory import stage_memory
 from megalite.planner.planned_run import PlannedAxes, PlannedRun
 from megalite.planner.step_time import step_time
 from megalite.topology.axes import Layout
+from megalite.topology.context import CONTEXT_METHODS
 from tests.support.parity import about
 from tests.unit.planner.plans import SHAPE, plan
 
