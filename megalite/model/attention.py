@@ -1,5 +1,6 @@
 """Causal self-attention with grouped key-value heads."""
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,6 +15,7 @@ from megalite.model.prefix import LayerPrefix, in_front
 from megalite.model.recompute import recomputed
 from megalite.ops.attention_form import AttentionForm
 from megalite.ops.rotary import Rotation
+from megalite.parallel.context_attention import METHODS
 from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.norms import HeadShardedNorm
@@ -36,6 +38,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.layer, self.head_dim, self.recompute = layer, shape.head_dim, recompute
         self.ops, self.rotary = options.ops, options.ops.rotary
+        self.over_context = METHODS[mesh.context_method]
         self.window, self.rotates = shape.window_of(layer), shape.rotates(layer)
         self.scale, self.softcap = shape.attention_scale, shape.attn_logit_softcapping
         self.heads = mesh.local_heads(shape.num_attention_heads)
@@ -65,7 +68,7 @@ class SelfAttention(nn.Module):
             self.k_norm = _query_key_norm(shape, shape.num_key_value_heads, mesh, options)
 
     def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
-        """[B, S, H] -> [B, S, H]; with a cache [1, T, H], the tokens of a CachedStep."""
+        """[B, S, H] -> [B, S, H], where rows are cut S / c of them; with a cache [1, T, H], those of a CachedStep."""
         qkv = self.qkv_proj(hidden_states, masks.adapter_qkv, context.adapters).unflatten(
             -1, (-1, self.head_dim)
         )
@@ -81,9 +84,12 @@ class SelfAttention(nn.Module):
         if context.cache is not None:
             attended = self._attend_cached(context.cache, form, (query, key, value), prefix)
             return self.o_proj(attended, masks.adapter_o, context.adapters)
-        if prefix is not None:
-            key, value = in_front(prefix, key, value)
         attend = partial(self._attend, form)
+        if context.rows is not None:
+            rows = context.rows if prefix is None else replace(context.rows, prefix=prefix)
+            attend = partial(self.over_context, self.ops.attend, form=form, rows=rows)
+        elif prefix is not None:
+            key, value = in_front(prefix, key, value)
         attended = recomputed(attend, query, key, value) if self.recompute else attend(query, key, value)
         return self.o_proj(attended.flatten(2), masks.adapter_o, context.adapters)
 

@@ -8,6 +8,7 @@ from megalite.model.dropout import DropoutContext
 from megalite.model.kv_cache import CachedStep
 from megalite.model.rope import Rotations
 from megalite.ops.documents import Documents
+from megalite.parallel.context import ContextRows
 from megalite.parallel.lora_bank import Selection
 
 
@@ -18,6 +19,7 @@ class StepContext:
     rotation: the rotary angles of its positions; None: the model has none. dropout: which samples and positions
     they are, to draw masks from; None: nothing is dropped. cache: where the tokens stand in the cache, in generation.
     documents: tokens attend within their own document only. adapters: those of the tokens; None: the model's own.
+    rows: how they are cut over context-parallel ranks; None: they are not.
     prefix_tokens: the virtual tokens in front of each sequence. prefix: the output [tokens, projection] of the trunk
     from which layers compute their prefixes; None: there is none.
     """
@@ -27,6 +29,7 @@ class StepContext:
     cache: CachedStep | None = None
     documents: Documents | None = None
     adapters: Selection | None = None
+    rows: ContextRows | None = None
     prefix_tokens: int = 0
     prefix: Tensor | None = None
 

@@ -18,10 +18,16 @@ class DropoutContext(NamedTuple):
     """The counters of one micro batch's masks, the same in any layout: global sample numbers [b], positions a sample.
 
     A position is the index in the row: position_ids start again with every document.
+    positions: those of the tokens [b, sequence_length], where other ranks have the rest of the row; None: all in order.
     """
 
     sample_indices: Tensor
     sequence_length: int
+    positions: Tensor | None = None
+
+    def of(self, tokens: range) -> range | Tensor:
+        """Return the positions of a range of the tokens."""
+        return tokens if self.positions is None else self.positions[:, tokens.start : tokens.stop]
 
 
 class LayerMasks(NamedTuple):
@@ -64,12 +70,12 @@ class DropoutSites:
 
     def layer_masks(self, context: DropoutContext) -> LayerMasks:
         """On the residual stream [b, positions held here, H], within the MLP [b, S, intermediate / tp]; attention's is
-        drawn where it is used."""
+        drawn where it is used. S: the tokens of this rank's part of the context."""
         everywhere = range(context.sequence_length)
         return LayerMasks(
             self.attention_mask(context),
             self._residual("attention_residual", self._residual_rate, context),
-            self._mask("mlp", self._mlp_rate, context.sample_indices, everywhere, self._intermediate),
+            self._mask("mlp", self._mlp_rate, context, everywhere, self._intermediate),
             self._residual("mlp_residual", self._residual_rate, context),
             *self._adapter_masks(context),
         )
@@ -78,9 +84,9 @@ class DropoutSites:
         """Yield the masks of the inputs of the adapters of query-key-value, o, up and down."""
         rate, everywhere = self._adapter_rate, range(context.sequence_length)
         yield self._residual("adapter_qkv", rate, context)
-        yield self._mask("adapter_o", rate, context.sample_indices, everywhere, self._attended)
+        yield self._mask("adapter_o", rate, context, everywhere, self._attended)
         yield self._residual("adapter_up", rate, context)
-        yield self._mask("adapter_down", rate, context.sample_indices, everywhere, self._intermediate)
+        yield self._mask("adapter_down", rate, context, everywhere, self._intermediate)
 
     def attention_mask(self, context: DropoutContext) -> CountedMask | None:
         """Return the mask of the probabilities [b, heads of this rank, S queries, S keys]."""
@@ -90,18 +96,17 @@ class DropoutSites:
         return CountedMask(key, context.sample_indices, self._heads, dropped_levels(self._attention_rate))
 
     def _residual(self, site: str, rate: float, context: DropoutContext) -> Mask | None:
-        positions = self._mesh.sequence_range(context.sequence_length)
-        return self._mask(site, rate, context.sample_indices, positions, self._hidden)
+        tokens = self._mesh.sequence_range(context.sequence_length)
+        return self._mask(site, rate, context, tokens, self._hidden)
 
     def _mask(
-        self, site: str, rate: float, sample_indices: Tensor, positions: range, features: range
+        self, site: str, rate: float, context: DropoutContext, tokens: range, features: range
     ) -> Mask | None:
         if rate == 0:
             return None
-        dropped = dropped_levels(rate)
-        keep = keep_mask(
-            self._seed, self._key_name(site), sample_indices, positions, features, dropped=dropped
-        )
+        dropped, name = dropped_levels(rate), self._key_name(site)
+        positions = context.of(tokens)
+        keep = keep_mask(self._seed, name, context.sample_indices, positions, features, dropped=dropped)
         return Mask(keep, MASK_LEVELS / (MASK_LEVELS - dropped))
 
     def _key_name(self, site: str) -> str:

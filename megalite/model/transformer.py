@@ -19,7 +19,8 @@ from megalite.model.norms import build_norm
 from megalite.model.options import ModelOptions
 from megalite.model.prefix import build_trunk
 from megalite.model.rope import LayerRotations
-from megalite.ops.documents import document_lengths
+from megalite.ops.documents import Documents, document_lengths
+from megalite.parallel.context import rows_of
 from megalite.parallel.layers import VocabParallelEmbedding
 from megalite.parallel.lora_bank import Selection
 from megalite.parallel.mesh import ParallelMesh
@@ -71,7 +72,7 @@ class Chunk(nn.Module):
         self, stage: "Stage", split: PipelineSplit, index: int, mesh: ParallelMesh, options: ModelOptions
     ):
         super().__init__()
-        self.shape, self.index, self.ops = stage.shape, index, options.ops
+        self.shape, self.index, self.mesh, self.ops = stage.shape, index, mesh, options.ops
         shape = stage.shape
         self.drops_attention, self.softcap = options.model.attention_dropout > 0, shape.attn_logit_softcapping
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
@@ -86,16 +87,18 @@ class Chunk(nn.Module):
             self.output = OutputHead(shape, stage.model.norm, projection, mesh, options)
 
     def forward(self, inputs: Tensor, *, batch: StepBatch, mode: ForwardMode = TRAINING) -> Tensor:
-        """One micro batch, the same on every stage.
+        """One micro batch, the same on every stage; as `parallel.context.cut` leaves it.
 
         mode: the only switch: `train` and `eval` of the module change nothing.
         """
         position_ids, document_ids = batch.position_ids, batch.document_ids
-        dropout = DropoutContext(batch.sample_indices, position_ids.shape[1]) if mode.training else None
-        documents, lengths = None, None
+        rows = rows_of(batch, self.mesh)
+        documents: Documents | None = None
+        lengths: int | Tensor | None = None if rows is None else rows.length
         if document_ids is not None:
             if self.rotary is not None and self.rotary.full.follows_length:
-                lengths = document_lengths(document_ids)
+                own = document_lengths(document_ids)
+                lengths = own if rows is None else own.gather(1, rows.positions)
             documents = self.ops.documents(
                 document_ids,
                 batch.cu_seqlens,
@@ -104,7 +107,11 @@ class Chunk(nn.Module):
                 softcap=self.softcap,
                 prefix=self._prefix_tokens(mode.adapters),
             )
-        context = StepContext(dropout=dropout, documents=documents, adapters=mode.adapters)
+        dropout = None
+        if mode.training:
+            positions = None if rows is None else rows.positions
+            dropout = DropoutContext(batch.sample_indices, position_ids.shape[1], positions)
+        context = StepContext(dropout=dropout, documents=documents, adapters=mode.adapters, rows=rows)
         hidden_states = self.decode(inputs, position_ids, context, lengths)
         if not self.is_last:
             return hidden_states

@@ -106,9 +106,11 @@ def causal_attention(
         mask = mask.draw(query.shape[1], key.shape[1])
     if isinstance(documents, CuSeqlens):
         if mask is not None:
-            documents = documents_seen(numbered(documents, *query.shape[:2]))
+            new = query.shape[1]
+            documents = documents_seen(numbered(documents.of_keys, *key.shape[:2]))[:, :, -new:]
         else:
-            documents = tuple(map(Span, documents.cu_seqlens.diff().tolist()))
+            counts = (each.cu_seqlens.diff().tolist() for each in (documents, documents.of_keys))
+            documents = tuple(Span(queries, None, keys) for queries, keys in zip(*counts, strict=True))
     scores = _Scores(scale, softcap, mask)
     if softcap is not None and mask is None and not torch.compiler.is_compiling():
         return _capped(query, key, value, window, documents, scores)
@@ -210,21 +212,25 @@ def _attention_of_spans(
     query: Tensor, key: Tensor, value: Tensor, window: int | None, spans: tuple[Span, ...], form: _Scores
 ) -> Tensor:
     attended = []
-    for *heads, (length, seen) in _split(query, key, value, spans):
+    for *heads, span in _split(query, key, value, spans):
         query_piece, key_piece, value_piece = (each.transpose(0, 1).unsqueeze(0) for each in heads)
-        if window is not None and window < length:
-            seen = _seen(length, length, window, query.device) if seen is None else _within(seen, window)
+        seen, new, total = span.seen, span.length, span.seen_length
+        if seen is not None:
+            seen = _within(seen, window)
+        elif (window is not None and window < total) or 1 < new < total:
+            seen = _seen(new, total, window, query.device)
         piece = _attended(query_piece, key_piece, value_piece, seen, form)
         attended.append(piece.squeeze(0).transpose(0, 1))
     return torch.cat(attended).view_as(query)
 
 
 def _split(query: Tensor, key: Tensor, value: Tensor, spans: tuple[Span, ...]) -> Iterator[tuple[Any, ...]]:
-    """Yield query, key and value of each span, [length, heads, D], and the span."""
-    lengths = [span.length for span in spans]
+    """Yield query, key and value, [length, heads, D], of each span with queries, and the span."""
+    queries, keys = [span.length for span in spans], [span.seen_length for span in spans]
     # One split, not slices: the gradient of each slice would be as large as the whole tensor.
-    pieces = (each.flatten(0, 1).split(lengths) for each in (query, key, value))
-    return zip(*pieces, spans, strict=True)
+    lengths = (queries, keys, keys)
+    pieces = (each.flatten(0, 1).split(of) for each, of in zip((query, key, value), lengths, strict=True))
+    return (each for each in zip(*pieces, spans, strict=True) if each[-1].length)
 
 
 def _capped(
@@ -248,15 +254,16 @@ def _capped(
     if not isinstance(documents, tuple):
         return attend(query, key, value, documents)
     attended = []
-    for *heads, (_, seen) in _split(query, key, value, documents):
+    for *heads, span in _split(query, key, value, documents):
         query_piece, key_piece, value_piece = (each.unsqueeze(0) for each in heads)
-        attended.append(attend(query_piece, key_piece, value_piece, seen).squeeze(0))
+        attended.append(attend(query_piece, key_piece, value_piece, span.seen).squeeze(0))
     return torch.cat(attended).view_as(query)
 
 
 def _within(seen: Tensor, window: int | None) -> Tensor:
-    """Return a mask [..., S, S] restricted to the window."""
-    return seen if window is None else seen.triu(1 - window)
+    """Return a mask [..., S, T] restricted to the window; positions are aligned at the end."""
+    new, total = seen.shape[-2:]
+    return seen if window is None else seen.triu(total - new - window + 1)
 
 
 def _seen(new: int, total: int, window: int | None, device: torch.device) -> Tensor:

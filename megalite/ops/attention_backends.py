@@ -192,7 +192,8 @@ def sequences(query: Tensor, key: Tensor, documents: Documents | None) -> tuple[
     """Return cu_seqlens of queries and keys, then their max_seqlens, in the argument order of varlen kernels."""
     if documents is not None:
         assert isinstance(documents, CuSeqlens)
-        return documents.cu_seqlens, documents.cu_seqlens, documents.max_seqlen, documents.max_seqlen
+        keys = documents.of_keys
+        return documents.cu_seqlens, keys.cu_seqlens, documents.max_seqlen, keys.max_seqlen
     (rows, new), total = query.shape[:2], key.shape[1]
     of_queries = equal_cu_seqlens(rows, new, query.device)
     of_keys = of_queries if new == total else equal_cu_seqlens(rows, total, query.device)
@@ -261,7 +262,7 @@ def _flash_package(
 
 def _chunked(query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
     documents = form.documents
-    ids = numbered(documents, *query.shape[:2]) if isinstance(documents, CuSeqlens) else None
+    ids = numbered(documents.of_keys, *key.shape[:2]) if isinstance(documents, CuSeqlens) else None
     visible = VisibleKeys(form.window, document_ids=ids)
     scale = form.factor(query.shape[-1])
     return chunked_attention(query, key, value, visible, scale=scale, softcap=form.softcap)

@@ -10,8 +10,8 @@ class AttentionForm(NamedTuple):
     """What `ops.attention.causal_attention` computes; by default plain causal attention.
 
     window: the number of keys that a position sees, its own included (Beltagy et al. 2020); None: all up to its own.
-    documents: for T = S, a position sees only keys of its own document; spans cannot be combined with `mask`. A bool
-    mask [B, 1, S, T] may have more keys than queries.
+    documents: a position sees only keys of its own document; spans cannot be combined with `mask`. With T > S each form
+    says which keys stand before the queries.
     mask: the dropout mask of the probabilities, [B, heads, S, T]; the compiled operator draws a CountedMask on the fly.
     scale: 1 / sqrt(D) by default. softcap: scores become softcap * tanh(score / softcap).
     prefix: every position sees the first `prefix` keys, whatever the window; documents are then a mask with these keys.

@@ -23,7 +23,7 @@ _FEWEST_QUERIES, _MOST_ON_CPU = 32, 64
 class VisibleKeys:
     """The keys that a query sees: causal, aligned at the end of queries and keys, and only the last `window`.
 
-    seen: a further bool mask [S, T] or [B, 1, S, T]. document_ids: [B, S], for T = S: only keys with the query's id.
+    seen: a further bool mask [S, T] or [B, 1, S, T]. document_ids: [B, T], of the keys: only those with the query's id.
     """
 
     window: int | None = None
@@ -56,7 +56,8 @@ class VisibleKeys:
             mask = mask & self.seen[..., queries, keys]
         if self.document_ids is not None:
             ids = self.document_ids
-            mask = mask & (ids[:, None, queries, None] == ids[:, None, None, keys])
+            own = ids[:, behind + queries.start : behind + queries.stop]
+            mask = mask & (own[:, None, :, None] == ids[:, None, None, keys])
         return mask
 
 

@@ -1,6 +1,8 @@
 """The documents of a batch, in the forms that attention kernels take."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -11,11 +13,18 @@ from torch import Tensor
 class Span(NamedTuple):
     """Consecutive tokens of a batch laid end to end: one document, or several whole short documents.
 
-    seen: bool [length, length], which tokens of the span each token sees; None for one document (causal).
+    seen: bool [length, keys], which tokens of the span each token sees; None for one document (causal).
+    keys: the tokens that are keys, where only the last `length` of them are queries; None: all.
     """
 
     length: int
     seen: Tensor | None = None
+    keys: int | None = None
+
+    @property
+    def seen_length(self) -> int:
+        """The number of keys."""
+        return self.length if self.keys is None else self.keys
 
 
 @dataclass(frozen=True)
@@ -24,13 +33,19 @@ class CuSeqlens:
 
     cu_seqlens: [documents + 1] int32, ascending: the first token of each document, then the number of tokens. Two equal
     neighbours are a document without tokens. max_seqlen: an upper bound of a document's length, in tokens.
+    keys: those of the keys, where queries are the last tokens of documents only, or none; None: the same.
     """
 
     cu_seqlens: Tensor
     max_seqlen: int
+    keys: "CuSeqlens | None" = None
+
+    @property
+    def of_keys(self) -> "CuSeqlens":
+        return self.keys or self
 
 
-# The documents of [B, S] tokens: a bool mask [B, 1, S, S] of the keys that each token sees, spans in order, or
+# The documents of [B, S] tokens: a bool mask [B, 1, S, T] of the keys that each token sees, spans in order, or
 # cu_seqlens.
 Documents = Tensor | tuple[Span, ...] | CuSeqlens
 
@@ -81,3 +96,45 @@ def numbered(starts: CuSeqlens, rows: int, length: int) -> Tensor:
     """Return the number of each token's document: [rows, length] int64; without a device sync."""
     tokens = torch.arange(rows * length, dtype=torch.int32, device=starts.cu_seqlens.device)
     return torch.searchsorted(starts.cu_seqlens, tokens, right=True).view(rows, length)
+
+
+def documents_of_block(documents: Documents, length: int, block: range, prefix: int = 0) -> Documents:
+    """Return the documents of rows of `length` tokens for the queries `block` of each row and its keys up to their end.
+
+    Without a device sync. prefix: keys in front of each row, in a mask.
+    """
+    if isinstance(documents, Tensor):
+        return documents[:, :, block.start : block.stop, : prefix + block.stop]
+    if isinstance(documents, tuple):
+        return tuple(_spans_of_block(documents, length, block))
+    row, place = documents.cu_seqlens // length, documents.cu_seqlens % length
+    queries = row * len(block) + place.clamp(block.start, block.stop) - block.start
+    keys = row * block.stop + place.clamp(max=block.stop)
+    longest = documents.max_seqlen
+    return CuSeqlens(queries.int(), min(longest, len(block)), CuSeqlens(keys.int(), min(longest, block.stop)))
+
+
+def _spans_of_block(spans: tuple[Span, ...], length: int, block: range) -> Iterator[Span]:
+    end = 0
+    for span in spans:
+        start = end % length
+        end += span.length
+        keys = min(span.length, block.stop - start)
+        if keys <= 0:
+            continue
+        queries = max(0, min(keys, start + keys - block.start))
+        seen = None if span.seen is None or not queries else span.seen[keys - queries : keys, :keys]
+        yield Span(queries, seen, keys)
+
+
+def documents_of_row(documents: Documents, length: int, row: int) -> Documents:
+    """Return the documents of one of the rows of `length` tokens; without a device sync."""
+    if isinstance(documents, Tensor):
+        return documents[row : row + 1]
+    if isinstance(documents, CuSeqlens):
+        places = documents.cu_seqlens.clamp(row * length, (row + 1) * length) - row * length
+        return CuSeqlens(places, documents.max_seqlen)
+    ends = accumulate(span.length for span in documents)
+    return tuple(
+        span for span, end in zip(documents, ends, strict=True) if row * length < end <= (row + 1) * length
+    )

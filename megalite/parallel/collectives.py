@@ -78,6 +78,44 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return start_gather(grad, ctx.ranks)(), None
 
 
+class _GatherRanks(torch.autograd.Function):
+    """All-gather forward, reduce-scatter backward, along a new dim 0."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: RankGroup) -> Tensor:
+        ctx.ranks = ranks
+        return gather_ranks(values, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous()
+        sums = torch.empty_like(grad[0])
+        with progress.collective("reduce_scatter", ctx.ranks.role):
+            dist.reduce_scatter_single(sums, grad.flatten(0, 1), group=ctx.ranks.group)
+        return sums, None
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rank r gets the r-th entry of dim 0 of every rank; its own conjugate."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, ranks: RankGroup) -> Tensor:
+        ctx.ranks = ranks
+        return _exchanged(values, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grad, ctx.ranks), None
+
+
+def _exchanged(values: Tensor, ranks: RankGroup) -> Tensor:
+    values = values.contiguous()
+    received = torch.empty_like(values)
+    with progress.collective("all_to_all", ranks.role):
+        dist.all_to_all_single(received, values, group=ranks.group)
+    return received
+
+
 def column_input(hidden_states: Tensor, mesh: ParallelMesh) -> Tensor:
     """Return the input of a column-parallel product: [B, S, ...] from [B, positions held here, ...]."""
     return (
@@ -106,6 +144,18 @@ def reduce_scatter_sequence(partial_sums: Tensor, ranks: RankGroup) -> Tensor:
         return partial_sums
     scattered: Tensor = _ReduceScatterSequence.apply(partial_sums, ranks)  # type: ignore[no-untyped-call]
     return scattered
+
+
+def stack_of_ranks(values: Tensor, ranks: RankGroup) -> Tensor:
+    """All-gather `values` [...], of one shape on all ranks: [n, ...]; the gradient is reduce-scattered."""
+    stacked: Tensor = _GatherRanks.apply(values, ranks)  # type: ignore[no-untyped-call]
+    return stacked
+
+
+def all_to_all(values: Tensor, ranks: RankGroup) -> Tensor:
+    """Return entry r of [n, ...] on rank r, from every rank in rank order: [n, ...]; so does the gradient."""
+    received: Tensor = _AllToAll.apply(values, ranks)  # type: ignore[no-untyped-call]
+    return received
 
 
 def copy_to(hidden_states: Tensor, ranks: RankGroup) -> Tensor:

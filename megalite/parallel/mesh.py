@@ -16,6 +16,7 @@ from megalite.errors import CheckpointError, LaunchError, MemoryExhausted
 from megalite.launcher.control.progress import progress
 from megalite.parallel.device import accelerator_id, require_distinct_accelerators
 from megalite.topology.axes import COPIES, Layout
+from megalite.topology.context import ContextMethod
 from megalite.topology.parameters import Parameter
 from megalite.topology.place import RankPlace
 from megalite.topology.sharding import Part, TensorSlice, heads_held
@@ -59,6 +60,7 @@ class ParallelMesh(RankPlace):
         the card that NCCL wants.
     sequence_parallel: outside of attention and MLP each tp rank holds a range of the positions (Korthikanti et al.,
         "Reducing Activation Recomputation in Large Transformer Models", 2022).
+    context_method: how attention sees the tokens of the other ranks of `cp`.
     host: all ranks over gloo, for values in host memory. None: the default group is gloo itself. NCCL takes no host
         tensors, and waiting for it would synchronise the device.
     """
@@ -67,6 +69,7 @@ class ParallelMesh(RankPlace):
     groups: Mapping[str, RankGroup] = field(default_factory=dict, hash=False)
     sequence_parallel: bool = False
     host: ProcessGroup | None = None
+    context_method: ContextMethod = "gather"
 
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> "ParallelMesh":
@@ -80,6 +83,7 @@ class ParallelMesh(RankPlace):
         device: torch.device | str = "cpu",
         *,
         sequence_parallel: bool = False,
+        context_method: ContextMethod = "gather",
         collective_seconds: float = COLLECTIVE_SECONDS,
     ) -> "ParallelMesh":
         """Create the process groups of the axes over the default process group; collective over the world.
@@ -115,7 +119,7 @@ class ParallelMesh(RankPlace):
                 joined[ranks] = _join(ranks, rank, name, limit)
         groups = {name: joined[ranks] for name, ranks in peers.items()}
         groups |= {way: messages.get(way, groups["pp"]) for way in ("pp_upwards", "pp_downwards")}
-        return cls(layout, rank, device, groups, sequence_parallel, host)
+        return cls(layout, rank, device, groups, sequence_parallel, host, context_method)
 
     @property
     def tp(self) -> RankGroup:

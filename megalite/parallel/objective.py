@@ -19,6 +19,11 @@ class Objective(Protocol):
         """The names of what is reported besides the loss."""
         ...
 
+    @property
+    def of_rows(self) -> bool:
+        """Whether the loss is a function of whole rows, so that ranks with parts of a row add theirs first."""
+        ...
+
     def weight(self, batch: StepBatch) -> Tensor:
         """Return the weight of these rows in the mean, [] float64."""
         ...
@@ -28,7 +33,10 @@ class Objective(Protocol):
         ...
 
     def loss(self, row_losses: Tensor, micro_batch: StepBatch) -> Tensor:
-        """Return the weighted sum of the losses of a micro batch, a scalar; row_losses: the last chunk's output [b]."""
+        """Return the weighted sum of the losses of a micro batch, a scalar.
+
+        row_losses: the last chunk's output [b], with `of_rows` of whole rows. micro_batch: with its whole rows.
+        """
         ...
 
     def figure_sums(self, row_losses: Tensor, micro_batch: StepBatch) -> Tensor:
@@ -40,6 +48,7 @@ class NextToken:
     """The mean cross entropy of the tokens, weighted by the loss mask."""
 
     figures = ()
+    of_rows = False
 
     def weight(self, batch: StepBatch) -> Tensor:
         return batch.loss_mask.double().masked_fill(batch.labels == IGNORE_INDEX, 0).sum()
@@ -82,6 +91,10 @@ class Preference:
         """reward_accuracy: the share of pairs with the larger reward for the chosen answer. reward_margin: the mean
         difference of the two rewards."""
         return ("reward_accuracy", "reward_margin")
+
+    @property
+    def of_rows(self) -> bool:
+        return True
 
     def weight(self, batch: StepBatch) -> Tensor:
         return _with_labels(batch).double().sum()

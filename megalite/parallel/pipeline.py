@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalite.parallel.collectives import all_reduce, reduce_from
+from megalite.parallel.context import cut
 from megalite.parallel.decode import along_chunks
 from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.parallel.mesh import ParallelMesh
@@ -22,7 +24,8 @@ from megalite.topology.transfers import stage_programs
 class PipelineShapes:
     """The shapes of a runner: M micro batches, hidden states [b, S, H] between chunks, run by a schedule.
 
-    With sequence parallelism hidden states are [b, S / tp, H]. b and S follow from each batch. schedule: a name of
+    With sequence parallelism hidden states are [b, S / tp, H], and S is a rank's part where context parallelism cuts
+    the rows. b and S follow from each batch. schedule: a name of
     topology.schedules; a single stage runs 1F1B whatever it is.
     """
 
@@ -33,9 +36,10 @@ class PipelineShapes:
 
 
 class PipelineRunner:
-    """Forward and backward of one global batch; leaves gradients in `.grad`, not yet summed over dp.
+    """Forward and backward of one global batch; leaves gradients in `.grad`, not yet summed over dp and cp.
 
-    Batches and returned tensors are on the mesh's device; no method makes the host wait for the device.
+    Batches have whole rows, which this cuts over the context-parallel ranks. They and returned tensors are on the
+    mesh's device; no method makes the host wait for the device.
     """
 
     def __init__(
@@ -68,42 +72,43 @@ class PipelineRunner:
         weight: the sum of `weight_share` over all ranks. loss_scale: factor of the gradients; the loss is unscaled.
         """
         weighted = self._objective.weighted(batch, _mean_factor(weight) * loss_scale)
-        micro_batches = weighted.micro_batches(self._shapes.micro_batches)
-        sums = _LossSums(self._objective)
+        whole = weighted.micro_batches(self._shapes.micro_batches)
+        micro_batches = [cut(each, self._mesh) for each in whole]
+        sums = _LossSums(self._objective, self._mesh)
 
         def run(chunk: int, index: int, hidden_states: Tensor | None) -> Tensor:
-            micro_batch = micro_batches[index]
             with _watched(self._buckets, self._stage.completes_in_backward(chunk, index)):
-                output = _run_chunk(self._by_index[chunk], micro_batch, hidden_states)
-            return sums.loss(output, micro_batch) if chunk == len(self._split.layers) - 1 else output
+                output = _run_chunk(self._by_index[chunk], micro_batches[index], hidden_states)
+            return sums.loss(output, whole[index]) if chunk == len(self._split.layers) - 1 else output
 
         complete = _nothing if self._buckets is None else self._buckets.chunk_complete
         self._stage.run(run, self._hidden(micro_batches[0]), complete)
-        return sums.shares(weight, loss_scale, self._mesh)
+        return sums.shares(weight, loss_scale)
 
     @torch.no_grad()
     def evaluate(self, batch: StepBatch) -> Tensor:
         """Run forward only, without dropout, with the plain cross entropy or the loss of preferences; return
         [2 + figures] float64 over the global batch: the sums of weighted losses, of weights and of figures."""
-        sums = _LossSums(self._objective)
+        sums = _LossSums(self._objective, self._mesh)
         for micro_batch in batch.micro_batches(self._shapes.micro_batches):
             losses = self._losses_of(micro_batch, EVALUATION)
             if losses is not None:
                 sums.loss(losses, micro_batch)
-        return sums.over_replicas(batch, self._mesh)
+        return sums.over_replicas(batch)
 
     @torch.no_grad()
     def row_losses(self, batch: StepBatch, mode: ForwardMode = EVALUATION) -> Tensor | None:
         """Run forward only; return the loss sum of each row of this rank's batch, [M * b] float64.
 
-        None on stages without the last chunk; equal on the tensor-parallel ranks of one batch.
+        None on stages without the last chunk; equal on the tensor- and context-parallel ranks of one batch.
         """
         losses = [self._losses_of(each, mode) for each in batch.micro_batches(self._shapes.micro_batches)]
         here = [each for each in losses if each is not None]
-        return torch.cat(here).double() if here else None
+        return all_reduce(torch.cat(here).double(), self._mesh.cp) if here else None
 
-    def _losses_of(self, micro_batch: StepBatch, mode: ForwardMode) -> Tensor | None:
-        """Return the output of the last chunk on the stage that holds it."""
+    def _losses_of(self, whole: StepBatch, mode: ForwardMode) -> Tensor | None:
+        """Return the output of the last chunk on the stage that holds it, from a micro batch of whole rows."""
+        micro_batch = cut(whole, self._mesh)
 
         def run(chunk: Callable[..., Tensor], hidden_states: Tensor | None) -> Tensor:
             return _run_chunk(chunk, micro_batch, hidden_states, mode)
@@ -138,9 +143,9 @@ def _nothing(chunk: int) -> None:
 def weight_share(batch: StepBatch, mesh: ParallelMesh, objective: Objective = NEXT_TOKEN) -> Tensor:
     """Return this rank's share of the summed weights of the global batch, [] float64: of tokens, or of pairs.
 
-    One of the ranks with the same tokens counts them; the share of the others is zero.
+    batch: of whole rows. One of the ranks with the same rows counts them; the share of the others is zero.
     """
-    if mesh.counts_loss and mesh.pp.rank == 0:
+    if mesh.counts_samples and mesh.pp.rank == 0:
         return objective.weight(batch)
     return torch.zeros((), dtype=torch.float64, device=mesh.device)
 
@@ -157,37 +162,44 @@ def _mean_factor(weight: Tensor) -> Tensor:
 class _LossSums:
     """The losses and figures of the micro batches whose last chunk is on this rank."""
 
-    def __init__(self, objective: Objective):
-        self._objective = objective
+    def __init__(self, objective: Objective, mesh: ParallelMesh):
+        self._objective, self._mesh = objective, mesh
         self._losses: list[Tensor] = []
         self._figures: list[Tensor] = []
 
     def loss(self, row_losses: Tensor, micro_batch: StepBatch) -> Tensor:
-        """Note and return the loss of a micro batch from the last chunk's output [b]."""
+        """Note and return the loss of a micro batch of whole rows from the last chunk's output [b]."""
+        if self._objective.of_rows:
+            # A copy, since the sum overwrites its input.
+            row_losses = reduce_from(row_losses.clone(), self._mesh.cp)
         loss = self._objective.loss(row_losses, micro_batch)
         self._losses.append(loss.detach())
         if self._objective.figures:
             self._figures.append(self._objective.figure_sums(row_losses, micro_batch))
         return loss
 
-    def shares(self, weight: Tensor, loss_scale: float, mesh: ParallelMesh) -> Tensor:
+    def shares(self, weight: Tensor, loss_scale: float) -> Tensor:
         """Return this rank's shares of the step's means, [1 + figures], from scaled losses. weight: of all ranks."""
-        loss = _counted(self._losses, mesh) / loss_scale
-        return torch.stack(
-            (loss, *(torch.where(weight > 0, each / weight, 0.0) for each in self._sums(mesh)))
-        )
+        loss = self._counted(self._losses) / loss_scale
+        return torch.stack((loss, *(torch.where(weight > 0, each / weight, 0.0) for each in self._sums())))
 
-    def over_replicas(self, batch: StepBatch, mesh: ParallelMesh) -> Tensor:
+    def over_replicas(self, batch: StepBatch) -> Tensor:
         """Sum each rank's losses, its batch's weight and its figures over the replicas: [2 + figures]."""
-        own = (_counted(self._losses, mesh), weight_share(batch, mesh, self._objective), *self._sums(mesh))
-        return mesh.reduce_over_world(torch.stack(own))
+        weight = weight_share(batch, self._mesh, self._objective)
+        own = (self._counted(self._losses), weight, *self._sums())
+        return self._mesh.reduce_over_world(torch.stack(own))
 
-    def _sums(self, mesh: ParallelMesh) -> list[Tensor]:
+    def _sums(self) -> list[Tensor]:
         """Return this rank's sum of each figure."""
         return [
-            _counted([each[figure] for each in self._figures], mesh)
+            self._counted([each[figure] for each in self._figures])
             for figure in range(len(self._objective.figures))
         ]
+
+    def _counted(self, losses: Sequence[Tensor]) -> Tensor:
+        """Return the total on the ranks whose losses count, zero on the others."""
+        counts = self._mesh.counts_samples if self._objective.of_rows else self._mesh.counts_loss
+        return _total(losses if counts else (), self._mesh)
 
 
 def _total(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
@@ -196,8 +208,3 @@ def _total(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
     for loss in losses:
         total += loss.detach()
     return total
-
-
-def _counted(losses: Sequence[Tensor], mesh: ParallelMesh) -> Tensor:
-    """Return the total on the ranks whose losses count, zero on the others."""
-    return _total(losses if mesh.counts_loss else (), mesh)

@@ -62,19 +62,22 @@ def normal_slice(
 
 
 def keep_mask(
-    seed: int, name: str, sample_indices: Tensor, positions: range, features: range, *, dropped: int
+    seed: int, name: str, sample_indices: Tensor, positions: range | Tensor, features: range, *, dropped: int
 ) -> Tensor:
     """Return a slice of the dropout mask `name`: bool [b, positions, features], True: keep.
 
-    sample_indices: [b] int64. dropped: the drop probability in units of 1 / MASK_LEVELS, below MASK_LEVELS.
+    sample_indices: [b] int64. positions: a range, or those of each sample, int64 [b, n]. dropped: the drop probability
+    in units of 1 / MASK_LEVELS, below MASK_LEVELS.
     An element depends on (seed, name, sample, position, feature) only, so each rank draws its own slice.
     Eight neighbouring features share the counter (feature // 8, position, sample, sample >> 32).
     """
     first = features.start // _OCTET
     octets = torch.arange(first, (features.stop - 1) // _OCTET + 1, device=sample_indices.device)
-    sample = sample_indices.repeat_interleave(len(positions)).unsqueeze(1)
-    position = torch.arange(positions.start, positions.stop, device=sample_indices.device)
-    position = position.repeat(len(sample_indices)).unsqueeze(1)
+    if isinstance(positions, range):
+        positions = torch.arange(positions.start, positions.stop, device=sample_indices.device)
+        positions = positions.expand(len(sample_indices), -1)
+    sample = sample_indices.repeat_interleave(positions.shape[1]).unsqueeze(1)
+    position = positions.reshape(-1, 1)
     columns = slice(features.start - first * _OCTET, features.stop - first * _OCTET)
     key = key_of(seed, name)
     kept = torch.empty(len(sample), len(features), dtype=torch.bool, device=sample_indices.device)
@@ -85,7 +88,7 @@ def keep_mask(
         halves = torch.stack([word.to(torch.int32) for word in words], dim=-1).view(torch.int16).flatten(1)
         # The 16-bit values are signed: the smallest is -MASK_LEVELS / 2.
         torch.ge(halves[:, columns], dropped - MASK_LEVELS // 2, out=kept[block])
-    return kept.view(len(sample_indices), len(positions), len(features))
+    return kept.view(*positions.shape, len(features))
 
 
 def _box_muller(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

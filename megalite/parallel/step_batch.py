@@ -19,6 +19,7 @@ class StepBatch:
     cu_seqlens: [M * b, documents] int32, the same documents for an accelerator (ops.documents.row_cu_seqlens): each
     document's start in its row; S for padding documents without tokens. max_seqlen: at least the tokens of the longest
     one.
+    blocks: [M * b, blocks] int64, how each row is cut over context-parallel ranks (parallel/context.py); None: zig-zag.
     reference, row_weights: [M * b] float64, for preferences: each row's loss sum under the reference model, and its
     weight in the loss.
     """
@@ -31,6 +32,7 @@ class StepBatch:
     document_ids: Tensor | None = field(default=None, kw_only=True)
     cu_seqlens: Tensor | None = field(default=None, kw_only=True)
     max_seqlen: int | None = field(default=None, kw_only=True)
+    blocks: Tensor | None = field(default=None, kw_only=True)
     reference: Tensor | None = field(default=None, kw_only=True)
     row_weights: Tensor | None = field(default=None, kw_only=True)
 

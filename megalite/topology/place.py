@@ -85,6 +85,14 @@ class RankPlace:
         return copies[turn % len(copies)] == self.rank
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether what this rank knows of whole samples counts in a sum over the world.
+
+        Ranks that differ on another axis than those of the role "batch", and in their stage, have the same samples.
+        """
+        return self.peers["batch"][0] in self.layout.peers(0, "pp")
+
+    @property
     def counts_loss(self) -> bool:
         """Whether this rank's losses count in a sum over the world.
 

@@ -47,6 +47,7 @@ from megalite.train.shared_inputs import agreed_inputs, agreed_store
 from megalite.train.start import data_line, stream_line
 from megalite.train.start_record import record_start
 from megalite.train.step.micro_batch import TrialRank, in_micro_batches
+from megalite.train.step.options import context_method
 from megalite.train.step.precision import DTYPES, Precision, choose_precision, set_tf32
 from megalite.train.step.train_step import StartingPoint, TrainStep
 from megalite.train.time_budget import TimeBudget
@@ -229,6 +230,7 @@ def _mesh(config: RunConfig, device: torch.device) -> ParallelMesh:
         config.layout,
         device,
         sequence_parallel=config.parallel.sequence,
+        context_method=context_method(config),
         collective_seconds=config.launch.collective_seconds,
     )
 

@@ -208,7 +208,7 @@ def _count_the_prefix_in_the_loss(forward: Callable[..., Tensor]) -> Callable[..
 
 
 def _number_samples_on_this_rank(places: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda samples, length: places(torch.arange(len(samples)), length)
+    return lambda samples, *others: places(torch.arange(len(samples)), *others)
 
 
 def _drop_from_position_zero(keep_mask: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,6 +25,7 @@ from megalite.parallel.objective import NEXT_TOKEN, Objective, Preference
 from megalite.parallel.pipeline import PipelineRunner, weight_share
 from megalite.parallel.step_batch import EVALUATION, WITHOUT_ADAPTER, StepBatch
 from megalite.topology.axes import Layout
+from megalite.topology.context import ContextMethod
 from megalite.topology.parameters import Parameter, canonical_tensors, trained_tensors
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
@@ -36,7 +37,7 @@ from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.step.reference import is_without_adapter
 from tests.support.options import NO_DROPOUT, NO_RECOMPUTE, Dropout, Recompute, options_of
 from tests.support.parity import assert_copies
-from tests.support.tiny import in_documents, tiny_batch
+from tests.support.tiny import SEQUENCE_LENGTH, in_documents, tiny_batch
 
 SEQUENCES = 8
 ALONE = Layout()
@@ -55,6 +56,8 @@ class Job:
     schedule: str = "1f1b"
     chunks_per_stage: int = 1
     sequence_parallel: bool = False
+    context_method: ContextMethod = "gather"
+    sequence_length: int = SEQUENCE_LENGTH
     optimizer: OptimizerSettings = SGD
     learning_rate: float = 0.1
     zero_stage: int = 0
@@ -96,8 +99,9 @@ class Shard:
 class RankResult:
     """The results of one rank.
 
-    gradients: of the first step, before clipping and before ZeRO's reduction over dp. without_gradient: the parameters
-    without a gradient in a run of the matrix, which must be none; `train_on_rank` fails at once instead.
+    dp_rank: among the ranks with the same dense weights. gradients: of the first step, before clipping and before
+    ZeRO's reduction over dp. without_gradient: the parameters without a gradient in a run of the matrix, which must be
+    none; `train_on_rank` fails at once instead.
     """
 
     dp_rank: int
@@ -115,7 +119,7 @@ def train_on_rank(job: Job) -> RankResult:
     mesh, parameters, optimizer = parts.mesh, parts.replica.parameters, parts.optimizer
     tensors, trained = parts.replica.tensors, parts.replica.trained
     with whole_weights(job.zero_stage, tensors):
-        result = RankResult(mesh.batch.rank, initial=shards_of(parameters, tensors, mesh))
+        result = RankResult(mesh.dense_gradients.rank, initial=shards_of(parameters, tensors, mesh))
     for step, batch in enumerate(batches(job, parts)):
         with kept_before_sums() as before_sums:
             result.losses.append(parts.forward_backward(batch))
@@ -185,7 +189,12 @@ def whole_loss(
 def build(job: Job) -> Parts:
     """Build the job's objects on this rank of the current process group, with initial weights."""
     device = torch.device(job.device) if job.device else local_device(dist.get_rank(), dist.get_world_size())
-    mesh = ParallelMesh.over_world(job.layout, device, sequence_parallel=job.sequence_parallel)
+    mesh = ParallelMesh.over_world(
+        job.layout,
+        device,
+        sequence_parallel=job.sequence_parallel,
+        context_method=job.context_method,
+    )
     if job.compile:  # dynamo's recompilation limit counts earlier jobs of this process too
         torch._dynamo.reset()
     options = options_of(
@@ -296,7 +305,7 @@ def deepspeed_json(job: Job, micro_batches: int) -> dict[str, Any]:
 
 def global_batch(job: Job, step: int) -> StepBatch:
     """Return the same SEQUENCES sequences for every layout, with loss masks of very unequal weight."""
-    batch = tiny_batch(job.shape, SEQUENCES, step=step)
+    batch = tiny_batch(job.shape, SEQUENCES, sequence_length=job.sequence_length, step=step)
     batch = in_documents(batch) if job.documents else batch
     if isinstance(job.objective, Preference):
         labels = batch.labels.clone()
@@ -404,9 +413,9 @@ def full_tensors(shape: ModelShape, shards: Sequence[Shard], *, add: bool) -> di
 
 
 def full_gradients(job: Job, results: Sequence[RankResult]) -> dict[str, Tensor]:
-    """Return the gradient of the global mean loss from every rank's own: sum over dp and over tied copies."""
+    """Return the gradient of the global mean loss from every rank's own: sum over dp, cp and tied copies."""
     whole: dict[str, Tensor] = {}
-    for dp_rank in range(job.layout.data):
+    for dp_rank in range(job.layout.data * job.layout.context):
         replica = [result for result in results if result.dp_rank == dp_rank]
         once = _without_tensor_replicas(job, replica)
         for name, gradient in full_tensors(job.shape, once, add=True).items():

@@ -132,7 +132,7 @@ def _computed(
         for step in range(steps):
             batch = batches.step_batch(step * stride).ready()
             rows = trainer.pipeline.row_losses(batch)
-            if rows is not None and mesh.counts_loss:
+            if rows is not None and mesh.counts_samples:
                 # Unshuffled, a sample's place is its number; those after the last one have no labels.
                 here = batch.sample_indices < samples
                 losses.index_add_(

@@ -6,6 +6,7 @@ from megalite.config.sections.schema import RunConfig, warmup_of
 from megalite.model.options import ModelOptions
 from megalite.ops.choice import PLAIN_TORCH, Operators
 from megalite.parallel.objective import NEXT_TOKEN, Objective, Preference
+from megalite.topology.context import ContextMethod
 from megalite.topology.learning_rate import LearningRate
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.step.precision import DTYPES
@@ -15,6 +16,12 @@ def model_options(config: RunConfig, operators: Operators = PLAIN_TORCH) -> Mode
     """Return how the model computes. Its sizes are in the ModelShape."""
     dtype = DTYPES[config.training.precision]
     return ModelOptions(dtype, config.model, config.training, config.adapter, config.run.seed, operators)
+
+
+def context_method(config: RunConfig) -> ContextMethod:
+    """Return how attention sees the tokens of other context-parallel ranks; "auto" is left where there are none."""
+    method = config.parallel.context_method
+    return "gather" if method == "auto" else method
 
 
 def objective_of(config: RunConfig) -> Objective:

@@ -24,6 +24,7 @@ from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh, connect, reach_store
 from megalite.parallel.step_batch import StepBatch
 from megalite.planner.memory import CARD_BASE_BYTES
+from megalite.train.step.options import context_method
 from megalite.train.step.part_times import RandomLoader
 from megalite.train.step.precision import set_tf32
 from megalite.train.step.train_step import StartingPoint, TrainStep
@@ -94,7 +95,11 @@ def _run(job: TrialJob) -> None:
     store = reach_store(job.address, job.port, seconds)
     connect(job.rank, config.layout.world_size, device=device, store=store, timeout_seconds=seconds)
     mesh = ParallelMesh.over_world(
-        config.layout, device, sequence_parallel=config.parallel.sequence, collective_seconds=seconds
+        config.layout,
+        device,
+        sequence_parallel=config.parallel.sequence,
+        context_method=context_method(config),
+        collective_seconds=seconds,
     )
     set_tf32(device, config.training.tf32)
     weights = None if job.weights is None else Path(job.weights)

@@ -1,0 +1,118 @@
+"""Attention over rows that are cut over the context-parallel ranks. Each method says what of a row travels."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from megalite.ops.attention_form import AttentionForm
+from megalite.ops.documents import documents_of_block, documents_of_row
+from megalite.ops.dropout import CountedMask
+from megalite.parallel.context import ContextRows
+from megalite.topology.context import ContextMethod
+
+Attend = Callable[[Tensor, Tensor, Tensor, AttentionForm], Tensor]
+"""`ops.attention.causal_attention` by the chosen implementation."""
+ContextAttention = Callable[..., Tensor]
+"""Attention of this rank's tokens: (attend, query [B, S / c, heads, D], key, value [B, S / c, kv heads, D], form, rows)
+-> [B, S / c, heads, D], all in the order of the rank's blocks.
+
+attend: computes attention over tokens in order. form: that of whole rows: its documents are of [B, S] tokens, its mask
+counts positions in the row. Collective over the ranks of the rows: each makes the same ones, whatever its tokens are.
+"""
+
+
+def gather_attention(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, rows: ContextRows
+) -> Tensor:
+    """As `ContextAttention`: all keys and values are gathered, and their gradients reduce-scattered.
+
+    Each block of queries is one call of `attend` with the keys up to its end ("aligned at the end").
+    """
+    packed = rows.gathered(torch.cat((key, value), dim=2))
+    if rows.prefix is not None:
+        packed = torch.cat((rows.prefix.flatten(1, 2).expand(len(packed), -1, -1, -1), packed), dim=1)
+    if rows.blocks is not None:
+        return _attend_blocks(attend, query, packed, form, rows, rows.blocks)
+    own = rows.table.chunk(rows.ranks.size, dim=1)[rows.ranks.rank].tolist()
+    attended = [
+        _attend_blocks(
+            attend,
+            query[row : row + 1],
+            packed[row : row + 1],
+            _form_of_row(form, rows.length, row),
+            rows,
+            tuple(blocks),
+        )
+        for row, blocks in enumerate(own)
+    ]
+    return torch.cat(attended)
+
+
+def _attend_blocks(
+    attend: Attend,
+    query: Tensor,
+    packed: Tensor,
+    form: AttentionForm,
+    rows: ContextRows,
+    blocks: tuple[int, ...],
+) -> Tensor:
+    """Attend from these blocks of queries. packed: keys over values of whole rows, [B, prefix + S, 2 * kv heads, D]."""
+    attended = []
+    for part, number in zip(query.split(rows.block_length, dim=1), blocks, strict=True):
+        block = range(number * rows.block_length, (number + 1) * rows.block_length)
+        key, value = packed[:, : form.prefix + block.stop].chunk(2, dim=2)
+        of_block = form
+        if form.documents is not None:
+            documents = documents_of_block(form.documents, rows.length, block, form.prefix)
+            of_block = form._replace(documents=documents)
+        attended.append(attend(part, key, value, of_block))
+    return torch.cat(attended, dim=1)
+
+
+def _form_of_row(form: AttentionForm, length: int, row: int) -> AttentionForm:
+    """Return the form of attention in one of the rows."""
+    documents, mask = form.documents, form.mask
+    if documents is not None:
+        documents = documents_of_row(documents, length, row)
+    if isinstance(mask, CountedMask):
+        mask = mask._replace(sample_indices=mask.sample_indices[row : row + 1])
+    return form._replace(documents=documents, mask=mask)
+
+
+def ulysses_attention(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, rows: ContextRows
+) -> Tensor:
+    """As `ContextAttention`: ranks change tokens for heads, attend over whole rows, and change back.
+
+    The number of query heads must be divisible by the ranks; key-value heads are repeated where they are not.
+    """
+    size, rank = rows.ranks.size, rows.ranks.rank
+    heads, kv_heads = query.shape[2] // size, key.shape[2]
+    repeats = _repeats(query.shape[2], kv_heads, size)
+    key, value = (each.repeat_interleave(repeats, dim=2) if repeats > 1 else each for each in (key, value))
+    by_rank = [each.unflatten(2, (size, -1)) for each in (query, key, value)]
+    whole = rows.to_heads(torch.cat(by_rank, dim=3).flatten(2, 3))
+    query, key, value = whole.split([each.shape[3] for each in by_rank], dim=2)
+    if rows.prefix is not None:
+        prefix = rows.prefix.repeat_interleave(repeats, dim=2).unflatten(2, (size, -1))[:, :, rank]
+        own = prefix.expand(len(key), -1, -1, -1, -1).unbind(2)
+        key, value = (torch.cat(pair, dim=1) for pair in zip(own, (key, value), strict=True))
+    mask = form.mask
+    if isinstance(mask, CountedMask):
+        first = mask.heads.start + rank * heads
+        mask = mask._replace(heads=range(first, first + heads))
+    return rows.to_tokens(attend(query, key, value, form._replace(mask=mask)))
+
+
+def _repeats(heads: int, kv_heads: int, ranks: int) -> int:
+    """Return how often each key-value head is repeated, so that each rank has those of its query heads."""
+    if kv_heads % ranks == 0:
+        return 1
+    return (ranks if ranks % kv_heads == 0 else heads) // kv_heads
+
+
+METHODS: Mapping[ContextMethod, ContextAttention] = {
+    "gather": gather_attention,
+    "ulysses": ulysses_attention,
+}
