@@ -49,7 +49,7 @@ from megalite.launcher.hosts.commands import ssh
 from megalite.launcher.hosts.hostfile import read_hostfile
 from megalite.launcher.hosts.job_hosts import Hosts, place_ranks
 from megalite.launcher.hosts.programs import Programs
-from megalite.launcher.rank.placement import tensor_warning
+from megalite.launcher.rank.placement import placement_warning
 from megalite.parallel.mesh import ParallelMesh
 from megalite.planner.cluster import Cluster
 from megalite.planner.search import search
@@ -143,7 +143,7 @@ def hosts(layout: Layout, folder: Path) -> str:
     placed, _ = place_ranks(Hosts("hostfile", str(file), read_hostfile(file)), layout.world_size)
     job = Job("hostfile", placed, ("train", "run.toml"), folder, "python", {}, 29500, folder)
     start = ssh(job, Programs())
-    warning = tensor_warning(layout, [host.name for host in placed for _ in host.ranks])
+    warning = placement_warning(layout, [host.name for host in placed for _ in host.ranks])
     return f"{len(start.commands)} commands{warning and ', a warning'}"
 
 

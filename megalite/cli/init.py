@@ -25,7 +25,7 @@ _ORDER = ("run", "data", "tokenizer", "model", "parallel", "training", "optimize
 # Comments that say more of a setting than its description does.
 _COMMENTS = {
     "model.vocab_size": "the tokenizer's, not the preset's",
-    "parallel.data": "replicas; tensor * pipeline * data processes",
+    "parallel.data": "replicas; tensor * context * pipeline * data processes",
     "training.micro_batch_size": "sequences per forward; lower it if memory is short",
     "data.split": "fractions for training and validation",
     "tokenizer.vocab_size": "trains a tokenizer; or path = an existing one",

@@ -36,7 +36,7 @@ from megalite.launcher.hosts.supervise import Result, listen, supervise
 from megalite.launcher.rank.address import named_interface
 from megalite.launcher.rank.detect import DEFAULT_PORT, rank_info
 from megalite.launcher.rank.environment import variables
-from megalite.launcher.rank.placement import tensor_warning
+from megalite.launcher.rank.placement import placement_warning
 from megalite.launcher.rank.slurm import in_shell
 from megalite.planner.machine import least_memory
 
@@ -244,7 +244,7 @@ def _plan_lines(plan: _Plan) -> Iterator[str]:
         yield f"  and {len(plan.hosts) - _RANKS_SHOWN} more"
     if plan.idle:
         yield f"idle: {', '.join(plan.idle)}"
-    if warning := tensor_warning(layout, [host.name for host in plan.hosts for _ in host.slots]):
+    if warning := placement_warning(layout, [host.name for host in plan.hosts for _ in host.slots]):
         yield f"warning: {warning}"
     names = ", ".join(plan.job.exported) or "none"
     if plan.backend == "local":

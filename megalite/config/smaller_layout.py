@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 from megalite.config.flags import as_flags
@@ -23,8 +24,9 @@ class SmallerRun:
 def smaller_layout(path: Path | str, overrides: Sequence[str], ranks: int, slots: int) -> SmallerRun:
     """Return the run of `ranks` ranks with at most `slots`; unchanged if that is no fewer.
 
-    Data parallelism shrinks first, then the pipeline, then tensor parallelism, as far as the rules of the configuration
-    allow. The global batch stays: micro batches become more, or smaller where no other number is legal.
+    Data parallelism shrinks first, then context parallelism, then the pipeline, then tensor parallelism, as far as the
+    rules of the configuration allow. The global batch stays: micro batches become more, or smaller where no other
+    number is legal.
     Raises LaunchError if no layout of so few ranks is legal, ConfigError if the run itself is not.
     """
     loaded = load_run(path, overrides, ranks)
@@ -46,14 +48,14 @@ def _candidates(config: RunConfig, slots: int) -> Iterator[tuple[str, ...]]:
     """Yield the flags of smaller layouts, the nearest first; the rules have yet to accept them."""
     whole = config.layout
     total, size = config.batch.global_batch_size, config.batch.micro_batch_size
-    for tensor in reversed(divisors(whole.tensor)):
-        for pipeline in range(whole.pipeline, 0, -1):
-            replica = replace(whole, tensor=tensor, pipeline=pipeline, data=1)
-            for data in range(min(whole.data, slots // replica.world_size), 0, -1):
-                for smaller in reversed(divisors(size)):
-                    if total % (smaller * data) == 0:
-                        layout = replace(replica, data=data)
-                        yield _flags(config, layout, smaller, total // (smaller * data))
+    tensors, contexts = reversed(divisors(whole.tensor)), reversed(divisors(whole.context))
+    for tensor, pipeline, context in product(tensors, range(whole.pipeline, 0, -1), contexts):
+        replica = replace(whole, tensor=tensor, context=context, pipeline=pipeline, data=1)
+        for data in range(min(whole.data, slots // replica.world_size), 0, -1):
+            for smaller in reversed(divisors(size)):
+                if total % (smaller * data) == 0:
+                    layout = replace(replica, data=data)
+                    yield _flags(config, layout, smaller, total // (smaller * data))
 
 
 def _flags(config: RunConfig, layout: Layout, size: int, count: int) -> tuple[str, ...]:
@@ -65,6 +67,8 @@ def _flags(config: RunConfig, layout: Layout, size: int, count: int) -> tuple[st
         "training.micro_batch_size": size,
         "training.micro_batches": count,
     }
+    if layout.context != config.layout.context:
+        settings["parallel.context"] = layout.context
     if config.training.micro_batch_size == "auto":
         settings |= {"training.micro_batch_size": "auto", "training.micro_batches": None}
     if layout.pipeline != config.layout.pipeline:

@@ -10,7 +10,7 @@ from megalite.launcher.control.rank_process import RankEnd
 from megalite.launcher.control.rendezvous import AgentStore, Meeting, meet
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import prepare_process, variables
-from megalite.launcher.rank.placement import tensor_warning
+from megalite.launcher.rank.placement import placement_warning
 from megalite.launcher.rank.versions import software
 from megalite.monitor.console import announce
 from megalite.train.start import meeting_line
@@ -41,7 +41,7 @@ def meet_ranks(info: RankInfo, config: RunConfig, end: RankEnd) -> Meeting:
     end.judge = meeting
     meeting.member.agree("start", flat_settings(config) | software(), _SAME_START)
     if info.rank == 0:
-        if warning := tensor_warning(config.layout, meeting.hosts):
+        if warning := placement_warning(config.layout, meeting.hosts):
             announce(f"warning: {warning}")
         announce(
             meeting_line(config, meeting.hosts, meeting.meets_at, variables().get("GLOO_SOCKET_IFNAME", ""))

@@ -20,7 +20,7 @@ NAME = re.compile(r"\{([^{}]+)\}")
 _BATCH = "{training.micro_batch_size} * {training.micro_batches} * {parallel.data}"
 # The settings that load_run fills in, then the numbers that follow from the settings.
 EQUATIONS: Mapping[str, str] = {
-    "parallel.data": "{ranks} / ({parallel.tensor} * {parallel.pipeline})",
+    "parallel.data": "{ranks} / ({parallel.tensor} * {parallel.context} * {parallel.pipeline})",
     "parallel.virtual_stages": "{chunks of the schedule} if {parallel.pipeline} > 1 else 1",
     "parallel.layers_per_stage": "{layers of equal work}",
     "training.micro_batch_size": "{training.global_batch_size} / ({training.micro_batches} * {parallel.data})",
@@ -34,6 +34,7 @@ EQUATIONS: Mapping[str, str] = {
     "tokens": "{training.steps} * {tokens a step}",
     "warm-up steps": "{optimizer.warmup_steps} or ceil({optimizer.warmup_ratio} * {training.steps})",
     "layers a stage": "{model.num_hidden_layers} / {parallel.pipeline}",
+    "positions a rank": "{training.sequence_length} / {parallel.context}",
     "heads a rank": "{model.num_attention_heads} / {parallel.tensor}",
     "parameters": "{parameters of the tables} + {parameters of the layers} + {other parameters}",
     "FLOPs a token": "3 * ({forward FLOPs of the layers} + {forward FLOPs of the head})",
@@ -143,6 +144,7 @@ def _results(config: RunConfig) -> dict[str, Any]:
         "tokens": None if training.steps is None else training.steps * tokens,
         "warm-up steps": None if training.steps is None else warmup_of(config.optimizer, training.steps),
         "layers a stage": layers.pop() if len(layers) == 1 else None,
+        "positions a rank": training.sequence_length // layout.context if layout.context > 1 else None,
         "heads a rank": config.model.num_attention_heads // layout.tensor,
         "parameters": None if shape is None else sum(each.numel for each in model_parameters(shape)),
     }

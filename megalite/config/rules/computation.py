@@ -47,13 +47,11 @@ def compiled_layers_fit_the_schedule(run: CheckedRun) -> Iterator[Problem]:
 
 
 def compiled_layers_hold_no_collectives(run: CheckedRun) -> Iterator[Problem]:
-    if run.training.compile and run.parallel.tensor > 1:
-        message = (
-            f"true does not work with parallel.tensor = {run.parallel.tensor}: collectives are not compiled"
-        )
-        yield Problem.reset(
-            "training.compile", message, "use parallel.tensor 1, or training.compile = false", False
-        )
+    for axis, size in (("tensor", run.parallel.tensor), ("context", run.parallel.context)):
+        if run.training.compile and size > 1:
+            message = f"true does not work with parallel.{axis} = {size}: collectives are not compiled"
+            remedy = f"use parallel.{axis} 1, or training.compile = false"
+            yield Problem.reset("training.compile", message, remedy, False)
 
 
 def compiled_layers_are_recomputed_whole(run: CheckedRun) -> Iterator[Problem]:
@@ -99,7 +97,7 @@ def soft_caps_cost(run: CheckedRun) -> Iterator[str]:
 
 def sequence_parallel_divides_the_length(run: CheckedRun) -> Iterator[Problem]:
     length, tensor = run.training.sequence_length, run.parallel.tensor
-    if run.parallel.sequence and length % tensor:
+    if run.parallel.sequence and run.parallel.context == 1 and length % tensor:
         message = (
             f"{length} is not divisible by parallel.tensor = {tensor}, as parallel.sequence = true requires"
         )

@@ -8,6 +8,7 @@ from megalite.config.rules import (
     adapter,
     batch,
     computation,
+    context,
     data,
     layout,
     megatron_order,
@@ -44,6 +45,7 @@ _SUBJECTS = (
     pipeline,
     batch,
     computation,
+    context,
     training,
     optimizer,
     data,
@@ -52,9 +54,9 @@ _SUBJECTS = (
 )
 RULES = _functions_that_yield(Problem, *_SUBJECTS, preference, validation, monitor)
 _PLACE_RULES = _functions_that_yield(Problem, places)
-_NOTES = _functions_that_yield(str, computation, optimizer, adapter, monitor)
+_NOTES = _functions_that_yield(str, computation, context, optimizer, adapter, monitor)
 
-_LAYOUT_RULES = _functions_that_yield(Problem, layout, pipeline, batch, computation, optimizer)
+_LAYOUT_RULES = _functions_that_yield(Problem, layout, pipeline, batch, computation, context, optimizer)
 
 
 def layout_problems(run: CheckedRun) -> Iterator[Problem]:

@@ -25,6 +25,14 @@ def adapted_shape(run: CheckedRun) -> ModelShape:
     return replace(model_shape(run.model, 1), adapter=described_adapter(run.adapter))
 
 
+def bucket_multiple(sequence_length: int) -> int:
+    """Return the number of which the lengths of data.length_buckets are multiples; the longest may be sequence_length.
+
+    They are multiples of 8, as kernels like them, of which the search for the best lengths takes at most 256.
+    """
+    return 8 * -(-sequence_length // (8 * 256))
+
+
 def offload_devices(zero: object) -> dict[str, Any]:
     """Return the tables of `zero_optimization` that ask for offload -> their device."""
     tables = {name: zero.get(name) for name in _OFFLOADS} if isinstance(zero, Mapping) else {}

@@ -116,7 +116,7 @@ class ParallelConfig(Section):
     )
     context: Count = Field(1, description="context-parallel size: ranks that share each sequence")
     context_method: ContextMethod | Literal["auto"] = Field(
-        "auto", description='attention to the tokens of other ranks; "auto": by heads and documents'
+        "auto", description='attention over the tokens of other ranks; "auto": by heads and documents'
     )
     pipeline: Count = Field(1, description="pipeline-parallel size: number of stages")
     data: Count | Literal["auto"] = Field(

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from math import prod
 from shlex import quote
 
 from megalite.convert.adopt.account import Account, KeyAnswer, Outcome
@@ -105,13 +106,17 @@ def _answer_word(account: Account, sizes: dict[str, int], names: tuple[str, str,
 
 def set_data_parallel_size(account: Account) -> None:
     """Set parallel.data from the ranks and the sizes of the other axes, where they are known."""
-    replica = account.settings.get("parallel.tensor", 1) * account.settings.get("parallel.pipeline", 1)
+    names = [
+        name
+        for name in ("tensor", "context", "pipeline")
+        if name != "context" or f"parallel.{name}" in account.settings
+    ]
+    replica = prod(account.settings.get(f"parallel.{name}", 1) for name in names)
+    product = f"{' * '.join(names)} = {replica}"
     if account.ranks is None:
         return
     if account.ranks % replica:
-        account.note(
-            f"{account.ranks} ranks are no multiple of tensor * pipeline = {replica}: parallel.data stays open"
-        )
+        account.note(f"{account.ranks} ranks are no multiple of {product}: parallel.data stays open")
         return
-    reason = f"{account.ranks} ranks / (tensor * pipeline = {replica})"
+    reason = f"{account.ranks} ranks / ({product})"
     account.default("parallel.data", account.ranks // replica, reason)

@@ -6,13 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megalite.config.sections.derived import bucket_multiple
 from megalite.data.batches.conversation_rows import require_short
 from megalite.data.files.token_file import TokenFile
-
-# Lengths are multiples of this, as kernels like them.
-_MULTIPLE = 8
-# The number of lengths to choose from, which bounds the time of the search.
-_CANDIDATES = 256
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ def length_buckets(
     conversations for at least one global batch without repeating one; where none has, there is one bucket for all.
     lengths: [conversations] in positions, 1 to sequence_length each.
     """
-    multiple = _MULTIPLE * -(-sequence_length // (_MULTIPLE * _CANDIDATES))
+    multiple = bucket_multiple(sequence_length)
     longest = -(-int(lengths.max()) // multiple)
     candidates = np.minimum(sequence_length, np.arange(1, longest + 1) * multiple)
     counts = np.bincount(np.searchsorted(candidates, lengths), minlength=longest)

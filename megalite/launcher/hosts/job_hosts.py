@@ -119,7 +119,7 @@ def _too_many(available: Hosts, world_size: int) -> str:
     if available.limits and (available.whole is None or available.whole >= world_size):
         remedy = f"leave out {' and '.join(available.limits)}"
     return (
-        f"the run has {world_size} ranks (parallel.tensor * pipeline * data), but {available.named} has "
+        f"the run has {world_size} ranks (parallel.tensor * context * pipeline * data), but {available.named} has "
         f"{available.slots} slot{'s' * (available.slots != 1)} ({slots}){limits}, and a slot runs one rank; "
         f"use a smaller layout, or {remedy}"
     )

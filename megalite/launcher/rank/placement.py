@@ -1,4 +1,4 @@
-"""Places ranks on cores, by NUMA node, and says where the layout's tensor-parallel ranks are on different hosts."""
+"""Places ranks on cores, by NUMA node, and says where ranks that share a layer or a sequence are on different hosts."""
 
 import os
 from collections import Counter
@@ -10,7 +10,7 @@ from typing import Literal
 
 from megalite.launcher.process import available_cores
 from megalite.launcher.rank.detect import RankInfo
-from megalite.topology.axes import Layout
+from megalite.topology.axes import AXES, Layout
 
 _SYSTEM, _GPUS = Path("/sys/devices/system"), Path("/proc/driver/nvidia/gpus")
 
@@ -111,35 +111,45 @@ def _numbers(ranges: str) -> list[int]:
     return numbers
 
 
-def tensor_groups_across_hosts(layout: Layout, hosts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the groups of tensor-parallel ranks that are not all on one host. hosts: the host of each rank."""
-    return [group for group in layout.groups("tp") if len({hosts[rank] for rank in group}) > 1]
+def groups_across_hosts(layout: Layout, axis: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the groups along an axis whose ranks are not all on one host. hosts: the host of each rank."""
+    return [group for group in layout.groups(axis) if len({hosts[rank] for rank in group}) > 1]
 
 
-def tensor_warning(layout: Layout, hosts: Sequence[str]) -> str:
-    """Return a warning, with its remedy, if tensor-parallel ranks are on different hosts; empty if none are."""
-    apart = tensor_groups_across_hosts(layout, hosts)
-    if not apart:
-        return ""
-    first = apart[0]
-    places = _listed(f"{rank} on {hosts[rank]}" for rank in first)
-    count = f"{len(apart)} of {layout.world_size // layout.tensor} tensor-parallel groups"
+def placement_warning(layout: Layout, hosts: Sequence[str]) -> str:
+    """Return a warning, with its remedy, if ranks that exchange tensors in every layer are on different hosts.
+
+    Those are tensor-parallel ranks, and context-parallel ones where a host has room for all that share a sequence.
+    Empty if all are together.
+    """
+    if groups_across_hosts(layout, "tp", hosts):
+        return _warning(layout, "tp", layout.tensor, hosts)
+    together = layout.tensor * layout.context
+    fits = together <= max(Counter(hosts).values())
+    return (
+        _warning(layout, "cp", together, hosts) if fits and groups_across_hosts(layout, "cp", hosts) else ""
+    )
+
+
+def _warning(layout: Layout, axis: str, together: int, hosts: Sequence[str]) -> str:
+    """Describe the groups along `axis` that span hosts. together: the consecutive ranks that belong on one host."""
+    apart, name = groups_across_hosts(layout, axis, hosts), AXES[axis]
+    places = _listed(f"{rank} on {hosts[rank]}" for rank in apart[0])
+    count = f"{len(apart)} of {len(layout.groups(axis))} {name}-parallel groups"
     text = f"{count} span hosts (ranks {places}), so that every layer waits for the network; "
     names = list(dict.fromkeys(hosts))
     in_order = [name for name in names for host in hosts if host == name]
-    if not tensor_groups_across_hosts(layout, in_order):
+    if not groups_across_hosts(layout, axis, in_order):
         runs = sum(1 for _ in groupby(hosts))
         assert runs > len(names)
         return text + (
             "give neighbouring ranks to the same host (Open MPI: --map-by slot, srun: --distribution=block, MPICH: "
             "HOST:SLOTS lines in the host file)"
         )
-    fitting = gcd(layout.tensor, *Counter(hosts).values())
-    if fitting == 1:
-        return text + f"start a multiple of {layout.tensor} ranks on each host"
-    return (
-        text + f"use parallel.tensor = {fitting}, or start a multiple of {layout.tensor} ranks on each host"
-    )
+    inner = together // layout.sizes[axis]
+    fitting = gcd(together, *Counter(hosts).values()) // inner
+    smaller = f"use parallel.{name} = {fitting}, or " if fitting > 1 else ""
+    return f"{text}{smaller}start a multiple of {together} ranks on each host"
 
 
 def _listed(items: Iterable[str], most: int = 4) -> str:

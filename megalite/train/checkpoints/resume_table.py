@@ -35,7 +35,8 @@ _NOT_LOADED = "no effect on the weights that are trained: these are the checkpoi
 _TABLE: tuple[tuple[Rule, str, str], ...] = (
     (Rule.FREE, "", "run: folder"),
     (Rule.FREE, "", "model: preset hf_config kernels chunked_loss"),
-    (Rule.FREE, "", "parallel: tensor sequence pipeline data schedule virtual_stages layers_per_stage"),
+    (Rule.FREE, "", "parallel: tensor sequence context context_method pipeline data"),
+    (Rule.FREE, "", "parallel: schedule virtual_stages layers_per_stage"),
     (Rule.FREE, "", "training: stop_after micro_batch_size micro_batches recompute recompute_layers"),
     (Rule.FREE, "", "training: recompute_ratio compile threads memory_limit empty_cache_every"),
     (Rule.FREE, "", "deepspeed: config native_optimizer"),

@@ -1,6 +1,7 @@
 """Rules on how a model is cut: tensor and pipeline parallelism, chunks, layers a stage, ranks."""
 
 from tests.unit.config.rule_cases import Case
+from tests.unit.config.runs import REMOVED
 
 LAYOUT_CASES = [
     Case(
@@ -31,6 +32,53 @@ LAYOUT_CASES = [
         "training.sequence_length: 18 is not divisible by parallel.tensor = 4, as parallel.sequence = true requires; "
         "use 16 or 20, or parallel.sequence = false",
         {"training.sequence_length": 20},
+    ),
+    Case(
+        "context_divides_the_length",
+        {"parallel.context": 4, "training.sequence_length": 20},
+        "training.sequence_length: 20 is not divisible by 2 * parallel.context 4 = 8: a rank takes two equal blocks; "
+        "use 16 or 24",
+        {"training.sequence_length": 24},
+    ),
+    Case(
+        "context_divides_the_length",
+        {
+            "parallel.context": 2,
+            "parallel.tensor": 4,
+            "parallel.sequence": True,
+            "training.sequence_length": 20,
+        },
+        "training.sequence_length: 20 is not divisible by parallel.context 2 * parallel.tensor 4, as "
+        "parallel.sequence = true requires; use 16 or 24",
+        {"training.sequence_length": 16},
+    ),
+    Case(
+        "context_divides_the_length_buckets",
+        {
+            "parallel.context": 8,
+            "training.sequence_length": 32,
+            "data.kind": "instruct",
+            "data.packing": "none",
+            "data.length_buckets": 4,
+        },
+        "data.length_buckets: makes batches of multiples of 8 positions, but parallel.context = 8 cuts multiples of "
+        "16; delete it, or lower parallel.context",
+        {"data.length_buckets": REMOVED},
+    ),
+    Case(
+        "ulysses_divides_the_heads",
+        {"parallel.context": 8, "parallel.tensor": 2, "parallel.context_method": "ulysses"},
+        'parallel.context_method: "ulysses" gives each of parallel.context = 8 ranks equally many heads, but there '
+        'are model.num_attention_heads 8 / parallel.tensor 2 = 4; use "gather" or "ring", or parallel.context 1 or 2 '
+        "or 4",
+        {"parallel.context": 4},
+    ),
+    Case(
+        "compiled_layers_hold_no_collectives",
+        {"parallel.context": 2, "training.compile": True},
+        "training.compile: true does not work with parallel.context = 2: collectives are not compiled; use "
+        "parallel.context 1, or training.compile = false",
+        {"training.compile": False},
     ),
     Case(
         "tensor_fits_intermediate_size",

@@ -21,6 +21,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "global batch": {"training.global_batch_size": REMOVED, "training.micro_batches": 3},
     "heads": {"model.num_key_value_heads": REMOVED},
     "layout": {"parallel.tensor": 2, "parallel.pipeline": 2, "training.global_batch_size": 16},
+    "context": {"parallel.context": 2, "parallel.data": 2},
     "two chunks": {
         "parallel.pipeline": 2,
         "parallel.schedule": "interleaved_1f1b",
@@ -69,6 +70,7 @@ def test_every_setting_that_can_be_auto_or_unset_for_another_is_known() -> None:
     # They have a value of their own that means "look", and no number follows.
     choices = {
         "model.kernels",
+        "parallel.context_method",
         "monitor.console",
         "checkpoint.resume",
         "launch.bind_cores",
@@ -95,7 +97,8 @@ def test_a_line_has_the_origin_of_each_number(tmp_path: Path) -> None:
     tensor, pipeline = places["parallel.tensor"], places["parallel.pipeline"]
     assert lines["training.micro_batches"] == (
         f"training.micro_batches = 4 = global_batch_size 16 (run.toml:{batch}) / (micro_batch_size 2 (run.toml:{size}) "
-        f"* data 2 (= ranks 8 / (tensor 2 (run.toml:{tensor}) * pipeline 2 (run.toml:{pipeline}))))"
+        f"* data 2 (= ranks 8 / (tensor 2 (run.toml:{tensor}) * context 1 (default) "
+        f"* pipeline 2 (run.toml:{pipeline}))))"
     )
     assert lines["tokens a step"].endswith("* sequence_length 8 (--training.sequence_length)")
     assert "weights" not in lines and lines["parameters"].count(" + ") == 2

@@ -27,23 +27,26 @@ def run_file(
 
 
 LAYOUTS = [
-    # (tensor, pipeline, data), slots left -> the layout, its micro batches of the same 24 sequences
-    ((1, 1, 4), 3, (1, 1, 3), 8),
-    ((1, 1, 4), 2, (1, 1, 2), 12),
-    ((2, 2, 2), 6, (2, 2, 1), 24),  # data first
-    ((2, 2, 2), 3, (2, 1, 1), 24),  # then the pipeline
-    ((2, 2, 1), 1, (1, 1, 1), 24),  # tensor last
-    ((1, 1, 8), 7, (1, 1, 6), 4),  # 7 does not divide 24
-    ((4, 1, 1), 3, (2, 1, 1), 24),  # 3 does not divide the heads
+    # (tensor, context, pipeline, data), slots left -> the layout, its micro batches of the same 24 sequences
+    ((1, 1, 1, 4), 3, (1, 1, 1, 3), 8),
+    ((1, 1, 1, 4), 2, (1, 1, 1, 2), 12),
+    ((2, 1, 2, 2), 6, (2, 1, 2, 1), 24),  # data first
+    ((2, 1, 2, 2), 3, (2, 1, 1, 1), 24),  # then the pipeline
+    ((2, 1, 2, 1), 1, (1, 1, 1, 1), 24),  # tensor last
+    ((1, 1, 1, 8), 7, (1, 1, 1, 6), 4),  # 7 does not divide 24
+    ((4, 1, 1, 1), 3, (2, 1, 1, 1), 24),  # 3 does not divide the heads
+    ((1, 4, 1, 2), 7, (1, 4, 1, 1), 24),  # data before context
+    ((1, 4, 2, 1), 6, (1, 2, 2, 1), 24),  # context before the pipeline
+    ((2, 2, 1, 2), 3, (2, 1, 1, 1), 24),
 ]
 
 
 @pytest.mark.parametrize(("whole", "slots", "left", "micro_batches"), LAYOUTS)
 def test_the_nearest_layout_keeps_the_global_batch(tmp_path, whole, slots, left, micro_batches):
-    tensor, pipeline, data = whole
-    path = run_file(tmp_path, f"tensor = {tensor}\npipeline = {pipeline}\ndata = {data}")
-    run = smaller_layout(path, [], tensor * pipeline * data, slots).loaded.config
-    assert (run.layout.tensor, run.layout.pipeline, run.layout.data) == left
+    tensor, context, pipeline, data = whole
+    path = run_file(tmp_path, f"tensor = {tensor}\ncontext = {context}\npipeline = {pipeline}\ndata = {data}")
+    run = smaller_layout(path, [], tensor * context * pipeline * data, slots).loaded.config
+    assert (run.layout.tensor, run.layout.context, run.layout.pipeline, run.layout.data) == left
     assert (run.training.global_batch_size, run.training.micro_batches) == (24, micro_batches)
 
 

@@ -10,10 +10,10 @@ from megalite.launcher.rank.detect import local_rank_infos
 from megalite.launcher.rank.placement import (
     bind_cores,
     cores_of_rank,
+    groups_across_hosts,
     nodes_of_gpus,
     numa_nodes,
-    tensor_groups_across_hosts,
-    tensor_warning,
+    placement_warning,
 )
 from megalite.topology.axes import Layout
 
@@ -107,12 +107,12 @@ BLOCKS, DEALT = ["n0", "n0", "n1", "n1"], ["n0", "n1", "n0", "n1"]
 
 
 def test_tensor_groups_on_one_host_are_silent():
-    assert tensor_warning(Layout(pipeline=2, tensor=2), BLOCKS) == ""
-    assert tensor_groups_across_hosts(Layout(data=4), DEALT) == []
+    assert placement_warning(Layout(pipeline=2, tensor=2), BLOCKS) == ""
+    assert groups_across_hosts(Layout(data=4), "tp", DEALT) == []
 
 
 def test_ranks_dealt_out_round_robin_are_said_with_the_launchers_option():
-    text = tensor_warning(Layout(pipeline=2, tensor=2), DEALT)
+    text = placement_warning(Layout(pipeline=2, tensor=2), DEALT)
     assert text.startswith(
         "2 of 2 tensor-parallel groups span hosts (ranks 0 on n0, 1 on n1), so that every layer"
     )
@@ -129,6 +129,24 @@ def test_ranks_dealt_out_round_robin_are_said_with_the_launchers_option():
     ],
 )
 def test_a_tensor_axis_that_does_not_fit_a_host_is_said_with_the_nearest_that_does(layout, hosts, remedy):
-    text = tensor_warning(layout, hosts)
+    text = placement_warning(layout, hosts)
     assert text.endswith(remedy), text
     assert "span hosts" in text
+
+
+def test_ranks_that_share_a_sequence_are_kept_on_one_host_where_they_fit():
+    """Ranks that cannot be on one host are no mistake: a long sequence is cut over hosts on purpose."""
+    assert placement_warning(Layout(context=2, data=2), BLOCKS) == ""
+    assert placement_warning(Layout(context=4), BLOCKS) == ""
+    assert placement_warning(Layout(context=2, tensor=2), BLOCKS) == ""
+    dealt = placement_warning(Layout(context=2, data=2), DEALT)
+    assert dealt.startswith(
+        "2 of 2 context-parallel groups span hosts (ranks 0 on n0, 1 on n1), so that every layer"
+    )
+    assert "--map-by slot" in dealt
+    uneven = placement_warning(Layout(context=4, data=2), ["n0"] * 6 + ["n1"] * 2)
+    assert uneven.endswith("use parallel.context = 2, or start a multiple of 4 ranks on each host")
+    both = placement_warning(Layout(context=2, tensor=2, data=2), ["n0"] * 6 + ["n1"] * 2)
+    assert both.startswith("2 of 4 context-parallel groups") and both.endswith(
+        "; start a multiple of 4 ranks on each host"
+    )
