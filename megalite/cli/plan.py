@@ -50,6 +50,9 @@ def run(arguments: Sequence[str]) -> int:
     base = base_flags(options)
     axes = _axes(options, base)
     config = base.load()
+    if options.context_method is not None:
+        parallel = config.parallel.model_copy(update={"context_method": options.context_method})
+        config = config.model_copy(update={"parallel": parallel})
     rows = vocabulary(config) or PLANNED_ROWS
     cluster: Machine
     if measured:
@@ -61,7 +64,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.fit:
         _print(fit_lines(config, rows, cluster))
         return 0
-    found = search(config, rows, cluster, axes)
+    found = search(config, rows, cluster, axes, options.context)
     report(**plan_report(found, config, cluster))
     for line in plan_lines(found, config, rows, cluster, options):
         print(line)
@@ -77,24 +80,27 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _axes(options: argparse.Namespace, base: PlanBase) -> PlannedAxes:
-    """Return the axes that are planned and not trained. Raises ConfigError where cards or options cannot have them."""
-    axes = PlannedAxes(options.context, options.context_method, options.expert, options.expert_tensor)
+    """Return the axes that are planned and not trained. Raises ConfigError where cards or options cannot have them.
+
+    Those of experts; what is wrong with --context is said too.
+    """
+    axes = PlannedAxes(options.expert, options.expert_tensor)
+    context = options.context or 1
     formulas = bool(axes.text) or base.mixture is not None
-    for name, why in (
-        ("write", "so that no file can say the plan"),
-        ("calibrate", "so that nothing is measured of them"),
-        ("calibration", "so that nothing was measured of them"),
-    ):
+    for name in ("write", "calibrate", "calibration"):
         if formulas and getattr(options, name):
-            message = f"a run has no experts, latent attention or context parallelism yet, {why}"
+            message = "a run has no experts or latent attention yet"
             raise ConfigError([Problem(f"--{name}", message, f"plan without --{name}")])
-    if axes.text and options.fit:
+        if context > 1 and name != "write" and getattr(options, name):
+            message = "has no times of context parallelism"
+            raise ConfigError([Problem(f"--{name}", message, f"plan without --{name}, or without --context")])
+    if (axes.text or context > 1) and options.fit:
         message = "has no effect on one card, which --fit plans for"
-        raise ConfigError([Problem("--context" if axes.context > 1 else "--expert", message, "leave it out")])
+        raise ConfigError([Problem("--expert" if axes.text else "--context", message, "leave it out")])
     cards = (options.nodes or 1) * (options.cards_per_node or 8)  # a measured machine has no number of nodes
-    if cards % axes.context:
-        message = f"{axes.context} does not divide {cards:,} cards"
-        fits = max(size for size in divisors(cards) if size <= axes.context)
+    if cards % context:
+        message = f"{context} does not divide {cards:,} cards"
+        fits = max(size for size in divisors(cards) if size <= context)
         raise ConfigError([Problem.reset("--context", message, f"use {fits}", fits)])
     return axes
 
@@ -165,11 +171,13 @@ def command_parser() -> argparse.ArgumentParser:
         metavar="X",
         help="of links' rates (0.75)",
     )
+    wish = "ranks that share each sequence (default: searched)"
+    add("--context", type=whole_number(1), metavar="N", help=wish)
+    method = "how they see each other's keys (gather, or the run file's)"
+    add("--context-method", choices=CONTEXT_METHODS, help=method)
     for name, text in (
-        ("context", "ranks that share each sequence"),
         ("expert", "ranks that share a layer's experts"),
         ("expert-tensor", "ranks that share each expert"),
     ):
         add(f"--{name}", type=whole_number(1), default=1, metavar="N", help=f"{text} (planned only; 1)")
-    add("--context-method", choices=CONTEXT_METHODS, default="gather", help="of --context (gather)")
     return parser

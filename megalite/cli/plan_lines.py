@@ -93,8 +93,8 @@ def _axes_lines(run: PlannedRun, time: StepTime) -> Iterator[str]:
         sent = exchanged_values(run, recomputed=run.training.recompute == "full") * run.weight_bytes
         words = "of tokens sent by a card a layer and micro batch"
         yield f"  experts {memory_text(sent)} {words}, {time.experts:.2f} s a step"
-    if run.axes.context > 1:
-        again, method = run.training.recompute != "none", run.axes.context_method
+    if run.layout.context > 1:
+        again, method = run.training.recompute != "none", run.context_method
         sent = context_traffic(ContextSizes.of(run), method, recomputed=again) * run.weight_bytes
         words = "of keys and values sent by a card a layer and micro batch"
         yield f"  context {memory_text(sent)} {words}, {time.context:.2f} s a step"
@@ -118,7 +118,10 @@ def _refusal_lines(found: LayoutSearch, cluster: Machine) -> Iterator[str]:
 
 def _layout_text(layout: PlannedLayout) -> str:
     choice, run = layout.choice, layout.run
-    words = [run.layout.text + run.axes.text, f"micro batch {run.micro_batch_size} x {run.micro_batches}"]
+    method = f" ({run.context_method})"
+    sizes = [f"{name} {size}{method * (name == 'context')}" for name, size in run.layout.named_sizes.items()]
+    words = [" x ".join(sizes) + run.axes.text]
+    words.append(f"micro batch {run.micro_batch_size} x {run.micro_batches}")
     if choice.pipeline > 1:
         words.append(choice.schedule + (f" of {choice.chunks} chunks" if choice.chunks > 1 else ""))
     words += ["sequence parallel"] * choice.sequence + [f"ZeRO {choice.zero}"] * (choice.zero > 0)

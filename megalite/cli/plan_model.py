@@ -27,7 +27,7 @@ _SIZES = (
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
 _REPLACED = {
-    "parallel": ("schedule", "virtual_stages", "layers_per_stage"),
+    "parallel": ("schedule", "virtual_stages", "layers_per_stage", "context", "context_method"),
     "training": ("micro_batches", "recompute_layers", "recompute_ratio"),
     "deepspeed": ("zero_optimization",),
 }
@@ -53,7 +53,11 @@ class PlanBase:
     def flags(self) -> list[str]:
         if self.file is not None:
             settings: dict[str, Any] = {"parallel.tensor": 1, "parallel.pipeline": 1, "parallel.data": 1}
-            settings |= {"parallel.schedule": "1f1b", "parallel.virtual_stages": "auto"}
+            settings |= {
+                "parallel.context": 1,
+                "parallel.schedule": "1f1b",
+                "parallel.virtual_stages": "auto",
+            }
             settings |= {"parallel.layers_per_stage": "unset", "parallel.sequence": "false"}
         else:
             settings = {

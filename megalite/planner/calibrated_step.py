@@ -88,7 +88,7 @@ def calibrated_seconds(run: PlannedRun, machine: CalibratedMachine) -> Mapping[s
 
     That is another precision, experts, latent attention and context parallelism.
     """
-    if isinstance(run.shape, MixtureShape) or run.axes != PlannedAxes():
+    if isinstance(run.shape, MixtureShape) or run.axes != PlannedAxes() or run.layout.context > 1:
         message = "has no times of experts, latent attention and context parallelism"
         raise ConfigError([Problem("--calibration", message, "leave it out: plan with --card")])
     return _Step(run, machine).parts

@@ -5,12 +5,9 @@ models", section 3.3.2 (gather); Jacobs et al. 2023, "DeepSpeed Ulysses". Each r
 sequence, the r-th and the r-th from the end, so that all make equal work under a causal mask.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megalite.errors import Problem
 from megalite.planner.planned_run import PlannedRun
-from megalite.topology.axes import Layout
 from megalite.topology.context import ContextMethod
 from megalite.topology.experts import MixtureShape
 
@@ -31,7 +28,7 @@ class ContextSizes:
 
     @classmethod
     def of(cls, run: PlannedRun) -> "ContextSizes":
-        shape, tensor, context = run.shape, run.layout.tensor, run.axes.context
+        shape, tensor, context = run.shape, run.layout.tensor, run.layout.context
         heads, shared = shape.num_attention_heads, max(shape.num_key_value_heads, tensor)
         both = 2 * shape.head_dim
         if isinstance(shape, MixtureShape) and shape.latent is not None:
@@ -86,20 +83,3 @@ def context_working(sizes: ContextSizes, method: ContextMethod, *, recomputed: b
     if method == "ring":
         return 2 * sizes.tokens * sizes.key_value
     return context_kept(sizes, method) if recomputed else 0.0
-
-
-def context_problems(run: PlannedRun, layout: Layout, *, sequence_parallel: bool) -> Iterator[Problem]:
-    """Yield why sequences cannot be cut as planned in this layout."""
-    ranks, length, tensor = run.axes.context, run.sequence_length, layout.tensor
-    if ranks == 1:
-        return
-    if length % (2 * ranks):
-        message = f"{ranks} ranks take two runs each, but 2 x {ranks} does not divide sequences of {length}"
-        yield Problem("--context", message, f"use sequences of {length // (2 * ranks) * 2 * ranks}")
-    elif sequence_parallel and length // ranks % tensor:
-        message = f"leaves {length // ranks} tokens, which parallel.tensor = {tensor} does not divide"
-        yield Problem("--context", message, "use parallel.sequence = false, or another size")
-    heads = run.shape.num_attention_heads
-    if run.axes.context_method == "ulysses" and heads // tensor % ranks:
-        message = f"{ranks} does not divide the {heads // tensor} heads of a tensor-parallel rank"
-        yield Problem("--context", message, "use --context-method gather")

@@ -25,8 +25,8 @@ IMBALANCE = 1.3
 
 def block_activations(run: PlannedRun, mode: RecomputeMode, layer: int) -> Activations:
     """Return the activations of a layer of any kind, with what cut sequences, latent attention and experts add."""
-    shape, method = run.shape, run.axes.context_method
-    if not isinstance(shape, MixtureShape) and run.axes.context == 1:
+    shape, method = run.shape, run.context_method
+    if not isinstance(shape, MixtureShape) and run.layout.context == 1:
         return layer_activations(run, mode, layer)
     sizes, again = ContextSizes.of(run), mode != "none"
     kept = context_kept(sizes, method, recomputed=again)
@@ -101,7 +101,7 @@ def exchange_seconds(run: PlannedRun, cluster: Cluster) -> float:
 
 def context_seconds(run: PlannedRun, cluster: Cluster) -> float:
     """Return the time of a layer's keys and values on their way in a micro batch."""
-    ranks, method = run.axes.context, run.axes.context_method
+    ranks, method = run.layout.context, run.context_method
     if ranks == 1:
         return 0.0
     again = run.training.recompute != "none"
@@ -151,7 +151,7 @@ def expert_problems(run: PlannedRun, layout: Layout, *, sequence_parallel: bool)
         if axes.expert * axes.expert_tensor > 1:
             yield Problem("--expert", "the model has no experts", "plan without --expert and --expert-tensor")
         return
-    ranks, size = layout.data * axes.context * layout.tensor, axes.expert * axes.expert_tensor
+    ranks, size = layout.data * layout.context * layout.tensor, axes.expert * axes.expert_tensor
     if ranks % size:
         message = f"expert {axes.expert} x expert tensor {axes.expert_tensor} does not divide a stage's {ranks} ranks"
         fits = [

@@ -78,7 +78,7 @@ def _offloads(config: RunConfig) -> dict[str, Any]:
 def _least_memory(config: RunConfig) -> LeastMemory:
     rows, layout, precision = vocabulary(config) or 1, config.layout, config.training.precision
     batch, bytes_each = config.batch, PRECISIONS[precision].size_bytes
-    tokens = batch.micro_batch_size * config.training.sequence_length
+    tokens = batch.micro_batch_size * config.training.sequence_length // layout.context
     sliced = layout.tensor if config.parallel.sequence else 1
     hidden_states = tokens * config.model.hidden_size * bytes_each / sliced
     rows_at_once = min(tokens, config.model.chunked_loss or tokens)
@@ -98,7 +98,7 @@ def _largest_part(config: RunConfig) -> tuple[str, int]:
     own, all_parameters = model_parameters(replace(shape, adapter=None)), model_parameters(shape)
     tables = sum(each.numel for each in own if each.name in (EMBEDDING, POSITIONS, HEAD))
     inner = sum(each.numel for each in own) - tables
-    tokens = config.batch.micro_batch_size * training.sequence_length
+    tokens = config.batch.micro_batch_size * training.sequence_length // config.layout.context
     # A trained value has a gradient and two moments, in fp32.
     of_adapter = 4 * (sum(each.numel for each in all_parameters) - tables - inner)
     of_own = 1 if of_adapter else 4

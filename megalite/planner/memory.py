@@ -300,8 +300,10 @@ def _buffers(run: PlannedRun) -> float:
     """Return the bytes of messages between stages, and of two batches of ids."""
     hidden = run.positions * run.shape.hidden_size * run.weight_bytes
     messages = 2 * ACTIONS_AHEAD * hidden if run.layout.pipeline > 1 else 0.0
-    # ids, labels, positions and the loss mask, of this step and the next.
-    return messages + 2 * run.micro_batches * run.tokens * (3 * _ID_BYTES + 4)
+    # ids, labels, positions and the loss mask, of this step and the next; of a cut sequence a rank has its part too.
+    tokens = run.micro_batches * run.tokens
+    rows = 2 * tokens * run.layout.context + tokens * (run.layout.context > 1)
+    return messages + rows * (3 * _ID_BYTES + 4)
 
 
 def _bucket(run: PlannedRun, stage: int, counts: ValueCounts) -> float:

@@ -32,7 +32,8 @@ def activation_remedies(config: RunConfig) -> Iterator[str]:
     Sequence parallelism sends as much as before, smaller micro batches make smaller products, chunks compute the head
     1.08 times as long, full recomputation costs one more forward, and shorter sequences are another training.
     """
-    training, tokens = config.training, config.batch.micro_batch_size * config.training.sequence_length
+    training = config.training
+    tokens = config.batch.micro_batch_size * training.sequence_length // config.layout.context
     size, count = config.batch.micro_batch_size, config.batch.micro_batches
     if config.layout.tensor > 1 and not config.parallel.sequence:
         yield "--parallel.sequence true"

@@ -20,25 +20,18 @@ from megalite.topology.stages import PipelineSplit
 class PlannedAxes:
     """Axes that are planned by formula; no run has them yet.
 
-    context: ranks that share each sequence, of which each has two runs that make equal work ("zig-zag"); beside those
-    of the layout. context_method: how keys and values reach the queries of other ranks. expert: ranks that share the
-    experts of a layer, and expert_tensor: each expert; both among the data, context and tensor ranks of a stage.
+    expert: ranks that share the experts of a layer, and expert_tensor: each expert; both among the data, context and
+    tensor ranks of a stage.
     """
 
-    context: int = 1
-    context_method: ContextMethod = "gather"
     expert: int = 1
     expert_tensor: int = 1
 
     @property
     def text(self) -> str:
-        """ " x context 4 (ring) x expert 8", without those of size 1."""
-        sizes = (
-            (f"context {self.context} ({self.context_method})", self.context),
-            (f"expert {self.expert}", self.expert),
-            (f"expert tensor {self.expert_tensor}", self.expert_tensor),
-        )
-        return "".join(f" x {name}" for name, size in sizes if size > 1)
+        """ " x expert 8 x expert tensor 2", without those of size 1."""
+        sizes = {"expert": self.expert, "expert tensor": self.expert_tensor}
+        return "".join(f" x {name} {size}" for name, size in sizes.items() if size > 1)
 
 
 @dataclass(frozen=True)
@@ -46,7 +39,8 @@ class PlannedRun:
     """A resolved run with a known vocabulary and precision.
 
     model, training, optimizer: the sections of these names, of which only settings of computation are read.
-    sequence_parallel: `parallel.sequence`. offload: table of `zero_optimization` -> "cpu" or "nvme".
+    sequence_parallel: `parallel.sequence`. context_method: `parallel.context_method`, with "auto" as gather.
+    offload: table of `zero_optimization` -> "cpu" or "nvme".
     zero: `zero_optimization` of DeepSpeed's JSON.
     plain_torch: plain torch computes what has a compiled operator. on_cpu: it computes on the host.
     """
@@ -70,6 +64,7 @@ class PlannedRun:
     plain_torch: bool = False
     on_cpu: bool = False
     axes: PlannedAxes = field(default_factory=PlannedAxes)
+    context_method: ContextMethod = "gather"
 
     @classmethod
     def of(
@@ -97,6 +92,7 @@ class PlannedRun:
             config.optimizer,
             plain_torch,
             on_cpu,
+            context_method="gather" if parallel.context_method == "auto" else parallel.context_method,
         )
 
     @cached_property
@@ -121,7 +117,7 @@ class PlannedRun:
     @cached_property
     def copies(self) -> int:
         """The number of ranks with the same dense weights, over which ZeRO partitions."""
-        return prod(self.layout.sizes[axis] for axis in ROLES["dense_gradients"]) * self.axes.context
+        return prod(self.layout.sizes[axis] for axis in ROLES["dense_gradients"])
 
     @cached_property
     def expert_copies(self) -> float:
@@ -131,7 +127,7 @@ class PlannedRun:
     @property
     def tokens(self) -> int:
         """The tokens of a micro batch on a rank: its share of the sequences."""
-        return self.micro_batch_size * self.sequence_length // self.axes.context
+        return self.micro_batch_size * self.sequence_length // self.layout.context
 
     @property
     def positions(self) -> float:

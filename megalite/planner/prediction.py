@@ -78,7 +78,7 @@ def predict_run(
     memory = largest_rank(run)
     machine, basis = _machine(run, card, nodes, cards_per_node, calibration)
     seconds = None if machine is None else step_time(run, machine, memory).total
-    tokens = run.micro_batches * run.tokens * run.layout.data
+    tokens = run.micro_batches * run.micro_batch_size * run.sequence_length * run.layout.data
     return RunPrediction(memory.peak, seconds, tokens, basis, run.on_cpu)
 
 
@@ -86,7 +86,7 @@ def _machine(
     run: PlannedRun, card: str | None, nodes: int, cards_per_node: int, calibration: Calibration | None
 ) -> tuple[Machine | None, str]:
     """Return the machine and what its times stand on; None if they are not known."""
-    if calibration is not None and nodes == 1:
+    if calibration is not None and nodes == 1 and run.layout.context == 1:
         measured = CalibratedMachine(calibration, cards_per_node)
         return measured, measured.assumptions
     name = "" if card is None else card.removeprefix("NVIDIA ")

@@ -16,13 +16,13 @@ from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.training_section import ComputeSettings, RecomputeMode
 from megalite.errors import Problem
 from megalite.launcher.process import available_cores
-from megalite.planner.cluster import Machine
-from megalite.planner.context import context_problems
+from megalite.planner.cluster import Cluster, Machine
 from megalite.planner.experts import expert_problems
 from megalite.planner.memory import CARD_BASE_BYTES, RankMemory, stage_memory
 from megalite.planner.planned_run import PlannedAxes, PlannedRun
 from megalite.planner.step_time import StepTime, step_time
 from megalite.topology.axes import Layout
+from megalite.topology.context import ContextMethod
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.sharding import divisors
 from megalite.topology.stages import PipelineSplit, pipeline_split
@@ -34,6 +34,7 @@ _ORIGINS = {"deepspeed.zero_optimization": "planned"}
 _MOST_STAGES = 64
 _NO_AXES = PlannedAxes()
 _MICRO_BATCHES = (1, 2, 4, 8)
+_LEAST_PART = 4096  # tokens of a sequence on a rank
 # Choices that take longer to judge than processes take to start, and those that a process takes at a time.
 _MANY, _AT_ONCE = 4096, 512
 _RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "full")
@@ -41,7 +42,10 @@ _RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class LayoutChoice:
-    """The settings of one layout; data: replicas; sequence: sequence parallelism."""
+    """The settings of one layout. data: replicas; sequence: sequence parallelism.
+
+    context: ranks that share a sequence, by context_method.
+    """
 
     tensor: int
     sequence: bool
@@ -52,6 +56,12 @@ class LayoutChoice:
     zero: int
     micro_batch_size: int
     recompute: RecomputeMode
+    context: int = 1
+    context_method: ContextMethod = "gather"
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.pipeline, self.data, self.tensor, self.context)
 
     @property
     def flags(self) -> dict[str, object]:
@@ -64,6 +74,8 @@ class LayoutChoice:
             "training.micro_batch_size": self.micro_batch_size,
             "training.recompute": self.recompute,
         }
+        if self.context > 1:
+            settings |= {"parallel.context": self.context, "parallel.context_method": self.context_method}
         if self.pipeline > 1:
             settings |= {"parallel.schedule": self.schedule, "parallel.virtual_stages": self.chunks}
         if self.zero:
@@ -72,7 +84,7 @@ class LayoutChoice:
 
     def distance(self, other: "LayoutChoice") -> float:
         """Return how much one has to change to become the other: doublings of sizes, and other settings."""
-        sizes = ("tensor", "pipeline", "data", "micro_batch_size")
+        sizes = ("tensor", "context", "pipeline", "data", "micro_batch_size")
         doublings = sum(abs(log2(getattr(self, name) / getattr(other, name))) for name in sizes)
         others = ("sequence", "schedule", "zero", "recompute")
         return doublings + sum(getattr(self, name) != getattr(other, name) for name in others)
@@ -110,37 +122,53 @@ class LayoutSearch:
         return min(self.fitting, key=lambda layout: layout.choice.distance(choice), default=None)
 
 
-def every_choice(world: int, cluster: Machine) -> Iterator[LayoutChoice]:
-    """Yield the layouts of `world` ranks. Tensor parallelism goes as far as two nodes."""
-    tensors = [size for size in divisors(world) if size <= 2 * cluster.cards_per_node]
-    for tensor in tensors:
-        for pipeline in (size for size in divisors(world // tensor) if size <= _MOST_STAGES):
-            data = world // tensor // pipeline
+def every_choice(
+    cluster: Machine, contexts: Sequence[int] = (1,), method: ContextMethod = "gather"
+) -> Iterator[LayoutChoice]:
+    """Yield the layouts of all cards. Tensor parallelism goes as far as two nodes.
+
+    contexts: the numbers of ranks that share a sequence; where they are several, a micro batch is one sequence.
+    """
+    tensors = [size for size in divisors(cluster.cards) if size <= 2 * cluster.cards_per_node]
+    for tensor, context in product(tensors, contexts):
+        if cluster.cards % (tensor * context):
+            continue
+        sizes = _MICRO_BATCHES if context == 1 else (1,)
+        for pipeline in divisors(cluster.cards // (tensor * context)):
+            if pipeline > _MOST_STAGES:
+                break
+            data = cluster.cards // (tensor * context * pipeline)
             schedules = [
                 (name, chunks)
                 for name in (_SCHEDULES if pipeline > 1 else ("1f1b",))
                 for chunks in _chunks(name, pipeline)
             ]
-            zeros = (0,) if data == 1 else (0, 1, 2, 3)
+            zeros = (0,) if data * context == 1 else (0, 1, 2, 3)
             kinds = product((False, True) if tensor > 1 else (False,), schedules, zeros)
             for sequence, (name, chunks), zero in kinds:
-                for size, recompute in product(_MICRO_BATCHES, _RECOMPUTE):
-                    yield LayoutChoice(tensor, sequence, pipeline, data, name, chunks, zero, size, recompute)
+                for size, recompute in product(sizes, _RECOMPUTE):
+                    yield LayoutChoice(
+                        tensor, sequence, pipeline, data, name, chunks, zero, size, recompute, context, method
+                    )
 
 
 def search(
-    config: RunConfig, vocab_size: int, cluster: Machine, axes: PlannedAxes = _NO_AXES
+    config: RunConfig,
+    vocab_size: int,
+    cluster: Machine,
+    axes: PlannedAxes = _NO_AXES,
+    context: int | None = None,
 ) -> LayoutSearch:
     """Plan every layout of a resolved run over the cards of a cluster, with the run's own global batch.
 
-    axes: those beside the layout, equal in all of them.
+    axes: those beside the layout, equal in all of them. context: the ranks that share a sequence; None: whatever
+    leaves each enough of it.
     """
     base = replace(PlannedRun.of(config, vocab_size, on_cpu=cluster.on_cpu), axes=axes)
-    ranks = cluster.cards // axes.context
-    checked = checked_run(config, ranks)
-    judged = _on_all_cores(
-        partial(_judge, base, checked, config, cluster), list(every_choice(ranks, cluster))
-    )
+    checked = checked_run(config, cluster.cards)
+    contexts = _contexts(config, cluster) if context is None else (context,)
+    choices = list(every_choice(cluster, contexts, base.context_method))
+    judged = _on_all_cores(partial(_judge, base, checked, config, cluster), choices)
     planned = [layout for layout in judged if isinstance(layout, PlannedLayout)]
     refused = [layout for layout in judged if isinstance(layout, RefusedLayout)]
     fitting = sorted((layout for layout in planned if layout.fits), key=_time_and_memory)
@@ -150,10 +178,22 @@ def search(
     return LayoutSearch(fitting, too_large, refused)
 
 
+def _contexts(config: RunConfig, cluster: Machine) -> tuple[int, ...]:
+    """Return the sizes of the context axis that may pay: shorter parts wait longer for each other than they compute."""
+    length = config.training.sequence_length
+    if not isinstance(cluster, Cluster):
+        return (1,)  # nothing of it is measured
+    sizes = divisors(cluster.cards)
+    return tuple(
+        size for size in sizes if size == 1 or (length // size >= _LEAST_PART and not length % (2 * size))
+    )
+
+
 def _judge(
     base: PlannedRun, checked: CheckedRun, config: RunConfig, cluster: Machine, choice: LayoutChoice
 ) -> PlannedLayout | RefusedLayout:
-    problem = next(axes_problems(base, choice), None)  # these take less time than the rules of a run
+    # These take less time than the rules of a run.
+    problem = next(expert_problems(base, choice.layout, sequence_parallel=choice.sequence), None)
     problem = problem or next(layout_problems(_with_choice(checked, config, choice)), None)
     if problem is not None:
         return RefusedLayout(choice, problem)
@@ -174,13 +214,6 @@ def _on_all_cores(
         return list(pool.map(judge, choices, chunksize=_AT_ONCE))
 
 
-def axes_problems(base: PlannedRun, choice: LayoutChoice) -> Iterator[Problem]:
-    """Yield why a layout does not go with the axes beside it."""
-    layout = Layout(choice.pipeline, choice.data, choice.tensor)
-    yield from context_problems(base, layout, sequence_parallel=choice.sequence)
-    yield from expert_problems(base, layout, sequence_parallel=choice.sequence)
-
-
 def _time_and_memory(layout: PlannedLayout) -> tuple[float, float]:
     return layout.time.total, layout.memory.peak
 
@@ -194,7 +227,8 @@ def plan_layout(
     )
     run = replace(
         base,
-        layout=Layout(choice.pipeline, choice.data, choice.tensor),
+        layout=choice.layout,
+        context_method=choice.context_method,
         split=split,
         schedule=choice.schedule,
         micro_batch_size=choice.micro_batch_size,
@@ -238,6 +272,8 @@ def _with_choice(checked: CheckedRun, config: RunConfig, choice: LayoutChoice) -
     parallel = {
         "tensor": choice.tensor,
         "sequence": choice.sequence,
+        "context": choice.context,
+        "context_method": choice.context_method,
         "pipeline": choice.pipeline,
         "data": choice.data,
         "schedule": choice.schedule,

@@ -134,7 +134,7 @@ def _pipeline_seconds(run: PlannedRun, cluster: Cluster) -> float:
     if stages == 1:
         return 0.0
     hidden = run.positions * run.shape.hidden_size * run.weight_bytes
-    stride = run.layout.data * run.axes.context * run.layout.tensor
+    stride = run.layout.world_size // stages
     return 2 * (stages - 1) * hidden / cluster.bandwidth(stages, stride, ring=False)
 
 

@@ -293,7 +293,7 @@ def test_a_mixture_is_planned_with_its_experts(tmp_path: Path, capsys: pytest.Ca
     assert layout["axes"]["expert"] == 4 and layout["step_seconds"]["experts"] > 0
     assert "8 experts, 2 of them a token, bf16, adamw" in said(capsys, *small, "--fit")
     written = ["--write", str(tmp_path / "run.toml")]
-    assert "no file can say the plan" in said(capsys, *small, *written, code=2)
+    assert "a run has no experts or latent attention yet" in said(capsys, *small, *written, code=2)
 
 
 def test_sequences_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -301,6 +301,8 @@ def test_sequences_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
         shown = said(capsys, *SMALL, "--context", "2", "--context-method", method)
         assert f" x context 2 ({method}), micro batch" in shown
         assert "of keys and values sent by a card a layer and micro batch" in shown
+    found = json.loads(said(capsys, *SMALL, "--context", "2", "--json"))["layouts"]
+    assert {layout["settings"]["parallel.context"] for layout in found} == {2}
     assert "3 does not divide 4 cards" in said(capsys, *SMALL, "--context", "3", code=2)
     assert "the model has no experts" in said(capsys, *SMALL, "--expert", "2", code=1)
 
@@ -308,8 +310,11 @@ def test_sequences_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--expert", "2", "--calibrate"], "--calibrate: a run has no experts, latent attention or context"),
-        (["--context", "2", "--calibration", "none.json"], "so that nothing was measured of them"),
+        (["--expert", "2", "--calibrate"], "--calibrate: a run has no experts or latent attention yet"),
+        (
+            ["--context", "2", "--calibration", "none.json"],
+            "--calibration: has no times of context parallelism",
+        ),
         (["--expert-tensor", "2", *CARD, "--fit"], "--expert: has no effect on one card"),
         (["--context", "2", *CARD, "--fit"], "--context: has no effect on one card"),
     ],
@@ -321,7 +326,9 @@ def test_axes_that_are_planned_only_go_without_other_options(
 
 
 def test_a_mixture_is_not_planned_by_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "so that nothing is measured" in said(capsys, mixture_file(tmp_path), "--calibrate", code=2)
+    assert "a run has no experts or latent attention yet" in said(
+        capsys, mixture_file(tmp_path), "--calibrate", code=2
+    )
 
 
 def test_train_refuses_the_mixture_that_plan_knows(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ CONFIGURATIONS: Mapping[str, tuple[Mapping[str, Any], set[str]]] = {
     "liger": ({"plugins": ["axolotl.integrations.liger.LigerPlugin"], "liger_rms_norm": True}, set()),
     "context-parallel": (
         {"context_parallel_size": 4, "ring_attn_func": "varlen_llama3"},
-        {"context_parallel_size"},
+        set(),
     ),
     "neftune": ({"neftune_noise_alpha": 5, "embedding_lr": 1e-5}, {"neftune_noise_alpha", "embedding_lr"}),
 }

@@ -89,6 +89,17 @@ ONE: dict[str, dict[str, object] | None] = {
         "parallel.layers_per_stage": [1, 3]
     },
     "--sequence-parallel --tensor-model-parallel-size 2": {"parallel.sequence": True},
+    "--context-parallel-size 4 --cp-comm-type a2a": {
+        "parallel.context": 4,
+        "parallel.context_method": "ulysses",
+    },
+    "--context-parallel-size 2 --cp-comm-type p2p": {
+        "parallel.context": 2,
+        "parallel.context_method": "ring",
+    },
+    "--context-parallel-size 1 --cp-comm-type p2p": {"parallel.context": 1, "parallel.context_method": None},
+    "--ds-sequence-parallel-size 2": {"parallel.context": 2, "parallel.context_method": "ulysses"},
+    "--ds-sequence-parallel-size 1": {"parallel.context": 1, "parallel.context_method": None},
     "--eval-iters 5": {"validation.samples": 40},
     "--exit-duration-in-mins 90": {"training.stop_after": "90m"},
     "--vocab-file gpt2/vocab.json": {"tokenizer.path": "gpt2"},
@@ -119,10 +130,10 @@ def test_arguments_become_these_settings(arguments: str) -> None:
 
 
 def test_layout_arguments_that_cannot_be_taken_keep_the_numbers() -> None:
-    account = account_of("--context-parallel-size 2 --use-megatron-fsdp --exit-interval 10")
+    account = account_of("--hybrid-context-parallel --use-megatron-fsdp --exit-interval 10")
     refused = account.with_outcome(Outcome.REFUSED)
     assert [answer.key for answer in refused] == [
-        "--context-parallel-size",
+        "--hybrid-context-parallel",
         "--use-megatron-fsdp",
         "--exit-interval",
     ]

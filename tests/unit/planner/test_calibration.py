@@ -13,7 +13,7 @@ from megalite.planner.calibrated_step import CalibratedMachine
 from megalite.planner.calibration import read_calibration, write_calibration
 from megalite.planner.machine_rates import LayerWork, Passes, products_of
 from megalite.planner.memory import largest_rank
-from megalite.planner.planned_run import PlannedAxes, PlannedRun
+from megalite.planner.planned_run import PlannedRun
 from megalite.planner.shared_cores import makespan
 from megalite.planner.stage_parameters import stage_counts
 from megalite.planner.step_time import StepTime, step_time
@@ -188,7 +188,7 @@ def test_a_precision_that_was_not_measured_is_refused() -> None:
 
 def test_axes_that_were_not_measured_are_refused() -> None:
     with pytest.raises(ConfigError, match="no times of experts, latent attention and context parallelism"):
-        predicted(plan(axes=PlannedAxes(context=2), **FP32))
+        predicted(plan(layout=Layout(context=2), **FP32))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

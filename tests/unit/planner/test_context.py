@@ -10,13 +10,12 @@ from megalite.planner.cluster import Cluster
 from megalite.planner.context import (
     ContextSizes,
     context_kept,
-    context_problems,
     context_traffic,
     context_working,
 )
 from megalite.planner.experts import block_activations, context_seconds
 from megalite.planner.memory import stage_memory
-from megalite.planner.planned_run import PlannedAxes, PlannedRun
+from megalite.planner.planned_run import PlannedRun
 from megalite.planner.step_time import step_time
 from megalite.topology.axes import Layout
 from megalite.topology.context import CONTEXT_METHODS
@@ -30,8 +29,8 @@ GROUPED = replace(SHAPE, num_key_value_heads=2)
 def cut(
     ranks: int, method: str = "gather", *, tensor: int = 1, heads: int = 8, **changes: object
 ) -> PlannedRun:
-    run = plan(replace(SHAPE, num_key_value_heads=heads), layout=Layout(tensor=tensor))
-    return replace(run, axes=PlannedAxes(ranks, method), **changes)  # type: ignore[arg-type]
+    run = plan(replace(SHAPE, num_key_value_heads=heads), layout=Layout(tensor=tensor, context=ranks))
+    return replace(run, context_method=method, **changes)  # type: ignore[arg-type]
 
 
 def of(run: PlannedRun) -> ContextSizes:
@@ -79,7 +78,7 @@ def test_a_ring_sends_what_was_measured() -> None:
     """Elements of the prototype that the formulas were taken from: hidden 48, 8 heads of 6, 4 of keys, 16 tokens."""
     shape = replace(SHAPE, hidden_size=48, num_key_value_heads=4, head_dim=6)
     for ranks, measured in ((2, 1536), (4, 1920)):
-        run = plan(shape, micro_batch_size=1, sequence_length=16, axes=PlannedAxes(ranks, "ring"))
+        run = plan(shape, micro_batch_size=1, sequence_length=16, layout=Layout(context=ranks))
         assert context_traffic(of(run), "ring") == measured
 
 
@@ -160,21 +159,3 @@ def test_the_step_waits_for_every_layer_s_keys() -> None:
     assert time.context == about(4 * 8 * 10 * BATCH * 8 * 2 * 64 * 2 / 450e9)
     assert time.context == about(4 * 8 * context_seconds(run, cluster))
     assert time.compute == about(step_time(plan(), cluster, stage_memory(plan(), 0)).compute / 4)
-
-
-@pytest.mark.parametrize(
-    ("run", "tensor", "message"),
-    [
-        (cut(3), 1, "2 x 3 does not divide sequences of 32; use sequences of 30"),
-        (cut(16), 4, "leaves 2 tokens, which parallel.tensor = 4 does not divide"),
-        (cut(4, "ulysses"), 4, "4 does not divide the 2 heads"),
-    ],
-)
-def test_what_cannot_be_cut_is_refused(run: PlannedRun, tensor: int, message: str) -> None:
-    problems = context_problems(run, Layout(tensor=tensor), sequence_parallel=True)
-    assert message in str(next(problems))
-
-
-def test_what_can_be_cut_is_not() -> None:
-    for method in CONTEXT_METHODS:
-        assert not list(context_problems(cut(4, method), Layout(tensor=2), sequence_parallel=True))

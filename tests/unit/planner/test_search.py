@@ -53,6 +53,42 @@ def test_refused_layouts_do_not_load(tmp_path: Path, layouts: LayoutSearch) -> N
         assert layout.problem.key in {problem.key for problem in refusal.value.problems}
 
 
+LONG = {**BATCH, "training.sequence_length": 16384, "model.max_position_embeddings": 16384}
+
+
+@pytest.fixture(scope="module")
+def long_layouts(tmp_path_factory: pytest.TempPathFactory) -> LayoutSearch:
+    """Layouts of sequences that are long enough to be cut over two or four ranks."""
+    return search(load(tmp_path_factory.mktemp("run"), LONG).config, 300, CLUSTER)
+
+
+def test_long_sequences_are_cut_where_each_rank_has_enough_of_them(
+    layouts: LayoutSearch, long_layouts: LayoutSearch, tmp_path: Path
+) -> None:
+    every = [layout.choice for layout in (*layouts.fitting, *layouts.too_large, *layouts.refused)]
+    assert {choice.context for choice in every} == {1}
+    every = [
+        layout.choice for layout in (*long_layouts.fitting, *long_layouts.too_large, *long_layouts.refused)
+    ]
+    assert {choice.context for choice in every} == {1, 2, 4}
+    assert all(choice.layout.world_size == CLUSTER.cards for choice in every)
+    cut = [layout for layout in long_layouts.fitting if layout.choice.context > 1]
+    for layout in random.Random(0).sample(cut, 6):
+        settings = {**LONG, **layout.choice.flags}
+        if zero := settings.pop("deepspeed.zero_optimization.stage", 0):
+            settings["deepspeed"] = {"zero_optimization": {"stage": zero}}
+        config = load(tmp_path, settings, world_size=CLUSTER.cards).config
+        assert config.layout == layout.run.layout and config.batch.micro_batches == layout.run.micro_batches
+
+
+def test_a_wish_for_context_ranks_fixes_them(tmp_path: Path) -> None:
+    found = search(load(tmp_path, BATCH).config, 300, CLUSTER, context=2)
+    assert {layout.choice.context for layout in found.fitting} == {2}
+    odd = search(load(tmp_path, {**BATCH, "training.sequence_length": 20}).config, 300, CLUSTER, context=4)
+    assert not odd.fitting and not odd.too_large
+    assert any("20 is not divisible by 2 * parallel.context 4" in str(each.problem) for each in odd.refused)
+
+
 def test_layouts_are_ranked_by_time(layouts: LayoutSearch) -> None:
     seconds = [layout.time.total for layout in layouts.fitting]
     assert seconds == sorted(seconds)

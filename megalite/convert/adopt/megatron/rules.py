@@ -23,6 +23,7 @@ RENAMED = {
 SEVERAL = ("data-path", "train-data-path", "valid-data-path", "test-data-path")
 """Arguments that take a list of words."""
 _BETAS = {"adam": (0.9, 0.999), "lion": (0.95, 0.98)}
+_CONTEXT_METHODS = {"p2p": "ring", "all_gather": "gather", "a2a": "ulysses"}
 _DROPOUT = "Megatron-LM's default; 0 here"
 
 
@@ -106,6 +107,23 @@ def _sequence(reading: Reading, key: str, value: Any) -> None:
         reading.no_effect(key, "Megatron-LM switches it off without tensor parallelism too")
     else:
         reading.take(key, {"parallel.sequence": True})
+
+
+def _ulysses(reading: Reading, key: str, value: Any) -> None:
+    size = whole(value)
+    reading.take(
+        key, {"parallel.context": size} | ({"parallel.context_method": "ulysses"} if size > 1 else {})
+    )
+
+
+def _context_method(reading: Reading, key: str, value: Any) -> None:
+    if whole(reading.get("context-parallel-size", 1)) == 1:
+        reading.no_effect(key, "there is one context rank")
+    elif value in _CONTEXT_METHODS:
+        reading.take(key, {"parallel.context_method": _CONTEXT_METHODS[value]})
+    else:
+        remedy = 'set parallel.context_method = "auto"'
+        reading.refuse(key, "all layers and ranks exchange alike here", remedy, numbers=False)
 
 
 def _pipeline(reading: Reading, key: str, value: Any) -> None:
@@ -203,6 +221,8 @@ RULES: Mapping[str, KeyRule] = {
             _hidden_dropout: "hidden-dropout",
             _pipeline: "pipeline-model-parallel-size no-pipeline-parallel",
             _sequence: "sequence-parallel",
+            _ulysses: "ds-sequence-parallel-size",
+            _context_method: "cp-comm-type",
             _virtual: "num-layers-per-virtual-pipeline-stage num-virtual-stages-per-pipeline-rank",
             _uneven_stages: "decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers",
             _distributed_optimizer: "use-distributed-optimizer",
