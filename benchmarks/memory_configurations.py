@@ -1,7 +1,7 @@
 """The configurations of benchmarks/memory_prediction.py: every value of every axis, in an order that a seed draws."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megalite.config.load import load_run
@@ -36,6 +36,21 @@ LAYOUTS: tuple[dict[str, Any], ...] = (
     {"parallel.data": 2, _ZERO + "stage": 3},
     {"parallel.data": 2, "parallel.tensor": 2, _ZERO + "stage": 3},
     {"parallel.data": 2, _ZERO + "stage": 3, _ZERO + "offload_optimizer.device": "cpu"},
+)
+CONTEXT_LAYOUTS: tuple[dict[str, Any], ...] = tuple(
+    {"parallel.context": ranks, "parallel.context_method": method, **others}
+    for ranks, method, others in (
+        (2, "gather", {}),
+        (4, "gather", {}),
+        (2, "ring", {}),
+        (4, "ring", {}),
+        (2, "ulysses", {}),
+        (4, "ulysses", {}),
+        (2, "gather", {"parallel.tensor": 2, "parallel.sequence": True}),
+        (2, "ring", {"parallel.pipeline": 2}),
+        (2, "gather", {"parallel.data": 2, _ZERO + "stage": 1}),
+        (2, "ulysses", {_ZERO + "stage": 3}),
+    )
 )
 FAMILIES: tuple[dict[str, Any], ...] = (
     {"model.family": "llama"},
@@ -80,14 +95,38 @@ AXES: dict[str, tuple[Any, ...]] = {
     "training.precision": ("fp32", "fp32", "fp32", "bf16"),
     "optimizer.name": ("adamw", "adamw", *(name for name in OPTIMIZERS if name != "adamw")),
 }
+LONG: dict[str, tuple[Any, ...]] = {
+    "training.sequence_length": (1024, 2048),
+    "training.micro_batch_size": (1, 1, 2),
+    "training.micro_batches": (1, 1, 2),
+    "training.precision": ("fp32", "fp32", "fp32", "fp32", "bf16"),
+    "model.vocab_size": (4096, 8192),
+    "model.hidden_size": (256,),
+    "model.num_hidden_layers": (4, 6),
+}
 # FLOPs of a configuration's products on all ranks in a step; bf16 is slow without instructions for it.
 _MOST_FLOPS = {"fp32": 4e10, "bf16": 1e10}
 
 
 def configurations(generator: random.Random, cases: int) -> list[dict[str, Any]]:
     """Return the settings of so many configurations; each value of an axis is in about as many as any other."""
-    columns = {name: column(generator, values, cases) for name, values in AXES.items()}
-    tables = [column(generator, each, cases) for each in (LAYOUTS, FAMILIES, ADAPTERS, RECOMPUTE, DROPOUT)]
+    return _drawn(generator, cases, AXES, (LAYOUTS, FAMILIES, ADAPTERS, RECOMPUTE, DROPOUT))
+
+
+def context_configurations(generator: random.Random) -> list[dict[str, Any]]:
+    """Return the settings of a configuration for each of CONTEXT_LAYOUTS, with longer sequences of smaller models."""
+    tables = (CONTEXT_LAYOUTS, FAMILIES, ({},), RECOMPUTE, DROPOUT)
+    return _drawn(generator, len(CONTEXT_LAYOUTS), AXES | LONG, tables)
+
+
+def _drawn(
+    generator: random.Random,
+    cases: int,
+    axes: Mapping[str, tuple[Any, ...]],
+    others: Sequence[tuple[dict[str, Any], ...]],
+) -> list[dict[str, Any]]:
+    columns = {name: column(generator, values, cases) for name, values in axes.items()}
+    tables = [column(generator, values, cases) for values in others]
     rows = []
     for case in range(cases):
         layout, family, adapter, recompute, dropout = (table[case] for table in tables)
@@ -132,7 +171,7 @@ def _agreed(row: dict[str, Any], generator: random.Random) -> dict[str, Any]:
         row |= {"training.micro_batches": 2 * stages, "model.num_hidden_layers": 8}
     if _ZERO + "stage" in row and OPTIMIZERS[row["optimizer.name"]].whole_matrices:
         row["optimizer.name"] = "adamw"
-    most = _MOST_FLOPS[row["training.precision"]]
+    most = _MOST_FLOPS[row["training.precision"]] * row.get("parallel.context", 1)
     if "adapter.kind" in row:
         # Frozen weights have neither gradients nor optimizer: the rest is made large beside a process's own noise.
         row |= {"model.vocab_size": 32768, "training.precision": "fp32", "training.micro_batch_size": 4}

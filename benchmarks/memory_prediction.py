@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 
 from benchmarks import report
-from benchmarks.memory_configurations import configurations, predicted_peak, resolved
+from benchmarks.memory_configurations import configurations, context_configurations, predicted_peak, resolved
 from benchmarks.ranks import PRELOADED, run_ranks
 from megalite.config.sections.schema import RunConfig
 from megalite.data.batches.loader import StepLoader
@@ -43,6 +43,12 @@ TINY = {
     "model.intermediate_size": 64,
     "training.sequence_length": 16,
 }
+
+
+def every_configuration(seed: int) -> list[dict[str, Any]]:
+    """Return the settings of all configurations of a seed: CASES in one process and several, then those of context."""
+    generator = random.Random(seed)
+    return [*configurations(generator, CASES), *context_configurations(generator)]
 
 
 def peak(config: RunConfig, tiny: RunConfig) -> int:
@@ -114,7 +120,7 @@ def main() -> None:
     )
     arguments = report.arguments_of(parser)
     facts, seed = report.machine(), arguments.seed
-    drawn = list(enumerate(configurations(random.Random(seed), CASES)))
+    drawn = list(enumerate(every_configuration(seed)))
     if arguments.cases:
         drawn = [drawn[int(case)] for case in arguments.cases.split(",")]
     rows = []
