@@ -127,13 +127,13 @@ def every_choice(
 ) -> Iterator[LayoutChoice]:
     """Yield the layouts of all cards. Tensor parallelism goes as far as two nodes.
 
-    contexts: the numbers of ranks that share a sequence; where they are several, a micro batch is one sequence.
+    contexts: the numbers of ranks that may share a sequence. A cut sequence is a micro batch, unless all are cut.
     """
     tensors = [size for size in divisors(cluster.cards) if size <= 2 * cluster.cards_per_node]
     for tensor, context in product(tensors, contexts):
         if cluster.cards % (tensor * context):
             continue
-        sizes = _MICRO_BATCHES if context == 1 else (1,)
+        sizes = _MICRO_BATCHES if context == 1 or len(contexts) == 1 else (1,)
         for pipeline in divisors(cluster.cards // (tensor * context)):
             if pipeline > _MOST_STAGES:
                 break
