@@ -11,9 +11,9 @@ from megalite.cli.plan_cluster import take_cluster
 from megalite.config.load import load_run
 from megalite.errors import ConfigError
 from megalite.planner.calibration import write_calibration
-from megalite.planner.context import CONTEXT_METHODS
 from megalite.planner.mixture_config import mixture_shape
 from megalite.planner.operations import ParameterCount
+from megalite.topology.context import CONTEXT_METHODS
 from tests.support.mixture_configs import CONFIGS
 from tests.unit.planner.calibrated import calibration
 
@@ -299,7 +299,7 @@ def test_a_mixture_is_planned_with_its_experts(tmp_path: Path, capsys: pytest.Ca
 def test_sequences_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     for method in CONTEXT_METHODS:
         shown = said(capsys, *SMALL, "--context", "2", "--context-method", method)
-        assert f" x context 2 ({method}), micro batch" in shown
+        assert f" x context 2 ({method}) x pipeline 1 x data" in shown
         assert "of keys and values sent by a card a layer and micro batch" in shown
     found = json.loads(said(capsys, *SMALL, "--context", "2", "--json"))["layouts"]
     assert {layout["settings"]["parallel.context"] for layout in found} == {2}
