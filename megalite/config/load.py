@@ -13,6 +13,7 @@ from megalite.config.rules.batch import most_ranks, plan_batch
 from megalite.config.rules.every import notes_of, problems_of
 from megalite.config.rules.pipeline import chunks_per_stage, layers_per_chunk
 from megalite.config.sections.checked import CheckedRun
+from megalite.config.sections.derived import context_choice
 from megalite.config.sections.run_file import read_run_file
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.unchecked import DEFAULT, DERIVED, SettingsDraft
@@ -124,9 +125,11 @@ def _resolved(run: CheckedRun) -> dict[str, Any]:
     # The rank chooses it, by its memory.
     open_size = run.training.micro_batch_size == "auto" and run.training.micro_batches is None
     heads, optimizer = model.num_attention_heads, run.optimizer
+    method, choice = run.parallel.context_method, context_choice(run)
     momentum = OPTIMIZERS[optimizer.name].momentum or 0.0
     return {
         "parallel.data": plan.data,
+        "parallel.context_method": method if method != "auto" or choice is None else choice.method,
         "parallel.virtual_stages": chunks_per_stage(run),
         "parallel.layers_per_stage": layers_per_chunk(run),
         "training.micro_batch_size": "auto" if open_size else plan.micro_batch_size,

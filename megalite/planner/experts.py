@@ -12,10 +12,10 @@ from megalite.config.sections.training_section import RecomputeMode
 from megalite.errors import Problem
 from megalite.planner.activations import Activations, layer_activations
 from megalite.planner.cluster import Cluster
-from megalite.planner.context import ContextSizes, context_kept, context_traffic, context_working
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import ZeroShares, stage_counts
 from megalite.topology.axes import Layout
+from megalite.topology.context import ContextSizes, context_kept, context_traffic, context_working
 from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
 from megalite.topology.sharding import divisors
 
@@ -28,7 +28,7 @@ def block_activations(run: PlannedRun, mode: RecomputeMode, layer: int) -> Activ
     shape, method = run.shape, run.context_method
     if not isinstance(shape, MixtureShape) and run.layout.context == 1:
         return layer_activations(run, mode, layer)
-    sizes, again = ContextSizes.of(run), mode != "none"
+    sizes, again = ContextSizes.of(run.shape, run.layout, run.tokens), mode != "none"
     kept = context_kept(sizes, method, recomputed=again)
     working = context_working(sizes, method, recomputed=again)
     if isinstance(shape, MixtureShape):
@@ -105,7 +105,10 @@ def context_seconds(run: PlannedRun, cluster: Cluster) -> float:
     if ranks == 1:
         return 0.0
     again = run.training.recompute != "none"
-    size = context_traffic(ContextSizes.of(run), method, recomputed=again) * run.weight_bytes
+    size = (
+        context_traffic(ContextSizes.of(run.shape, run.layout, run.tokens), method, recomputed=again)
+        * run.weight_bytes
+    )
     return size / cluster.bandwidth(ranks, run.layout.tensor)
 
 

@@ -6,6 +6,7 @@ from math import ceil
 
 from megalite.config.output.summary import (
     batch_line,
+    context_line,
     layout_line,
     length_line,
     parameters_line,
@@ -31,12 +32,14 @@ def start_lines(config: RunConfig, info: RankInfo | None, threads: int) -> Itera
         "parameters": "; ".join(filter(None, (parameters_line(config), rank_share_line(config)))),
         "processes": f"{_processes(config, info)}, {_counted(threads, 'thread')}{' each' * (ranks > 1)}",
         "layout": layout_line(config),
+        "context": context_line(config),
         "batch": batch_line(config),
         "length": length_line(config),
         "precision": config.training.precision,
         "run folder": config.run.folder,
     }
     yield f"megalite {__version__}"
+    facts = {name: fact for name, fact in facts.items() if fact}
     width = max(map(len, facts)) + 2
     for name, fact in facts.items():
         yield f"  {name:<{width}}{fact}"

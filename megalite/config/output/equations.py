@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megalite.config.sections.derived import vocabulary
+from megalite.config.sections.derived import context_choice, vocabulary
 from megalite.config.sections.schema import RunConfig, warmup_of
 from megalite.config.sections.toml import format_value
 from megalite.topology.flops import flops_per_token, forward_flops
@@ -18,9 +18,14 @@ from megalite.topology.schedules import SCHEDULES
 
 NAME = re.compile(r"\{([^{}]+)\}")
 _BATCH = "{training.micro_batch_size} * {training.micro_batches} * {parallel.data}"
+_METHOD = (
+    '"ulysses" if {heads a rank} % {parallel.context} == 0 and {values sent by ulysses} <= {values sent by gather} '
+    'else "ring" if {values kept by gather} > {values kept of a layer} else "gather"'
+)
 # The settings that load_run fills in, then the numbers that follow from the settings.
 EQUATIONS: Mapping[str, str] = {
     "parallel.data": "{ranks} / ({parallel.tensor} * {parallel.context} * {parallel.pipeline})",
+    "parallel.context_method": _METHOD,
     "parallel.virtual_stages": "{chunks of the schedule} if {parallel.pipeline} > 1 else 1",
     "parallel.layers_per_stage": "{layers of equal work}",
     "training.micro_batch_size": "{training.global_batch_size} / ({training.micro_batches} * {parallel.data})",
@@ -110,11 +115,13 @@ def _value(config: RunConfig, name: str, values: Mapping[str, Any]) -> Any:
 def _numbers(config: RunConfig) -> dict[str, Any]:
     """Return the numbers of equations that are no settings: of a table, or of the model's shape; None: not known."""
     rows, balanced = vocabulary(config), config.parallel.layers_per_stage
+    choice = context_choice(config)
     numbers: dict[str, Any] = {
         "ranks": config.layout.world_size,
         "chunks of the schedule": SCHEDULES[config.parallel.schedule].default_chunks,
         "layers of equal work": None if balanced is None else list(balanced),
         "momentum of the optimizer": OPTIMIZERS[config.optimizer.name].momentum or 0.0,
+        **({} if choice is None else choice.numbers),
     }
     if rows is None:
         return numbers

@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import prod
 
 from megalite.config.sections.adapter_section import described_adapter
-from megalite.config.sections.derived import vocabulary
+from megalite.config.sections.derived import context_choice, vocabulary
 from megalite.config.sections.schema import RunConfig
 from megalite.topology.parameters import (
     EMBEDDING,
@@ -103,3 +103,13 @@ def layout_line(config: RunConfig) -> str:
             chunks = "stage" if config.split.chunks_per_stage == 1 else "chunk"
             mesh += f", layers of each {chunks} {', '.join(map(str, layers))}"
     return mesh + (f", ZeRO {config.zero_stage}" if config.zero_stage else "")
+
+
+def context_line(config: RunConfig) -> str:
+    """Return how ranks share a sequence, and why by this method; "" where none do."""
+    choice, method = context_choice(config), config.parallel.context_method
+    if choice is None:
+        return ""
+    ranks, length = config.parallel.context, config.training.sequence_length
+    reason = choice.reason if choice.method == method else f"as set; auto is {choice.method}: {choice.reason}"
+    return f"{ranks} ranks with {length // ranks:,} positions each, {method}: {reason}"

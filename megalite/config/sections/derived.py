@@ -8,6 +8,8 @@ from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.shape_settings import model_shape
+from megalite.topology.axes import Layout
+from megalite.topology.context import ContextChoice, choose_method
 from megalite.topology.shape import ModelShape
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
@@ -31,6 +33,16 @@ def bucket_multiple(sequence_length: int) -> int:
     They are multiples of 8, as kernels like them, of which the search for the best lengths takes at most 256.
     """
     return 8 * -(-sequence_length // (8 * 256))
+
+
+def context_choice(run: RunConfig | CheckedRun) -> ContextChoice | None:
+    """Return the method that `parallel.context_method = "auto"` stands for; None with one context-parallel rank."""
+    if run.parallel.context == 1:
+        return None
+    recomputed = run.training.recompute != "none"
+    shape, layout = model_shape(run.model, 1), Layout.of(run.parallel)
+    documents = run.data.document_mask or run.data.kind != "text"
+    return choose_method(shape, layout, documents=documents, recomputed=recomputed)
 
 
 def offload_devices(zero: object) -> dict[str, Any]:

@@ -7,18 +7,18 @@ from itertools import product
 import pytest
 
 from megalite.planner.cluster import Cluster
-from megalite.planner.context import (
-    ContextSizes,
-    context_kept,
-    context_traffic,
-    context_working,
-)
 from megalite.planner.experts import block_activations, context_seconds
 from megalite.planner.memory import stage_memory
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.step_time import step_time
 from megalite.topology.axes import Layout
-from megalite.topology.context import CONTEXT_METHODS
+from megalite.topology.context import (
+    CONTEXT_METHODS,
+    ContextSizes,
+    context_kept,
+    context_traffic,
+    context_working,
+)
 from tests.support.parity import about
 from tests.unit.planner.plans import SHAPE, plan
 
@@ -34,7 +34,7 @@ def cut(
 
 
 def of(run: PlannedRun) -> ContextSizes:
-    return ContextSizes.of(run)
+    return ContextSizes.of(run.shape, run.layout, run.tokens)
 
 
 def ring_sends(ranks: int, block: int, *, recomputed: bool) -> Counter[int]:

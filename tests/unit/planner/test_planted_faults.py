@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megalite.planner.context import ContextMethod, ContextSizes, context_traffic
 from megalite.planner.planned_run import PlannedRun
 from megalite.topology import experts, parameters
+from megalite.topology.context import ContextMethod, ContextSizes, context_traffic
 from megalite.topology.experts import BlockTensor, ExpertShape, MixtureShape
 from tests.unit.planner import test_context, test_experts, test_mixture_counts
 

@@ -26,6 +26,18 @@ def test_the_start_block_has_the_facts_of_the_run(tmp_path: Path) -> None:
     ]
 
 
+def test_the_context_line_has_the_method_and_its_reason(tmp_path: Path) -> None:
+    changes = {"parallel.context": 4, "parallel.data": 1}
+    config = load(tmp_path, changes, world_size=4).config
+    [line] = (line for line in start.start_lines(config, None, 1) if line.startswith("  context"))
+    assert line.split(maxsplit=1)[1] == (
+        "4 ranks with 4 positions each, ulysses: 8 heads divide, and a token sends 216 values a layer, 288 by gather"
+    )
+    config = load(tmp_path, changes | {"parallel.context_method": "ring"}, world_size=4).config
+    [line] = (line for line in start.start_lines(config, None, 1) if line.startswith("  context"))
+    assert "ring: as set; auto is ulysses: 8 heads divide" in line
+
+
 def test_hosts_stages_and_shares_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = {
         "parallel.tensor": 2,
