@@ -11,6 +11,8 @@ which compute over tensor parallelism, name `mesh.tp`.
 
 - With sequence parallelism hidden states outside of attention and MLP are [B, S / tp, H]: column-parallel
   layers gather, row-parallel ones reduce-scatter, and masks know which positions a rank holds.
+- With context parallelism each rank has blocks of every sequence (`context.py`), and only attention reaches the others
+  (`context_attention.py`). The loss of a preference adds the parts of a row first.
 - A layer's gradients are summed over the copies once the gradient of its input is there, in the last backward
   of its chunk, after a split backward once its last W is done; embedding, final norm, head, and weights that
   other ranks complete first come after the last backward.

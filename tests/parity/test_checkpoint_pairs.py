@@ -13,12 +13,15 @@ from tests.support.checkpoint_pairs import (
 )
 
 CHOSEN = pairs_for_every_change()
-# Tensor, pipeline and data ranks, chunks, ZeRO and an offload write and read; two read what they wrote themselves.
+# Tensor, pipeline, context and data ranks, chunks, ZeRO and an offload write and read; two read what they wrote
+# themselves.
 CORE = {
     ("dp2 zero1", "tp2 dp2 zero3"),
     ("tp2 dp2 zero3", "pp2 dp2 zero1 offload"),
-    ("pp2 virtual", "tp2"),
-    ("tp2 pp2 v-shaped", "tp4"),
+    ("pp2 virtual", "cp2 dp2 zero2"),
+    ("cp2", "dp2"),
+    ("cp2 dp2 zero2", "dp2 zero1"),
+    ("pp2 dp2 zero1 offload", "tp4"),
     ("tp2", "tp2"),
     ("dp2 zero3 offload", "dp2 zero3 offload"),
 }
@@ -41,7 +44,7 @@ def precisions(ranks, tmp_path_factory):
 
 
 def test_the_chosen_pairs_have_every_layout_on_both_sides():
-    assert len(set(CHOSEN)) == 24 and CORE < set(CHOSEN) < set(EVERY_PAIR) and len(LAYOUTS) >= 12
+    assert len(set(CHOSEN)) == 27 and CORE < set(CHOSEN) < set(EVERY_PAIR) and len(LAYOUTS) >= 12
     small = {name for name, settings in LAYOUTS.items() if world_size(settings) <= 4}
     assert LAYOUTS.keys() - small == {"tp2 pp2 dp2 zero1"}
     for side in (0, 1):

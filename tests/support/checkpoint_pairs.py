@@ -101,6 +101,8 @@ LAYOUTS: Mapping[str, Settings] = {
     "pp4": _layout(pipeline=4),
     "pp2 dp2 zero1 offload": {**_layout(pipeline=2, data=2, zero=1), **_OPTIMIZER},
     "tp2 pp2 dp2 zero1": _layout(tensor=2, pipeline=2, data=2, zero=1),
+    "cp2": _layout(parallel__context=2),
+    "cp2 dp2 zero2": _layout(data=2, zero=2, parallel__context=2),
 }
 
 _FP16 = {
@@ -124,7 +126,7 @@ PRECISION_PAIRS = [(one, other) for one in PRECISIONS for other in PRECISIONS]
 
 
 def pairs_for_every_change() -> list[tuple[str, str]]:
-    """Return 24 pairs of up to four ranks: each layout writes for and reads from another one, and most from itself."""
+    """Return 27 pairs of up to four ranks: each layout writes for and reads from another one, and most from itself."""
     names = [name for name, settings in LAYOUTS.items() if world_size(settings) <= 4]
     across = [(name, names[(place + 5) % len(names)]) for place, name in enumerate(names)]
     return across + [(name, name) for name in ("dp2 zero2", *names[::2]) if name != "tp4"] + [("tp2", "tp2")]

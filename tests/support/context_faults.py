@@ -1,0 +1,146 @@
+"""Faults of context parallelism to plant, each with the settings of a `Job` on two context ranks that show it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from megalite.model import attention, dropout
+from megalite.ops import dropout as counted
+from megalite.parallel import context, context_attention, mesh, pipeline
+from megalite.parallel.objective import Preference
+from megalite.parallel.step_batch import StepBatch
+from megalite.topology.place import RankPlace
+
+
+@dataclass(frozen=True)
+class ContextFault:
+    """`target.attribute` is replaced by `replace(original)`; changes: of the job that shows it."""
+
+    target: Any
+    attribute: str
+    replace: Callable[[Any], Any]
+    changes: Mapping[str, Any]
+
+
+def _cut_with(name: str, values: Callable[[StepBatch, StepBatch], Tensor]) -> Callable[[Any], Any]:
+    """Cut a batch with one tensor of its own, from the whole and from the cut batch."""
+
+    def of(cut: Any) -> Any:
+        def changed(batch: StepBatch, mesh: Any) -> StepBatch:
+            own = cut(batch, mesh)
+            return replace(own, **{name: values(batch, own)})
+
+        return changed
+
+    return of
+
+
+def _without_order(_: Any) -> Any:
+    return property(lambda rows: torch.arange(rows.table.numel(), device=rows.table.device))
+
+
+def _shifted(documents_of_block: Any) -> Any:
+    return lambda documents, *others: documents_of_block(documents.roll((1, 1), dims=(2, 3)).tril(), *others)
+
+
+def _seen_off_the_diagonal(documents_of_block: Any) -> Any:
+    def seen(documents: Tensor, length: int, block: range, prefix: int) -> Tensor:
+        mask: Tensor = documents_of_block(documents, length, block, prefix).clone()
+        mask[..., : block.start] = True
+        return mask
+
+    return seen
+
+
+def _of_first_queries(keep_probabilities: Any) -> Any:
+    def local(key: Any, samples: Tensor, heads: range, queries: range, keys: range, **rest: Any) -> Any:
+        return keep_probabilities(key, samples, heads, range(len(queries)), keys, **rest)
+
+    return local
+
+
+def _of_first_positions(keep_mask: Any) -> Any:
+    def local(seed: int, name: str, samples: Tensor, positions: Tensor, *others: Any, **rest: Any) -> Any:
+        return keep_mask(seed, name, samples, range(positions.shape[1]), *others, **rest)
+
+    return local
+
+
+def _of_first_heads(methods: Any) -> Any:
+    def ulysses(attend: Any, *tensors: Tensor, form: Any, rows: Any) -> Tensor:
+        def of_first(*inputs: Any) -> Any:
+            *own, local = inputs
+            heads = range(len(local.mask.heads))
+            return attend(*own, local._replace(mask=local.mask._replace(heads=heads)))
+
+        return context_attention.ulysses_attention(of_first, *tensors, form=form, rows=rows)
+
+    return {**methods, "ulysses": ulysses}
+
+
+def _as_contiguous_shares(_: Any) -> Any:
+    def to_tokens(rows: Any, values: Tensor) -> Tensor:
+        by_rank = values.unflatten(1, (rows.ranks.size, -1)).movedim(1, 0)
+        return context.all_to_all(by_rank, rows.ranks).movedim(0, 2).flatten(2, 3)
+
+    return to_tokens
+
+
+_ULYSSES = {"context_method": "ulysses"}
+CONTEXT_FAULTS: dict[str, ContextFault] = {
+    "positions begin anew on each rank": ContextFault(
+        pipeline,
+        "cut",
+        _cut_with("position_ids", lambda whole, own: whole.position_ids[:, : own.labels.shape[1]]),
+        {"documents": False},
+    ),
+    "labels are the next local tokens": ContextFault(
+        pipeline, "cut", _cut_with("labels", lambda whole, own: own.input_ids.roll(-1, dims=1)), {}
+    ),
+    "loss mask of the first share": ContextFault(
+        pipeline,
+        "cut",
+        _cut_with("loss_mask", lambda whole, own: whole.loss_mask[:, : own.labels.shape[1]]),
+        {},
+    ),
+    "tokens counted by every context rank": ContextFault(
+        RankPlace, "counts_samples", lambda _: property(lambda place: place.counts_loss), {}
+    ),
+    "gradients summed over dp only": ContextFault(mesh, "COPIES", lambda _: {"tp": "batch"}, {}),
+    "keys in the order of ranks": ContextFault(context.ContextRows, "order", _without_order, {}),
+    "documents shifted by a token": ContextFault(context_attention, "documents_of_block", _shifted, {}),
+    "documents ignored off the diagonal": ContextFault(
+        context_attention, "documents_of_block", _seen_off_the_diagonal, {}
+    ),
+    "attention dropout by local positions": ContextFault(
+        counted, "keep_probabilities", _of_first_queries, {}
+    ),
+    "residual dropout by local positions": ContextFault(dropout, "keep_mask", _of_first_positions, {}),
+    "masks of the first heads": ContextFault(attention, "METHODS", _of_first_heads, _ULYSSES),
+    "tokens back as contiguous shares": ContextFault(
+        context.ContextRows, "to_tokens", _as_contiguous_shares, _ULYSSES
+    ),
+    "preferences of a part of each row": ContextFault(
+        pipeline,
+        "reduce_from",
+        lambda _: lambda values, ranks: values,
+        {"objective": Preference(beta=2.0), "micro_batch_size": 2},
+    ),
+}
+
+
+@contextmanager
+def planted_context_fault(name: str | None) -> Iterator[None]:
+    """Run with the named fault planted; None: without a fault."""
+    if name is None:
+        yield
+        return
+    fault = CONTEXT_FAULTS[name]
+    original = vars(fault.target)[fault.attribute]
+    with mock.patch.object(fault.target, fault.attribute, fault.replace(original)):
+        yield
