@@ -18,11 +18,15 @@ struct MegaliteAttention {
   int64_t query_token, query_head, key_token, key_head, value_token, value_head;
   const int32_t *query_starts, *key_starts;  // [sequences + 1]
 
+  // The queries consist of rows of `query_row` queries, the keys of rows of `key_row`, both above 0. A row's first
+  // query and first key have the positions first_query and first_key: dropout and, if `positioned`, the window count
+  // from there. Otherwise the window is aligned at the ends of each sequence's queries and keys.
+  int64_t query_row, key_row, first_query, first_key, positioned;
+
   // Dropout by core/counter.h: the drop probability is `dropped` / 65536; 0: no dropout, the other fields are unused.
-  // The queries and keys consist of `rows` rows of equal length, each of one sample; positions count from the start of
-  // a row, aligned at its end. Local head h is head first_head + h of the model.
-  const int64_t* samples;  // [rows]
-  int64_t rows, dropped, drop_key_low, drop_key_high, first_head;
+  // Local head h is head first_head + h of the model.
+  const int64_t* samples;  // one per row
+  int64_t dropped, drop_key_low, drop_key_high, first_head;
 
   void* output;
   void* lse;  // [heads, queries] of Wide<T>: logsumexp of the scores; -inf if the query attends to no key

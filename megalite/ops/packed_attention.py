@@ -4,7 +4,7 @@ No matrix of queries x keys is materialised and no key-value head is repeated; t
 a window or causality are skipped.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,45 @@ from megalite.ops.extension import register, why_not
 # The CUDA kernels are compiled for these; the CPU kernels support any head size, and float32 and float64 too.
 CUDA_HEAD_SIZES = (64, 96, 128, 256)
 CUDA_DTYPES = (torch.bfloat16, torch.float16)
+
+
+class BlockPositions(NamedTuple):
+    """Where blocks of longer sequences stand: `rows` rows of equally many queries, and of equally many keys.
+
+    first_query, first_key: the position, in its sequence, of each row's first query and first key. A row may hold
+    several documents, each with its own entry in both cu_seqlens: a document that has ended before the block's first
+    query has keys and no queries, and one that begins after its last key queries and no keys.
+    """
+
+    rows: int
+    first_query: int
+    first_key: int
+
+
+class PackedForm(NamedTuple):
+    """The arguments of `packed_attention` beside the tensors; positions: instead of alignment at the ends."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    window_size: tuple[int, int]
+    scale: float
+    deterministic: bool = True
+    mask: CountedMask | None = None
+    positions: BlockPositions | None = None
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the operators' arguments behind their tensors."""
+        settings = (*self[:4], *self.window_size, self.scale, self.deterministic)
+        if self.mask is None:
+            return (*settings, None, 0, 0, 0, 0, *(self.positions or _AT_THE_ENDS))
+        mask, samples = self.mask, self.mask.sample_indices
+        positions = self.positions or _AT_THE_ENDS._replace(rows=len(samples))
+        return (*settings, samples, mask.dropped, *mask.key, mask.heads.start, *positions)
+
+
+_AT_THE_ENDS = BlockPositions(rows=1, first_query=-1, first_key=0)
 
 
 def why_not_packed(query: Tensor, *, dropout: bool = False) -> str:
@@ -74,25 +113,33 @@ def packed_attention(
     for a query that sees no key. Both have gradients. All other memory is linear in the number of tokens.
     """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    drop = (
-        (None, 0, 0, 0, 0)
-        if mask is None
-        else (mask.sample_indices, mask.dropped, *mask.key, mask.heads.start)
+    form = PackedForm(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_size, scale, deterministic, mask
     )
-    output, lse = _attention(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        *window_size,
-        scale,
-        deterministic,
-        *drop,
-    )
+    return packed_block(query, key, value, form)
+
+
+def packed_block(query: Tensor, key: Tensor, value: Tensor, form: PackedForm) -> tuple[Tensor, Tensor]:
+    """Same as `packed_attention`."""
+    output, lse = _attention(query, key, value, *form.arguments())
     return output, lse
+
+
+def packed_gradients(
+    output_grad: Tensor,
+    heads: tuple[Tensor, Tensor, Tensor],
+    results: tuple[Tensor, Tensor],
+    form: PackedForm,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `heads`: query, key and value of a block; outside autograd.
+
+    results: output and log-sum-exp of softmax over all keys, of which these may be a part: gradients of the query are
+    then to be summed over the parts.
+    """
+    grads: tuple[Tensor, Tensor, Tensor] = torch.ops.megalite.attention_backward(
+        output_grad, None, *heads, *results, *form.arguments()
+    )
+    return grads
 
 
 def _fake_forward(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -124,7 +171,7 @@ def _backward(ctx: Any, output_grad: Tensor | None, lse_grad: Tensor | None) -> 
         sample_indices,
         *ctx.drop,
     )
-    return (*grads, *(None,) * 13)
+    return (*grads, *(None,) * 16)
 
 
 _attention = register("attention_forward", _fake_forward, _backward, _keep)

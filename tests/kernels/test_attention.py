@@ -12,12 +12,27 @@ from torch import Tensor
 from megalite.ops import attention as ops
 from megalite.ops import packed_attention as packed
 from megalite.ops.attention_form import AttentionForm
-from megalite.ops.packed_attention import packed_attention, why_not_packed
+from megalite.ops.packed_attention import (
+    BlockPositions,
+    PackedForm,
+    packed_attention,
+    packed_block,
+    why_not_packed,
+)
 from tests.support.attention import Packed, attention, counted_mask, gradients, starts
 from tests.support.kernels import DTYPES, needs_library
 from tests.support.parity import BF16_RTOL, FLOAT32_RTOL, LAYOUT_RTOL, assert_close, assert_no_worse
 
 pytestmark = needs_library
+# Blocks of longer sequences: where their rows begin decides window, causality and dropout.
+BLOCKS = {
+    "a block in a window": Packed((130,), (70,), left=100, positions=BlockPositions(1, 90, 10)),
+    "a block before its keys": Packed((70,), (130,), positions=BlockPositions(1, 5, 40), mask=counted_mask(1, 2)),
+    "a block of documents": Packed(
+        (0, 80, 0, 10, 20, 60), (70, 20, 0, 0, 90, 0), left=99, positions=BlockPositions(2, 180, 90),
+        mask=counted_mask(2, 2),
+    ),
+}  # fmt: skip
 # Blocks have 64 queries and 64 keys.
 CASES = {
     "documents": Packed((70, 1, 0, 130), (70, 1, 0, 130), head_size=20),
@@ -34,10 +49,16 @@ CASES = {
     "dropped, rows that see nothing": Packed((130,), (70,), mask=counted_mask(1, 2)),
     "dropped, unmasked": Packed((40, 40), (70, 70), right=-1, mask=counted_mask(2, 2, 60000)),
     "dropped, no keys": Packed((5,), (0,), mask=counted_mask(1, 2)),
+    **BLOCKS,
 }
 
 
 def _run(packed: Packed, inputs: list[Tensor], **how: bool) -> tuple[Tensor, Tensor]:
+    if packed.positions is not None:
+        ends = starts(packed.queries), starts(packed.keys), max(packed.queries), max(packed.keys)
+        window = packed.left, packed.right
+        form = PackedForm(*ends, window, packed.scale, mask=packed.mask, positions=packed.positions)
+        return packed_block(*inputs, form)
     return packed_attention(
         *inputs,
         starts(packed.queries),
@@ -155,7 +176,9 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-@pytest.mark.parametrize("drop", [(None, 0, 0, 0, 0), (torch.arange(2), 9999, 3, 2**32 - 1, 7)])
+@pytest.mark.parametrize(
+    "drop", [(None, 0, 0, 0, 0, 1, -1, 0), (torch.arange(2), 9999, 3, 2**32 - 1, 7, 2, 5, 3)]
+)
 def test_opcheck(drop) -> None:
     packed = Packed((5, 9), (5, 9), head_size=8)
     inputs = packed.inputs(torch.bfloat16)
@@ -222,6 +245,14 @@ def test_a_mask_that_does_not_fit_is_refused(change, words) -> None:
     packed = Packed((8,), (8,), mask=counted_mask(1, 2)._replace(**change))
     with pytest.raises(RuntimeError, match=words):
         _run(packed, packed.inputs(torch.float32))
+
+
+@pytest.mark.parametrize("positions", [(3, 0, 0), (2, -2, 0), (2, -1, 4), (2, 0, -1), (0, 0, 0)])
+def test_positions_that_do_not_fit_are_refused(positions) -> None:
+    packed = Packed((8,), (8,), positions=BlockPositions(2, 0, 0))
+    inputs = packed.inputs(torch.float32)
+    with pytest.raises(RuntimeError, match=r"rows|must be positions, or -1 and 0"):
+        _run(packed._replace(positions=BlockPositions(*positions)), inputs)
 
 
 def test_of_one_query_with_one_key_nothing_is_dropped_or_all() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.ops.counter import MASK_LEVELS, keep_probabilities, philox
+from megalite.ops.packed_attention import BlockPositions
 from tests.support import emulator
 from tests.support.attention import Packed, attention, counted_mask, gradients, starts
 from tests.support.parity import FLOAT32_RTOL, assert_close, assert_no_worse
@@ -41,7 +42,13 @@ CASES = {
     "dropped, heads of 256": Packed((70,), (75,), head_size=256, heads=1, mask=counted_mask(1, 1)),
     "dropped, documents": Packed((149, 1, 0, 70), (149, 1, 0, 70), mask=counted_mask(2, 2)),
     "dropped, wide heads": Packed((135,), (140,), left=90, head_size=128, heads=1, mask=counted_mask(1, 1)),
-}
+    # Blocks of longer sequences, two rows of 140 queries and of 80 keys.
+    "a block": Packed((140, 140), (80, 80), left=90, heads=1, positions=BlockPositions(2, 60, 20)),
+    "dropped, a block of documents": Packed(
+        (0, 130, 0, 10, 20, 120), (60, 20, 0, 0, 80, 0), positions=BlockPositions(2, 160, 80),
+        mask=counted_mask(2, 2),
+    ),
+}  # fmt: skip
 
 
 def _poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -104,10 +111,11 @@ def test_the_counter_is_the_one_of_python_bit_for_bit() -> None:
 
 
 def test_bands_are_those_of_a_naive_mask() -> None:
-    wrong = (ctypes.c_int * 4)()
+    wrong = (ctypes.c_int * 5)()
     limit = 8
     compared = emulator.library().compare_bands(limit, wrong)
-    assert compared == (limit + 1) ** 2 * (limit + 2) ** 2, f"queries, keys, left, right: {list(wrong)}"
+    expected = 5 * (limit + 1) ** 2 * (limit + 2) ** 2
+    assert compared == expected, f"queries, keys, left, right, shift: {list(wrong)}"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -147,8 +155,15 @@ def test_forward(case) -> None:
             ("dropped, heads of 256", True, True),
             ("dropped, documents", True, False),
             ("dropped, wide heads", True, True),
+            ("a block", True, False),
+            ("a block", False, True),
+            ("dropped, a block of documents", True, True),
         ],
-        core=[("documents", False, True), ("window", True, False), ("dropped, documents", True, False)],
+        core=[
+            ("documents", False, True),
+            ("window", True, False),
+            ("dropped, a block of documents", True, True),
+        ],
     ),
 )
 def test_backward(case, in_order, late) -> None:

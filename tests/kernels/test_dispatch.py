@@ -41,7 +41,7 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], tuple[Any, ...
     "attention_forward": (
         lambda *heads: packed_attention(*heads, ENDS, ENDS, max_seqlen_q=6, max_seqlen_k=6, scale=0.3),
         [(6, 4, 8), (6, 2, 8), (6, 2, 8)],
-        (ENDS, ENDS, 6, 6, -1, -1, 0.3, True, None, 0, 0, 0, 0),
+        (ENDS, ENDS, 6, 6, -1, -1, 0.3, True, None, 0, 0, 0, 0, 1, -1, 0),
     ),
 }
 

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from megalite.ops.counter import MASK_LEVELS, keep_probabilities
 from megalite.ops.dropout import CountedMask
+from megalite.ops.packed_attention import BlockPositions
 
 
 class Packed(NamedTuple):
@@ -24,6 +25,7 @@ class Packed(NamedTuple):
     kv_heads: int = 1
     head_size: int = 64
     mask: CountedMask | None = None
+    positions: BlockPositions | None = None
 
     @property
     def scale(self) -> float:
@@ -50,21 +52,42 @@ class Packed(NamedTuple):
         drawn = torch.randn(lse.shape, dtype=torch.float64, generator=generator).to(lse.dtype)
         return output, drawn.masked_fill(~torch.isfinite(lse), 0.0)
 
+    def seen(self) -> list[Tensor]:
+        """Return the visible band of each sequence, bool [queries, keys]."""
+        bands = []
+        for count, seen_count, (query, key) in zip(self.queries, self.keys, self._places(), strict=True):
+            bands.append(
+                band(range(query, query + count), range(key, key + seen_count), self.left, self.right)
+            )
+        return bands
 
-def starts(lengths: Sequence[int]) -> Tensor:
-    """Return the cu_seqlens [n + 1] int32 of these lengths."""
-    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+    def _places(self) -> list[tuple[int, int]]:
+        """Return the position of each sequence's first query and first key; without `positions` aligned at the ends."""
+        if self.positions is None:
+            return [
+                (seen_count - count, 0) for count, seen_count in zip(self.queries, self.keys, strict=True)
+            ]
+        rows, first_query, first_key = self.positions
+        lengths = [max(1, sum(counts) // rows) for counts in (self.queries, self.keys)]
+        begins = zip(accumulate(self.queries, initial=0), accumulate(self.keys, initial=0), strict=True)
+        return [(first_query + q % lengths[0], first_key + k % lengths[1]) for q, k in [*begins][:-1]]
 
 
-def seen(queries: int, keys: int, left: int, right: int) -> Tensor:
-    """Return the visible band of a sequence, bool [queries, keys], which ends in the bottom right corner."""
-    distance = torch.arange(keys) - torch.arange(queries).unsqueeze(1) - (keys - queries)
-    mask = torch.ones(queries, keys, dtype=torch.bool)
+def band(queries: range, keys: range, left: int, right: int) -> Tensor:
+    """Return which keys the queries see, by their positions: bool [queries, keys]; left, right: -1 for no limit."""
+    places = [torch.arange(each.start, each.stop) for each in (queries, keys)]
+    distance = places[1] - places[0].unsqueeze(1)
+    mask = torch.ones(distance.shape, dtype=torch.bool)
     if left >= 0:
         mask &= distance >= -left
     if right >= 0:
         mask &= distance <= right
     return mask
+
+
+def starts(lengths: Sequence[int]) -> Tensor:
+    """Return the cu_seqlens [n + 1] int32 of these lengths."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def counted_mask(rows: int, heads: int, dropped: int = MASK_LEVELS // 4) -> CountedMask:
@@ -81,7 +104,8 @@ def kept_factors(packed: Packed) -> list[Tensor | None]:
         return [None] * len(packed.queries)
     rows, queries, keys = len(mask.sample_indices), sum(packed.queries), sum(packed.keys)
     length, seen_length = queries // rows, keys // rows
-    places = range(seen_length - length, seen_length), range(seen_length + max(packed.keys))
+    _, first, begin = packed.positions or (rows, seen_length - length, 0)
+    places = range(first, first + length), range(begin, begin + seen_length + max(packed.keys))
     kept = keep_probabilities(mask.key, mask.sample_indices, mask.heads, *places, dropped=mask.dropped)
     by_token = kept.transpose(1, 2).flatten(0, 1)  # [queries, heads, places]
     scale, factors = MASK_LEVELS / (MASK_LEVELS - mask.dropped), []
@@ -100,10 +124,9 @@ def attention(packed: Packed, query: Tensor, key: Tensor, value: Tensor) -> tupl
     group = packed.heads // packed.kv_heads
     outputs, sums = [], []
     pieces = zip(query.split(packed.queries), key.split(packed.keys), value.split(packed.keys), strict=True)
-    for piece, factors in zip(pieces, kept_factors(packed), strict=True):
+    for piece, factors, mask in zip(pieces, kept_factors(packed), packed.seen(), strict=True):
         q, k, v = (each.transpose(0, 1) for each in piece)
         k, v = k.repeat_interleave(group, dim=0), v.repeat_interleave(group, dim=0)
-        mask = seen(q.shape[1], k.shape[1], packed.left, packed.right)
         scores = torch.matmul(q, k.transpose(1, 2)).to(wide) * packed.scale
         scores = scores.masked_fill(~mask, float("-inf"))
         lse = torch.logsumexp(scores, dim=-1)

@@ -27,11 +27,13 @@ class Problem(ctypes.Structure):
         + [("scale", ctypes.c_double)]
         + [(name, ctypes.c_void_p) for name in ("query", "key", "value")]
         + [(f"{name}_{of}", ctypes.c_int64) for name in ("query", "key", "value") for of in ("token", "head")]
-        + [(name, ctypes.c_void_p) for name in ("query_starts", "key_starts", "samples")]
+        + [(name, ctypes.c_void_p) for name in ("query_starts", "key_starts")]
         + [
             (name, ctypes.c_int64)
-            for name in ("rows", "dropped", "drop_key_low", "drop_key_high", "first_head")
+            for name in ("query_row", "key_row", "first_query", "first_key", "positioned")
         ]
+        + [("samples", ctypes.c_void_p)]
+        + [(name, ctypes.c_int64) for name in ("dropped", "drop_key_low", "drop_key_high", "first_head")]
         + [(name, ctypes.c_void_p) for name in ("output", "lse")]
         + [(name, ctypes.c_void_p) for name in ("output_grad", "lse_grad")]
         + [(name, ctypes.c_void_p) for name in ("query_grad", "key_grad", "value_grad")]
@@ -83,8 +85,13 @@ def problem(
         setattr(told, name, tensor.data_ptr())
         setattr(told, f"{name}_token", tensor.stride(0))
         setattr(told, f"{name}_head", tensor.stride(1))
+    rows = 1 if packed.mask is None else len(packed.mask.sample_indices)
+    rows, first_query, first_key = packed.positions or (rows, (len(key) - len(query)) // rows, 0)
+    told.query_row, told.key_row = max(1, len(query) // rows), max(1, len(key) // rows)
+    told.first_query, told.first_key = first_query, first_key
+    told.positioned = packed.positions is not None
     if packed.mask is not None:
-        told.samples, told.rows = packed.mask.sample_indices.data_ptr(), len(packed.mask.sample_indices)
+        told.samples = packed.mask.sample_indices.data_ptr()
         told.dropped, told.first_head = packed.mask.dropped, packed.mask.heads.start
         told.drop_key_low, told.drop_key_high = packed.mask.key
     return told

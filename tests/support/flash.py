@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support.attention import seen
+from tests.support.attention import band
 
 
 def flash(
@@ -72,7 +72,7 @@ def _one(
     scores = q @ k.transpose(1, 2) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    mask = seen(len(query), len(key), left, right).to(query.device)
+    mask = band(range(len(key) - len(query), len(key)), range(len(key)), left, right).to(query.device)
     return q, k, v, scores.masked_fill(~mask, float("-inf")).softmax(-1)
 
 

@@ -53,13 +53,35 @@ struct Inputs {
   Tensor query, key, value, query_starts, key_starts;
 };
 
+// Where each of `rows` rows of queries and of keys begins, in positions; first_query = -1: aligned at the ends.
+struct Positions {
+  int64_t rows, first_query, first_key;
+};
+
+void set_positions(const Positions& at, MegaliteAttention& a) {
+  constexpr int64_t kFarthest = 1 << 30;
+  STD_TORCH_CHECK(at.rows > 0, "megalite: attention over ", at.rows, " rows");
+  STD_TORCH_CHECK(
+      a.queries % at.rows == 0 && a.keys % at.rows == 0, "megalite: ", a.queries, " queries and ", a.keys,
+      " keys cannot be split into ", at.rows, " rows of equal length");
+  STD_TORCH_CHECK(
+      -1 <= at.first_query && at.first_query < kFarthest && 0 <= at.first_key && at.first_key < kFarthest &&
+          (at.first_query >= 0 || at.first_key == 0),
+      "megalite: attention's first_query is ", at.first_query, " and first_key ", at.first_key,
+      "; they must be positions, or -1 and 0");
+  const int64_t queries = a.queries / at.rows, keys = a.keys / at.rows;
+  a.query_row = std::max<int64_t>(queries, 1), a.key_row = std::max<int64_t>(keys, 1);
+  a.positioned = at.first_query >= 0, a.first_key = at.first_key;
+  a.first_query = a.positioned ? at.first_query : keys - queries;
+}
+
 // The dropout arguments; with dropped = 0 there is no dropout and the other fields are unused.
 struct Drop {
   Maybe samples;
   int64_t dropped, key_low, key_high, first_head;
 };
 
-void set_dropout(const Drop& drop, const Tensor& query, MegaliteAttention& a) {
+void set_dropout(const Drop& drop, const Tensor& query, int64_t rows, MegaliteAttention& a) {
   if (drop.dropped == 0) return;
   STD_TORCH_CHECK(
       0 < drop.dropped && drop.dropped < 65536, "megalite: dropped must be 0 to 65535, not ", drop.dropped);
@@ -70,12 +92,8 @@ void set_dropout(const Drop& drop, const Tensor& query, MegaliteAttention& a) {
       "megalite: samples are on another device than attention's query");
   STD_TORCH_CHECK(
       samples.scalar_type() == torch::headeronly::ScalarType::Long && samples.dim() == 1 &&
-          samples.is_contiguous() && samples.numel() > 0,
+          samples.is_contiguous() && samples.numel() == rows,
       "megalite: samples must be a contiguous int64 vector, one element per row of the batch");
-  a.rows = samples.numel();
-  STD_TORCH_CHECK(
-      a.queries % a.rows == 0 && a.keys % a.rows == 0, "megalite: ", a.queries, " queries and ", a.keys,
-      " keys cannot be split into ", a.rows, " rows of equal length");
   a.samples = static_cast<const int64_t*>(samples.const_data_ptr());
   a.dropped = drop.dropped, a.first_head = drop.first_head;
   a.drop_key_low = drop.key_low, a.drop_key_high = drop.key_high;
@@ -84,7 +102,7 @@ void set_dropout(const Drop& drop, const Tensor& query, MegaliteAttention& a) {
 // Checks the operators' arguments and returns them as the kernels' struct.
 MegaliteAttention checked_arguments(
     Inputs& inputs, int64_t longest_query, int64_t longest_key, int64_t left, int64_t right, double scale,
-    const Drop& drop) {
+    const Drop& drop, const Positions& positions) {
   for (const Tensor* each : {&inputs.key, &inputs.value}) {
     ml::check_same_type(inputs.query, *each, "attention's key or value");
     STD_TORCH_CHECK(each->dim() == 3, "megalite: attention takes [tokens, heads, head size]");
@@ -125,7 +143,8 @@ MegaliteAttention checked_arguments(
   a.value_token = value.stride(0), a.value_head = value.stride(1);
   a.query_starts = static_cast<const int32_t*>(inputs.query_starts.const_data_ptr());
   a.key_starts = static_cast<const int32_t*>(inputs.key_starts.const_data_ptr());
-  set_dropout(drop, query, a);
+  set_positions(positions, a);
+  set_dropout(drop, query, positions.rows, a);
   return a;
 }
 
@@ -173,10 +192,12 @@ void call(const Kernels& kernels, const Tensor& tensor, const MegaliteAttention&
 std::tuple<Tensor, Tensor> forward(
     Tensor query, Tensor key, Tensor value, Tensor query_starts, Tensor key_starts, int64_t longest_query,
     int64_t longest_key, int64_t left, int64_t right, double scale, bool,  // deterministic: only for the backward
-    Maybe samples, int64_t dropped, int64_t drop_key_low, int64_t drop_key_high, int64_t first_head) {
+    Maybe samples, int64_t dropped, int64_t drop_key_low, int64_t drop_key_high, int64_t first_head, int64_t rows,
+    int64_t first_query, int64_t first_key) {
   Inputs inputs{query, key, value, query_starts, key_starts};
   const Drop drop{samples, dropped, drop_key_low, drop_key_high, first_head};
-  MegaliteAttention a = checked_arguments(inputs, longest_query, longest_key, left, right, scale, drop);
+  MegaliteAttention a = checked_arguments(
+      inputs, longest_query, longest_key, left, right, scale, drop, {rows, first_query, first_key});
   Tensor output = ml::new_empty(query, {a.queries, a.heads, a.head_size});
   Tensor lse = ml::new_empty(query, {a.heads, a.queries}, ml::wide_type(query));
   a.output = output.mutable_data_ptr(), a.lse = lse.mutable_data_ptr();
@@ -188,16 +209,17 @@ std::tuple<Tensor, Tensor, Tensor> backward(
     Tensor output_grad, Maybe lse_grad, Tensor query, Tensor key, Tensor value, Tensor output, Tensor lse,
     Tensor query_starts, Tensor key_starts, int64_t longest_query, int64_t longest_key, int64_t left, int64_t right,
     double scale, bool deterministic, Maybe samples, int64_t dropped, int64_t drop_key_low, int64_t drop_key_high,
-    int64_t first_head) {
+    int64_t first_head, int64_t rows, int64_t first_query, int64_t first_key) {
   Inputs inputs{query, key, value, query_starts, key_starts};
   const Drop drop{samples, dropped, drop_key_low, drop_key_high, first_head};
-  MegaliteAttention a = checked_arguments(inputs, longest_query, longest_key, left, right, scale, drop);
-  const int64_t numbers = a.queries * a.heads * a.head_size, rows = a.heads * a.queries;
+  MegaliteAttention a = checked_arguments(
+      inputs, longest_query, longest_key, left, right, scale, drop, {rows, first_query, first_key});
+  const int64_t numbers = a.queries * a.heads * a.head_size, log_sums = a.heads * a.queries;
   ml::check_same_type(query, output_grad, "the gradient of attention's output");
   ml::check_same_type(query, output, "attention's output");
   ml::check_size(output_grad, numbers, "the gradient of attention's output");
   ml::check_size(output, numbers, "attention's output");
-  ml::check_size(lse, rows, "attention's log-sum-exps");
+  ml::check_size(lse, log_sums, "attention's log-sum-exps");
   STD_TORCH_CHECK(
       lse.scalar_type() == ml::wide_type(query) && lse.is_cuda() == query.is_cuda(),
       "megalite: attention's log-sum-exps have another dtype or device");
@@ -208,7 +230,7 @@ std::tuple<Tensor, Tensor, Tensor> backward(
   a.lse = const_cast<void*>(lse.const_data_ptr());
   if (lse_grad) {
     ml::check_same_type(lse, *lse_grad, "the gradient of attention's log-sum-exps");
-    ml::check_size(*lse_grad, rows, "the gradient of attention's log-sum-exps");
+    ml::check_size(*lse_grad, log_sums, "the gradient of attention's log-sum-exps");
     lse_grad = ml::contiguous(*lse_grad);
     a.lse_grad = lse_grad->const_data_ptr();
   }
@@ -255,13 +277,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(megalite, m) {
   m.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, Tensor query_starts, Tensor key_starts, "
       "int longest_query, int longest_key, int left, int right, float scale, bool deterministic, "
-      "Tensor? samples, int dropped, int drop_key_low, int drop_key_high, int first_head) -> "
+      "Tensor? samples, int dropped, int drop_key_low, int drop_key_high, int first_head, "
+      "int rows, int first_query, int first_key) -> "
       "(Tensor output, Tensor lse)");
   m.def(
       "attention_backward(Tensor output_grad, Tensor? lse_grad, Tensor query, Tensor key, Tensor value, "
       "Tensor output, Tensor lse, Tensor query_starts, Tensor key_starts, int longest_query, int longest_key, "
       "int left, int right, float scale, bool deterministic, "
-      "Tensor? samples, int dropped, int drop_key_low, int drop_key_high, int first_head) -> "
+      "Tensor? samples, int dropped, int drop_key_low, int drop_key_high, int first_head, "
+      "int rows, int first_query, int first_key) -> "
       "(Tensor query_grad, Tensor key_grad, Tensor value_grad)");
 }
 

@@ -8,8 +8,7 @@ namespace ml {
 
 // Returns the random state of one row of probabilities; `query` is the index among all queries.
 ML_HD DropRow drop_row_of(const MegaliteAttention& a, int64_t query, int64_t head) {
-  const int64_t queries = a.queries / a.rows, row = query / queries;
-  const int64_t position = query - row * queries + a.keys / a.rows - queries;
+  const int64_t row = query / a.query_row, position = a.first_query + query - row * a.query_row;
   return drop_row(
       static_cast<uint32_t>(position), static_cast<uint32_t>(a.first_head + head), a.samples[row],
       static_cast<uint32_t>(a.drop_key_low), static_cast<uint32_t>(a.drop_key_high));
@@ -17,7 +16,7 @@ ML_HD DropRow drop_row_of(const MegaliteAttention& a, int64_t query, int64_t hea
 
 // Returns the position, within its batch row, of a sequence's first key.
 ML_HD int drop_position(const MegaliteAttention& a, int64_t first_key) {
-  return a.keys == 0 ? 0 : static_cast<int>(first_key % (a.keys / a.rows));
+  return static_cast<int>(a.first_key + first_key % a.key_row);
 }
 
 // The factor 1 / P(keep) of the kept probabilities.

@@ -2,6 +2,7 @@
 // exhaustively.
 #pragma once
 
+#include "attention.h"
 #include "core/scalar.h"
 
 namespace ml {
@@ -16,23 +17,23 @@ ML_HD int at_least(int value, int floor) { return value < floor ? floor : value;
 ML_HD int at_most(int value, int ceiling) { return value > ceiling ? ceiling : value; }
 ML_HD int blocks_of(int length, int block) { return (length + block - 1) / block; }
 
-// The visible part of one sequence's attention matrix [queries, keys]: a band along the diagonal that ends in the
-// bottom right corner. A query sees `left` keys before its own position and `right` keys after it; negative: no limit.
+// The visible part of one sequence's attention matrix [queries, keys]: a band along a diagonal. Query i has the
+// position of key i + shift, which may lie outside of the keys; with shift = keys - queries the diagonal ends in the
+// bottom right corner.
+// A query sees `left` keys before its own position and `right` keys after it; negative: no limit.
 // The visible keys of each row, and queries of each column, form one range; both ends of the range are nondecreasing
 // from row to row (column to column), so the first and the last row of a block bound all rows between them.
 struct Band {
-  int queries, keys, left, right;
-
-  ML_HD int shift() const { return keys - queries; }
+  int queries, keys, left, right, shift;
 
   ML_HD Range keys_of(int query) const {
-    const int place = query + shift();
+    const int place = query + shift;
     return {left < 0 ? 0 : at_least(place - left, 0),
             right < 0 ? keys : at_most(at_least(place + right + 1, 0), keys)};
   }
 
   ML_HD Range queries_of(int key) const {
-    const int place = key - shift();
+    const int place = key - shift;
     return {right < 0 ? 0 : at_least(place - right, 0),
             left < 0 ? queries : at_most(at_least(place + left + 1, 0), queries)};
   }
@@ -52,5 +53,16 @@ struct Band {
     return keys_of(query_end - 1).begin <= key && key_end <= keys_of(query).end;
   }
 };
+
+// Returns the band of the sequence whose queries begin at `query` among all queries, its keys at `key` among all keys.
+ML_HD Band band_of(const MegaliteAttention& a, int query, int key, int queries, int keys) {
+  int shift = keys - queries;
+  if (a.positioned != 0) {
+    // 32 bits: a GPU divides 64 slowly.
+    shift = static_cast<int>(a.first_query) + query % static_cast<int>(a.query_row) - static_cast<int>(a.first_key) -
+            key % static_cast<int>(a.key_row);
+  }
+  return {queries, keys, static_cast<int>(a.left), static_cast<int>(a.right), shift};
+}
 
 }  // namespace ml

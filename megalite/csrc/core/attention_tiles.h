@@ -35,8 +35,7 @@ struct Sequence {
 ML_TILE Sequence sequence_of(const MegaliteAttention& a, int sequence) {
   const int query = a.query_starts[sequence], key = a.key_starts[sequence];
   return {query, key,
-          {a.query_starts[sequence + 1] - query, a.key_starts[sequence + 1] - key, static_cast<int>(a.left),
-           static_cast<int>(a.right)}};
+          band_of(a, query, key, a.query_starts[sequence + 1] - query, a.key_starts[sequence + 1] - key)};
 }
 
 // Starts the asynchronous copy of a tile into shared memory; rows from `rows` on become zero. Called by all threads.

@@ -155,8 +155,7 @@ struct Sequence {
 Sequence sequence_of(const MegaliteAttention& a, int64_t sequence) {
   const int32_t query = a.query_starts[sequence], key = a.key_starts[sequence];
   return {query, key,
-          {a.query_starts[sequence + 1] - query, a.key_starts[sequence + 1] - key, static_cast<int>(a.left),
-           static_cast<int>(a.right)}};
+          band_of(a, query, key, a.query_starts[sequence + 1] - query, a.key_starts[sequence + 1] - key)};
 }
 
 // The blocks of kBlock queries (or keys) that overlap a range.

@@ -7,7 +7,7 @@ using ml::Band;
 using ml::Range;
 
 bool naive(const Band& band, int query, int key) {
-  const int distance = key - (query + band.keys - band.queries);
+  const int distance = key - (query + band.shift);
   return (band.left < 0 || distance >= -band.left) && (band.right < 0 || distance <= band.right);
 }
 
@@ -93,20 +93,27 @@ void run_any(emulator::Grid& grid, const MegaliteAttention& a, bool backward, in
 extern "C" {
 
 // Compares every band of up to `limit` queries and keys, by elements and by blocks, with the naive mask. Returns the
-// number of comparisons; writes the first band that differs to `wrong`: queries, keys, left, right.
+// number of comparisons; writes the first band that differs to `wrong`: queries, keys, left, right, shift.
 int compare_bands(int limit, int* wrong) {
   int compared = 0;
+  const auto agrees = [](const Band& band) {
+    bool agree = rows_and_columns_agree(band);
+    for (int sizes = 0; sizes < 12 && agree; ++sizes) agree = blocks_agree(band, 1 + sizes / 3, 1 + sizes % 3);
+    return agree;
+  };
   for (int queries = 0; queries <= limit; ++queries) {
     for (int keys = 0; keys <= limit; ++keys) {
       for (int left = -1; left <= limit; ++left) {
-        for (int right = -1; right <= limit; ++right, ++compared) {
-          const Band band{queries, keys, left, right};
-          bool agree = rows_and_columns_agree(band);
-          for (int sizes = 0; sizes < 12 && agree; ++sizes) agree = blocks_agree(band, 1 + sizes / 3, 1 + sizes % 3);
-          if (agree) continue;
-          const int what[4] = {queries, keys, left, right};
-          std::copy(what, what + 4, wrong);
-          return compared;
+        for (int right = -1; right <= limit; ++right) {
+          // Aligned at the ends, and with all keys before, around and after the queries.
+          for (int shift : {keys - queries, -limit - 1, -2, 3, limit + 1}) {
+            if (!agrees({queries, keys, left, right, shift})) {
+              const int what[5] = {queries, keys, left, right, shift};
+              std::copy(what, what + 5, wrong);
+              return compared;
+            }
+            ++compared;
+          }
         }
       }
     }

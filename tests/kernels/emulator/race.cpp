@@ -38,7 +38,8 @@ struct Tensors {
     told.head_size = 64, told.left = told.right = -1, told.scale = 0.125;
     told.query = query.data(), told.key = key.data(), told.value = value.data();
     told.query_token = told.query_head = told.key_token = told.key_head = told.value_token = told.value_head = 64;
-    told.samples = &sample, told.rows = 1, told.dropped = 9999;
+    told.query_row = queries, told.key_row = keys, told.first_query = keys - queries;
+    told.samples = &sample, told.dropped = 9999;
     told.query_starts = query_starts, told.key_starts = key_starts;
     told.output = output.data(), told.lse = lse.data(), told.output_grad = output_grad.data();
     told.query_grad = query_grad.data(), told.key_grad = key_grad.data(), told.value_grad = value_grad.data();

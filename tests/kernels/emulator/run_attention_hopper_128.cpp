@@ -16,7 +16,7 @@ int main() {
   a.heads = a.kv_heads = 1, a.head_size = kHead, a.left = a.right = -1, a.scale = 0.125;
   a.query = a.key = a.value = numbers.data();
   a.query_token = a.query_head = a.key_token = a.key_head = a.value_token = a.value_head = kHead;
-  a.query_starts = a.key_starts = starts;
+  a.query_starts = a.key_starts = starts, a.query_row = a.key_row = kTokens;
   a.output = output.data(), a.lse = lse.data();
   for (unsigned order = 0; order < 3; ++order) {
     megalite_emulator_order = order;
