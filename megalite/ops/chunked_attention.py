@@ -93,11 +93,11 @@ class _ChunkedAttention(torch.autograd.Function):
         ctx.save_for_backward(query, key, value)
         ctx.form = form
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        for rows, queries in _pieces(query, key):
+        for rows, queries in pieces(query, key):
             values = value[rows].transpose(1, 2)
             piece = _Piece(query[rows], key[rows], queries, form, rows)
             attended = torch.matmul(piece.probabilities.to(query.dtype), values[:, :, piece.keys])
-            output[rows, queries] = _heads_last(attended, query.shape[2])
+            output[rows, queries] = ungroup_heads(attended, query.shape[2])
         return output
 
     @staticmethod
@@ -112,9 +112,9 @@ class _ChunkedAttention(torch.autograd.Function):
             )
             for tensor in (key, value)
         )
-        for rows, queries in _pieces(query, key):
+        for rows, queries in pieces(query, key):
             piece = _Piece(query[rows], key[rows], queries, form, rows, slopes=True)
-            keys, grads = piece.keys, _grouped(output_grad[rows, queries], key.shape[2])
+            keys, grads = piece.keys, group_heads(output_grad[rows, queries], key.shape[2])
             low = piece.probabilities.to(query.dtype)
             value_grad[rows, :, keys] += torch.matmul(low.transpose(2, 3), grads)
             score_grad = torch.matmul(grads, value[rows, keys].permute(0, 2, 3, 1)).to(compute_dtype)
@@ -125,7 +125,7 @@ class _ChunkedAttention(torch.autograd.Function):
                 score_grad.mul_(piece.slopes)
             score_grad = score_grad.to(query.dtype)
             of_queries = torch.matmul(score_grad, key[rows, keys].transpose(1, 2)).mul_(form.scale)
-            query_grad[rows, queries] = _heads_last(of_queries, heads)
+            query_grad[rows, queries] = ungroup_heads(of_queries, heads)
             key_grad[rows, :, keys] += torch.matmul(score_grad.transpose(2, 3), piece.queries)
         return (
             query_grad,
@@ -146,7 +146,7 @@ class _Piece:
     ):
         behind, heads = key.shape[1] - query.shape[1], key.shape[2]
         self.keys = form.visible.keys(queries, behind)
-        self.queries = _grouped(query[:, queries], heads) * form.scale
+        self.queries = group_heads(query[:, queries], heads) * form.scale
         scores = torch.matmul(self.queries, key[:, self.keys].permute(0, 2, 3, 1))
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         self.slopes: Tensor | None = None
@@ -162,7 +162,7 @@ class _Piece:
         self.probabilities = scores.softmax(dim=-1)
 
 
-def _pieces(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
+def pieces(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
     """Return the slices of rows and queries of all pieces, in order."""
     (rows, new, heads), total = query.shape[:3], key.shape[1]
     on_cpu = query.device.type == "cpu"
@@ -177,15 +177,15 @@ def _pieces(query: Tensor, key: Tensor) -> list[tuple[slice, slice]]:
     ]
 
 
-def _grouped(values: Tensor, kv_heads: int) -> Tensor:
+def group_heads(values: Tensor, kv_heads: int) -> Tensor:
     """Return [B, S, heads, D] as [B, kv heads, group * S, D]: the query heads of a group one after another."""
     rows, length, heads, size = values.shape
     split = values.reshape(rows, length, kv_heads, heads // kv_heads, size)
     return split.permute(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, size)
 
 
-def _heads_last(values: Tensor, heads: int) -> Tensor:
-    """Invert `_grouped`."""
+def ungroup_heads(values: Tensor, heads: int) -> Tensor:
+    """Invert `group_heads`."""
     rows, kv_heads, _, size = values.shape
     split = values.view(rows, kv_heads, heads // kv_heads, -1, size)
     return split.permute(0, 3, 1, 2, 4).flatten(2, 3)

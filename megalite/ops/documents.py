@@ -92,6 +92,16 @@ def packed_cu_seqlens(places: Tensor, length: int, longest: int | None = None) -
     return CuSeqlens(F.pad(flat, (0, 1), value=len(places) * length), longest or length)
 
 
+def block_cu_seqlens(cu_seqlens: Tensor, length: int, positions: range) -> Tensor:
+    """Return the cu_seqlens of a block: of these positions of each row of `length` tokens, laid end to end.
+
+    As many documents as before; one that lies outside of the block has no tokens. Without a device sync.
+    """
+    rows = cu_seqlens // length
+    offsets = (cu_seqlens - rows * length - positions.start).clamp_(0, len(positions))
+    return offsets.add_(rows * len(positions))
+
+
 def numbered(starts: CuSeqlens, rows: int, length: int) -> Tensor:
     """Return the number of each token's document: [rows, length] int64; without a device sync."""
     tokens = torch.arange(rows * length, dtype=torch.int32, device=starts.cu_seqlens.device)

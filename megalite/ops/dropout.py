@@ -29,8 +29,13 @@ class CountedMask(NamedTuple):
 
     def draw(self, queries: int, keys: int) -> Mask:
         """Return the mask [B, heads, queries, keys]; the queries are the last of the `keys` positions."""
-        places = range(keys - queries, keys), range(keys)
-        keep = keep_probabilities(self.key, self.sample_indices, self.heads, *places, dropped=self.dropped)
+        return self.draw_block(range(keys - queries, keys), range(keys))
+
+    def draw_block(self, queries: range, keys: range) -> Mask:
+        """Return the mask of these positions: [B, heads, queries, keys]."""
+        keep = keep_probabilities(
+            self.key, self.sample_indices, self.heads, queries, keys, dropped=self.dropped
+        )
         return Mask(keep, MASK_LEVELS / (MASK_LEVELS - self.dropped))
 
 

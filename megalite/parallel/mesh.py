@@ -56,6 +56,8 @@ class ParallelMesh(RankPlace):
 
     groups: axis or role (`RankPlace.peers`) -> this rank's group; a missing entry means this rank alone.
         "pp_upwards": the ranks of "pp" in another process group, for what a stage sends to one before it.
+        "cp_ring": the ranks of "cp" in another process group, for the messages of ring attention. Without data
+        parallelism gradients are reduced in the group of "cp", and a message would wait for a reduction under way.
         "pp_downwards": that for what it sends to one after it; on NCCL apart from "pp", whose collectives use all of
         the card that NCCL wants.
     sequence_parallel: outside of attention and MLP each tp rank holds a range of the positions (Korthikanti et al.,
@@ -111,6 +113,7 @@ class ParallelMesh(RankPlace):
         if ways and dist.get_backend() == "nccl":
             ways.append("pp_downwards")
         messages = {way: _join(peers["pp"], rank, "pp", limit, _message_options(limit)) for way in ways}
+        ring = {"cp_ring": _join(peers["cp"], rank, "cp", limit)} if layout.context > 1 else {}
         # Roles with the same ranks, and all axes of size 1, share a group: each costs connections and threads, and
         # memory on a GPU.
         joined: dict[tuple[int, ...], RankGroup] = {}
@@ -119,6 +122,7 @@ class ParallelMesh(RankPlace):
                 joined[ranks] = _join(ranks, rank, name, limit)
         groups = {name: joined[ranks] for name, ranks in peers.items()}
         groups |= {way: messages.get(way, groups["pp"]) for way in ("pp_upwards", "pp_downwards")}
+        groups |= ring
         return cls(layout, rank, device, groups, sequence_parallel, host, context_method)
 
     @property
@@ -130,6 +134,11 @@ class ParallelMesh(RankPlace):
     def cp(self) -> RankGroup:
         """The ranks that share each sequence (context parallelism)."""
         return self.groups.get("cp", ALONE)
+
+    @property
+    def cp_ring(self) -> RankGroup:
+        """The ranks of `cp` in a group for the messages of ring attention."""
+        return self.groups.get("cp_ring", ALONE)
 
     @property
     def pp(self) -> RankGroup:

@@ -19,7 +19,7 @@ def groups_on_rank(layout: Layout) -> dict[str, tuple]:
         ranks[mesh.rank] = 1
         dist.all_reduce(ranks, group=group.group)
         seen[name] = (group.ranks, group.rank, tuple(ranks.nonzero().flatten().tolist()))
-    made = {id(group.group) for name, group in mesh.groups.items() if name != "pp_upwards"}
+    made = {id(group.group) for name, group in mesh.groups.items() if name not in ("pp_upwards", "cp_ring")}
     assert len(made) == len({group.ranks for group in mesh.groups.values()}), "a group is made twice"
     seen["collectives"] = []
     for group in (mesh.tp, mesh.dense_gradients, mesh.tied):
@@ -31,13 +31,17 @@ def groups_on_rank(layout: Layout) -> dict[str, tuple]:
     return seen
 
 
-@pytest.mark.parametrize("layout", [Layout(2, 2, 2), Layout(4, 1, 2), Layout(1, 3, 1)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Layout(2, 2, 2), Layout(4, 1, 2), Layout(1, 3, 1), Layout(1, 1, 2, 2)], ids=str
+)
 def test_groups_join_the_ranks_of_the_topology(ranks, layout):
     results = ranks.run(groups_on_rank, world_size=layout.world_size, layout=layout)
     for rank, seen in enumerate(results):
         expected = {axis: layout.peers(rank, axis) for axis in AXES}
         expected |= {role: layout.peers(rank, *axes) for role, axes in ROLES.items()}
         stages = expected["pp"]
+        if layout.context > 1:
+            expected["cp_ring"] = expected["cp"]
         expected["pp_upwards"] = expected["pp_downwards"] = stages
         expected["tied"] = (
             stages
@@ -52,7 +56,8 @@ def test_groups_join_the_ranks_of_the_topology(ranks, layout):
         assert seen["broadcast"] == 100
         # A group is named by the axis where an axis has the same ranks as the role.
         tied = "pp" if len(stages) == 2 else "tied"
-        reduced = {"tp": layout.tensor, "dp": layout.data, tied: len(expected["tied"])}
+        dense = "dp" if layout.context == 1 else "cp"
+        reduced = {"tp": layout.tensor, dense: layout.data * layout.context, tied: len(expected["tied"])}
         assert seen["collectives"] == [
             f"all_reduce over {name}" * (size > 1) for name, size in reduced.items()
         ]

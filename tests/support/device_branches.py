@@ -22,7 +22,7 @@ ON_THE_STANDIN = {
     "generation/sampling.py:_rows_at_once",
     "ops/choice.py:Operators.documents",
     "ops/attention_backends.py:served_on_device",
-    "ops/chunked_attention.py:_pieces",
+    "ops/chunked_attention.py:pieces",
     "ops/cross_entropy.py:shard_statistics",
     "ops/decode_attention.py:compiled_serves",
     "ops/extension.py:why_not",
@@ -49,6 +49,10 @@ ON_THE_STANDIN = {
 
 # Test -> the functions whose branch for an accelerator, or for CUDA alone, it runs.
 TESTED = {
+    (
+        "tests/unit/ops/test_context_ring.py",
+        "test_the_host_does_not_wait_for_the_documents_of_a_device",
+    ): ("ops/context_ring.py:BlockForm.first_key",),
     (
         "tests/kernels/test_apex.py",
         "test_a_cpu_has_no_use_for_it",

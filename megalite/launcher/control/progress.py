@@ -52,6 +52,7 @@ _CALLS = (
     "all_reduce",
     "all_gather",
     "all_to_all",
+    "rotate",
     "reduce_scatter",
     "broadcast",
     "gather",
