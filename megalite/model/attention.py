@@ -87,7 +87,7 @@ class SelfAttention(nn.Module):
         attend = partial(self._attend, form)
         if context.rows is not None:
             rows = context.rows if prefix is None else replace(context.rows, prefix=prefix)
-            attend = partial(self.over_context, self.ops.attend, form=form, rows=rows)
+            attend = partial(self.over_context, self.ops, form=form, rows=rows)
         elif prefix is not None:
             key, value = in_front(prefix, key, value)
         attended = recomputed(attend, query, key, value) if self.recompute else attend(query, key, value)

@@ -99,14 +99,17 @@ class Chunk(nn.Module):
             if self.rotary is not None and self.rotary.full.follows_length:
                 own = document_lengths(document_ids)
                 lengths = own if rows is None else own.gather(1, rows.positions)
-            documents = self.ops.documents(
-                document_ids,
-                batch.cu_seqlens,
-                max_seqlen=batch.max_seqlen,
-                dropout=mode.training and self.drops_attention,
-                softcap=self.softcap,
-                prefix=self._prefix_tokens(mode.adapters),
-            )
+            if rows is not None and self.mesh.context_method == "ring":
+                documents = self.ops.block_documents(document_ids, batch.cu_seqlens, batch.max_seqlen)
+            else:
+                documents = self.ops.documents(
+                    document_ids,
+                    batch.cu_seqlens,
+                    max_seqlen=batch.max_seqlen,
+                    dropout=mode.training and self.drops_attention,
+                    softcap=self.softcap,
+                    prefix=self._prefix_tokens(mode.adapters),
+                )
         dropout = None
         if mode.training:
             positions = None if rows is None else rows.positions

@@ -30,9 +30,11 @@ from megalite.ops.attention import (
     documents_seen,
 )
 from megalite.ops.attention_form import CAUSAL, AttentionForm
+from megalite.ops.context_ring import BlockForm
 from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY, ShardCrossEntropy
-from megalite.ops.documents import Documents, packed_cu_seqlens
+from megalite.ops.documents import CuSeqlens, Documents, packed_cu_seqlens
 from megalite.ops.norms import AddNorm, Norm
+from megalite.ops.packed_attention import why_not_packed
 from megalite.ops.rotary import COMPILED_ROTARY, TORCH_ROTARY, Rotary
 
 TORCH = "torch"
@@ -205,6 +207,17 @@ class Operators(OperatorSlots):
             return compiled_attention(query, key, value, form)
         return causal_attention(query, key, value, form, backend=chosen)
 
+    def blocks(self, query: Tensor, form: AttentionForm, length: int) -> BlockForm:
+        """Return how attention of this form over rows of `length` positions is computed block by block.
+
+        query: a tensor like those of the blocks. form: documents as cu_seqlens. Blocks need log-sum-exps, which torch's
+        kernels do not have on every device: where the compiled operator is not chosen they are computed in plain torch.
+        """
+        dropout, capped = form.mask is not None, form.softcap is not None
+        chosen = self._attention_form(dropout, capped, form.documents is not None, form.window is not None)
+        compiled = chosen == COMPILED and not capped and not why_not_packed(query, dropout=dropout)
+        return BlockForm(form, len(query), length, compiled)
+
     def documents(
         self,
         document_ids: Tensor,
@@ -225,16 +238,22 @@ class Operators(OperatorSlots):
         if prefix:
             return documents_seen(document_ids, prefix)
         if document_ids.device.type != "cpu":
-            if cu_seqlens is None:
-                return document_cu_seqlens(document_ids)
-            # torch.compile would compile a layer again for each new number.
-            return packed_cu_seqlens(cu_seqlens, document_ids.shape[1], None if self.compile else max_seqlen)
+            return self.block_documents(document_ids, cu_seqlens, max_seqlen)
         if self._attention_form(dropout, softcap is not None, True, False) == COMPILED and softcap is None:
             return document_cu_seqlens(document_ids)
         # torch.compile needs fixed shapes, and materialised probabilities (dropout) need a dense mask.
         if self.compile or dropout:
             return documents_seen(document_ids)
         return document_spans(document_ids)
+
+    def block_documents(
+        self, document_ids: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | None
+    ) -> CuSeqlens:
+        """Same as `documents`, in the form that `blocks` needs."""
+        if cu_seqlens is None:
+            return document_cu_seqlens(document_ids)
+        # torch.compile would compile a layer again for each new number.
+        return packed_cu_seqlens(cu_seqlens, document_ids.shape[1], None if self.compile else max_seqlen)
 
     def _attention_form(self, dropout: bool, softcap: bool, documents: bool, window: bool) -> str:
         """Return the implementation for attention of this form: the first of dropout, soft cap, documents, window."""

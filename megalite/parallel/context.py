@@ -42,11 +42,12 @@ class ContextRows:
     @classmethod
     def of(cls, rows: int, length: int, mesh: ParallelMesh, table: Tensor | None = None) -> "ContextRows":
         """Return the cut of rows of `length` tokens; table: that of a batch, None: zig-zag."""
+        ranks = mesh.cp_ring if mesh.context_method == "ring" else mesh.cp
         if table is not None:
-            return cls(mesh.cp, table, length)
+            return cls(ranks, table, length)
         cut = zig_zag(mesh.cp.size)
         flat = torch.tensor([block for blocks in cut for block in blocks], device=mesh.device)
-        return cls(mesh.cp, flat.expand(rows, -1), length, cut[mesh.cp.rank])
+        return cls(ranks, flat.expand(rows, -1), length, cut[mesh.cp.rank])
 
     @property
     def block_length(self) -> int:

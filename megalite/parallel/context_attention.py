@@ -6,24 +6,24 @@ import torch
 from torch import Tensor
 
 from megalite.ops.attention_form import AttentionForm
+from megalite.ops.choice import Operators
 from megalite.ops.documents import documents_of_block, documents_of_row
 from megalite.ops.dropout import CountedMask
 from megalite.parallel.context import ContextRows
+from megalite.parallel.context_ring import ring_attention
 from megalite.topology.context import ContextMethod
 
-Attend = Callable[[Tensor, Tensor, Tensor, AttentionForm], Tensor]
-"""`ops.attention.causal_attention` by the chosen implementation."""
 ContextAttention = Callable[..., Tensor]
-"""Attention of this rank's tokens: (attend, query [B, S / c, heads, D], key, value [B, S / c, kv heads, D], form, rows)
+"""Attention of this rank's tokens: (ops, query [B, S / c, heads, D], key, value [B, S / c, kv heads, D], form, rows)
 -> [B, S / c, heads, D], all in the order of the rank's blocks.
 
-attend: computes attention over tokens in order. form: that of whole rows: its documents are of [B, S] tokens, its mask
-counts positions in the row. Collective over the ranks of the rows: each makes the same ones, whatever its tokens are.
+ops: `attend` computes attention over tokens in order. form: that of whole rows: its documents are of [B, S] tokens, its
+mask counts positions in the row. Collective over the ranks of the rows: each makes the same ones, whatever its tokens.
 """
 
 
 def gather_attention(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, rows: ContextRows
+    ops: Operators, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, rows: ContextRows
 ) -> Tensor:
     """As `ContextAttention`: all keys and values are gathered, and their gradients reduce-scattered.
 
@@ -33,11 +33,11 @@ def gather_attention(
     if rows.prefix is not None:
         packed = torch.cat((rows.prefix.flatten(1, 2).expand(len(packed), -1, -1, -1), packed), dim=1)
     if rows.blocks is not None:
-        return _attend_blocks(attend, query, packed, form, rows, rows.blocks)
+        return _attend_blocks(ops, query, packed, form, rows, rows.blocks)
     own = rows.table.chunk(rows.ranks.size, dim=1)[rows.ranks.rank].tolist()
     attended = [
         _attend_blocks(
-            attend,
+            ops,
             query[row : row + 1],
             packed[row : row + 1],
             _form_of_row(form, rows.length, row),
@@ -50,7 +50,7 @@ def gather_attention(
 
 
 def _attend_blocks(
-    attend: Attend,
+    ops: Operators,
     query: Tensor,
     packed: Tensor,
     form: AttentionForm,
@@ -66,7 +66,7 @@ def _attend_blocks(
         if form.documents is not None:
             documents = documents_of_block(form.documents, rows.length, block, form.prefix)
             of_block = form._replace(documents=documents)
-        attended.append(attend(part, key, value, of_block))
+        attended.append(ops.attend(part, key, value, of_block))
     return torch.cat(attended, dim=1)
 
 
@@ -81,7 +81,7 @@ def _form_of_row(form: AttentionForm, length: int, row: int) -> AttentionForm:
 
 
 def ulysses_attention(
-    attend: Attend, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, rows: ContextRows
+    ops: Operators, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, rows: ContextRows
 ) -> Tensor:
     """As `ContextAttention`: ranks change tokens for heads, attend over whole rows, and change back.
 
@@ -102,7 +102,19 @@ def ulysses_attention(
     if isinstance(mask, CountedMask):
         first = mask.heads.start + rank * heads
         mask = mask._replace(heads=range(first, first + heads))
-    return rows.to_tokens(attend(query, key, value, form._replace(mask=mask)))
+    return rows.to_tokens(ops.attend(query, key, value, form._replace(mask=mask)))
+
+
+def through_ring(
+    ops: Operators, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, rows: ContextRows
+) -> Tensor:
+    """As `ContextAttention`: keys and values go from rank to rank while blocks are computed (`parallel.context_ring`).
+
+    For rows that are cut zig-zag and have no prefix.
+    """
+    if rows.blocks is None or rows.prefix is not None:
+        raise ValueError("ring attention is for rows that are all cut zig-zag, without a prefix")
+    return ring_attention(query, key, value, ops.blocks(query, form, rows.length), rows.ranks)
 
 
 def _repeats(heads: int, kv_heads: int, ranks: int) -> int:
@@ -114,5 +126,6 @@ def _repeats(heads: int, kv_heads: int, ranks: int) -> int:
 
 METHODS: Mapping[ContextMethod, ContextAttention] = {
     "gather": gather_attention,
+    "ring": through_ring,
     "ulysses": ulysses_attention,
 }

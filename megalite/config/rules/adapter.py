@@ -10,7 +10,7 @@ from megalite.config.sections.derived import adapted_shape
 from megalite.config.sections.shape_settings import model_shape
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem, listed
-from megalite.topology.adapter import Lora, names_module
+from megalite.topology.adapter import Lora, Prefix, names_module
 from megalite.topology.parameters import Parameter, model_parameters, names_tied_table, stage_parameters
 
 
@@ -32,6 +32,13 @@ def an_adapter_has_a_model(run: CheckedRun) -> Iterator[Problem]:
     if run.adapter.kind != "none" and run.model.weights is None:
         message = f"{shown(run.adapter.kind)} needs a pretrained model, whose weights stay as they are"
         yield Problem.reset("adapter.kind", message, 'set model.weights, or use "none"', "none")
+
+
+def a_prefix_does_not_go_round(run: CheckedRun) -> Iterator[Problem]:
+    ring = run.parallel.context > 1 and run.parallel.context_method == "ring"
+    if ring and isinstance(described_adapter(run.adapter), Prefix):
+        message = '"ring" has no place for the virtual tokens of an adapter, which every rank has'
+        yield Problem.reset("parallel.context_method", message, 'use "gather" or "ulysses"', "gather")
 
 
 def adapter_patterns_name_modules(run: CheckedRun) -> Iterator[Problem]:

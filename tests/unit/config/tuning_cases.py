@@ -28,6 +28,13 @@ ADAPTER_CASES = [
         {"training.sequence_length": 8},
     ),
     Case(
+        "a_prefix_does_not_go_round",
+        {**_LORA, "adapter.kind": "prefix", "parallel.context": 2, "parallel.context_method": "ring"},
+        'parallel.context_method: "ring" has no place for the virtual tokens of an adapter, which every rank has; '
+        'use "gather" or "ulysses"',
+        {"parallel.context_method": "gather"},
+    ),
+    Case(
         "an_adapter_has_a_model",
         {"adapter.kind": "lora"},
         'adapter.kind: "lora" needs a pretrained model, whose weights stay as they are; set model.weights, '

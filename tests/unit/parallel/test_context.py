@@ -1,5 +1,6 @@
 """The cut of rows over context-parallel ranks, and the documents of each block of queries."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,6 @@ from megalite.ops.choice import ALL_COMPILED
 from megalite.ops.documents import documents_of_block, documents_of_row
 from megalite.ops.dropout import CountedMask
 from megalite.parallel.context import ContextRows, cut
-from megalite.parallel.context_attention import Attend
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.axes import Layout
 from tests.support.parity import OPERATOR_RTOL, assert_close
@@ -91,7 +91,7 @@ def test_blocks_of_queries_attend_as_the_whole_row_does(documents, window, softc
             _blocks_equal_rows(form, documents, ALL_COMPILED.attend)
 
 
-def _blocks_equal_rows(form: AttentionForm, documents: str | None, attend: Attend) -> None:
+def _blocks_equal_rows(form: AttentionForm, documents: str | None, attend: Callable[..., Tensor]) -> None:
     generator = torch.Generator().manual_seed(1)
     tensors = [
         torch.randn(ROWS, LENGTH, heads, 6, dtype=torch.float64, generator=generator) for heads in (4, 2, 2)
