@@ -173,7 +173,7 @@ def command_parser() -> argparse.ArgumentParser:
     )
     wish = "ranks that share each sequence (default: searched)"
     add("--context", type=whole_number(1), metavar="N", help=wish)
-    method = "how they see each other's keys (gather, or the run file's)"
+    method = "how they see each other's keys (the run file's, or auto)"
     add("--context-method", choices=CONTEXT_METHODS, help=method)
     for name, text in (
         ("expert", "ranks that share a layer's experts"),

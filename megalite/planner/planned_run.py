@@ -39,7 +39,7 @@ class PlannedRun:
     """A resolved run with a known vocabulary and precision.
 
     model, training, optimizer: the sections of these names, of which only settings of computation are read.
-    sequence_parallel: `parallel.sequence`. context_method: `parallel.context_method`, with "auto" as gather.
+    sequence_parallel: `parallel.sequence`. context_method: `parallel.context_method` of a run whose sequences are cut.
     offload: table of `zero_optimization` -> "cpu" or "nvme".
     zero: `zero_optimization` of DeepSpeed's JSON.
     plain_torch: plain torch computes what has a compiled operator. on_cpu: it computes on the host.

@@ -22,8 +22,9 @@ from megalite.planner.memory import CARD_BASE_BYTES, RankMemory, stage_memory
 from megalite.planner.planned_run import PlannedAxes, PlannedRun
 from megalite.planner.step_time import StepTime, step_time
 from megalite.topology.axes import Layout
-from megalite.topology.context import ContextMethod
+from megalite.topology.context import ContextMethod, choose_method
 from megalite.topology.schedules import SCHEDULES
+from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import divisors
 from megalite.topology.stages import PipelineSplit, pipeline_split
 
@@ -123,11 +124,12 @@ class LayoutSearch:
 
 
 def every_choice(
-    cluster: Machine, contexts: Sequence[int] = (1,), method: ContextMethod = "gather"
+    cluster: Machine, contexts: Sequence[int], method: Callable[[Layout, RecomputeMode], ContextMethod]
 ) -> Iterator[LayoutChoice]:
     """Yield the layouts of all cards. Tensor parallelism goes as far as two nodes.
 
     contexts: the numbers of ranks that may share a sequence. A cut sequence is a micro batch, unless all are cut.
+    method: how they do it in a layout.
     """
     tensors = [size for size in divisors(cluster.cards) if size <= 2 * cluster.cards_per_node]
     for tensor, context in product(tensors, contexts):
@@ -147,8 +149,13 @@ def every_choice(
             kinds = product((False, True) if tensor > 1 else (False,), schedules, zeros)
             for sequence, (name, chunks), zero in kinds:
                 for size, recompute in product(sizes, _RECOMPUTE):
-                    yield LayoutChoice(
-                        tensor, sequence, pipeline, data, name, chunks, zero, size, recompute, context, method
+                    choice = LayoutChoice(
+                        tensor, sequence, pipeline, data, name, chunks, zero, size, recompute, context
+                    )
+                    yield (
+                        replace(choice, context_method=method(choice.layout, recompute))
+                        if context > 1
+                        else choice
                     )
 
 
@@ -167,7 +174,7 @@ def search(
     base = replace(PlannedRun.of(config, vocab_size, on_cpu=cluster.on_cpu), axes=axes)
     checked = checked_run(config, cluster.cards)
     contexts = _contexts(config, cluster) if context is None else (context,)
-    choices = list(every_choice(cluster, contexts, base.context_method))
+    choices = list(every_choice(cluster, contexts, partial(_method, config, base.shape)))
     judged = _on_all_cores(partial(_judge, base, checked, config, cluster), choices)
     planned = [layout for layout in judged if isinstance(layout, PlannedLayout)]
     refused = [layout for layout in judged if isinstance(layout, RefusedLayout)]
@@ -187,6 +194,15 @@ def _contexts(config: RunConfig, cluster: Machine) -> tuple[int, ...]:
     return tuple(
         size for size in sizes if size == 1 or (length // size >= _LEAST_PART and not length % (2 * size))
     )
+
+
+def _method(config: RunConfig, shape: ModelShape, layout: Layout, recompute: RecomputeMode) -> ContextMethod:
+    """Return the method of the settings, for "auto" that of this layout."""
+    method, data = config.parallel.context_method, config.data
+    if method != "auto":
+        return method
+    documents = data.document_mask or data.kind != "text"
+    return choose_method(shape, layout, documents=documents, recomputed=recompute != "none").method
 
 
 def _judge(
