@@ -108,29 +108,46 @@ def numbered(starts: CuSeqlens, rows: int, length: int) -> Tensor:
     return torch.searchsorted(starts.cu_seqlens, tokens, right=True).view(rows, length)
 
 
-def documents_of_block(documents: Documents, length: int, block: range, prefix: int = 0) -> Documents:
+def documents_of_block(
+    documents: Documents, length: int, block: range, prefix: int = 0, *, first: int = 0
+) -> Documents:
     """Return the documents of rows of `length` tokens for the queries `block` of each row and its keys up to their end.
 
-    Without a device sync. prefix: keys in front of each row, in a mask.
+    Without a device sync. prefix: keys in front of each row, in a mask. first: keys before it are left out.
     """
     if isinstance(documents, Tensor):
-        return documents[:, :, block.start : block.stop, : prefix + block.stop]
+        return documents[:, :, block.start : block.stop, first : prefix + block.stop]
     if isinstance(documents, tuple):
-        return tuple(_spans_of_block(documents, length, block))
+        return tuple(_spans_of_block(documents, length, block, first))
     row, place = documents.cu_seqlens // length, documents.cu_seqlens % length
     queries = row * len(block) + place.clamp(block.start, block.stop) - block.start
-    keys = row * block.stop + place.clamp(max=block.stop)
+    keys = row * (block.stop - first) + place.clamp(first, block.stop) - first
     longest = documents.max_seqlen
-    return CuSeqlens(queries.int(), min(longest, len(block)), CuSeqlens(keys.int(), min(longest, block.stop)))
+    return CuSeqlens(
+        queries.int(), min(longest, len(block)), CuSeqlens(keys.int(), min(longest, block.stop - first))
+    )
 
 
-def _spans_of_block(spans: tuple[Span, ...], length: int, block: range) -> Iterator[Span]:
+def first_key(documents: Documents, start: int) -> int:
+    """Return a key before which a row's queries from `start` on see none: the first of their document, or 0.
+
+    0 where an answer would be a device sync.
+    """
+    if isinstance(documents, CuSeqlens) and documents.cu_seqlens.device.type == "cpu":
+        return int(documents.cu_seqlens[documents.cu_seqlens <= start].max())
+    if isinstance(documents, tuple):
+        starts = accumulate((span.length for span in documents), initial=0)
+        return max(place for place in starts if place <= start)
+    return 0
+
+
+def _spans_of_block(spans: tuple[Span, ...], length: int, block: range, first: int) -> Iterator[Span]:
     end = 0
     for span in spans:
         start = end % length
         end += span.length
         keys = min(span.length, block.stop - start)
-        if keys <= 0:
+        if keys <= 0 or start < first:
             continue
         queries = max(0, min(keys, start + keys - block.start))
         seen = None if span.seen is None or not queries else span.seen[keys - queries : keys, :keys]

@@ -1,13 +1,14 @@
 """Attention over rows that are cut over the context-parallel ranks. Each method says what of a row travels."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megalite.ops.attention_form import AttentionForm
 from megalite.ops.choice import Operators
-from megalite.ops.documents import documents_of_block, documents_of_row
+from megalite.ops.documents import documents_of_block, documents_of_row, first_key
 from megalite.ops.dropout import CountedMask
 from megalite.parallel.context import ContextRows
 from megalite.parallel.context_ring import ring_attention
@@ -59,15 +60,45 @@ def _attend_blocks(
 ) -> Tensor:
     """Attend from these blocks of queries. packed: keys over values of whole rows, [B, prefix + S, 2 * kv heads, D]."""
     attended = []
-    for part, number in zip(query.split(rows.block_length, dim=1), blocks, strict=True):
-        block = range(number * rows.block_length, (number + 1) * rows.block_length)
-        key, value = packed[:, : form.prefix + block.stop].chunk(2, dim=2)
+    queries = [range(number * rows.block_length, (number + 1) * rows.block_length) for number in blocks]
+    keys = [range(_first_key(form, block, len(packed)), form.prefix + block.stop) for block in queries]
+    seen = _KeyRanges.apply(packed, keys)  # type: ignore[no-untyped-call]
+    parts = query.split(rows.block_length, dim=1)
+    for part, block, own, keys_and_values in zip(parts, queries, keys, seen, strict=True):
+        key, value = keys_and_values.chunk(2, dim=2)
         of_block = form
         if form.documents is not None:
-            documents = documents_of_block(form.documents, rows.length, block, form.prefix)
+            documents = documents_of_block(form.documents, rows.length, block, form.prefix, first=own.start)
             of_block = form._replace(documents=documents)
         attended.append(ops.attend(part, key, value, of_block))
     return torch.cat(attended, dim=1)
+
+
+def _first_key(form: AttentionForm, block: range, rows: int) -> int:
+    """Return the first key that a block of queries sees, where the host knows it; else 0."""
+    if form.mask is not None or form.prefix:
+        return 0  # dropout counts keys from the row's start
+    first = 0 if form.window is None else max(0, block.start - form.window + 1)
+    if form.documents is None:
+        return first
+    # Not the window's: a document must keep all its keys, by whose end its queries are aligned.
+    return first_key(form.documents, block.start) if rows == 1 else 0
+
+
+class _KeyRanges(torch.autograd.Function):
+    """Several ranges of tokens of [B, T, ...]. Each slice would have a gradient as large as the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, ranges: Sequence[range]) -> tuple[Tensor, ...]:
+        ctx.shape, ctx.ranges = packed.shape, ranges
+        return tuple(packed[:, own.start : own.stop] for own in ranges)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].new_zeros(ctx.shape)
+        for grad, own in zip(grads, ctx.ranges, strict=True):
+            total[:, own.start : own.stop] += grad
+        return total, None
 
 
 def _form_of_row(form: AttentionForm, length: int, row: int) -> AttentionForm:

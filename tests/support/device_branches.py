@@ -54,6 +54,10 @@ TESTED = {
         "test_the_host_does_not_wait_for_the_documents_of_a_device",
     ): ("ops/context_ring.py:BlockForm.first_key",),
     (
+        "tests/unit/ops/test_document_blocks.py",
+        "test_the_host_does_not_wait_to_leave_keys_out",
+    ): ("ops/documents.py:first_key",),
+    (
         "tests/kernels/test_apex.py",
         "test_a_cpu_has_no_use_for_it",
     ): ("ops/apex.py:why_not.<locals>.why_not_on",),
