@@ -8,6 +8,7 @@ Each has a light background of its own, so that it can be read on a dark page to
 from collections.abc import Iterator
 from pathlib import Path
 
+from docs.context_picture import context_picture
 from docs.drawing import BLUE, GREEN, LINE, ORANGE, PALE, TEXT, arrow, label, picture, rectangle
 from docs.lesson_pictures import lesson_pictures
 from megalite.topology.axes import Layout
@@ -27,6 +28,7 @@ def pictures() -> dict[str, str]:
     return {
         "layout.svg": layout_picture(),
         "schedules.svg": schedules_picture(),
+        "context.svg": context_picture(),
         "learn/bubble.svg": bubble_picture(),
         **lesson_pictures(),
     }

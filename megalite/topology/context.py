@@ -16,10 +16,10 @@ from megalite.topology.shape import ModelShape
 ContextMethod = Literal["gather", "ring", "ulysses"]
 """gather: every rank has all keys and values. ring: they go round. ulysses: ranks change tokens for heads and back."""
 CONTEXT_METHODS: tuple[ContextMethod, ...] = get_args(ContextMethod)
-# Blocks a rank of a row with documents: with 16 the busiest rank works at most a few percent more than the mean, with
-# 8 up to 1.9 times as much where documents are a hundredth of a rank's part. Shorter blocks than _SHORTEST would leave
-# the tiles of attention's kernels empty.
-_MOST_BLOCKS, _SHORTEST = 16, 32
+# Blocks a rank of a row with documents (benchmarks/context_cut.py): with 8 the busiest rank works a few percent more
+# than the mean, with 4 up to half as much again; 16 calls of attention cost more than they balance. Shorter blocks
+# than _SHORTEST leave the tiles of attention's kernels empty.
+_MOST_BLOCKS, _SHORTEST = 8, 32
 
 
 def zig_zag(ranks: int) -> tuple[tuple[int, ...], ...]:

@@ -25,6 +25,7 @@ from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.peft.base import base_of, require_base
 from megalite.convert.weight_source import WeightSource
 from megalite.convert.weights import open_weights
+from megalite.data.batches.context_blocks import windows_of, with_blocks
 from megalite.data.batches.loader import StepLoader
 from megalite.data.batches.prefetch import Prefetch
 from megalite.data.batches.stream_loader import TrainingLoader
@@ -120,7 +121,7 @@ class TrainStep:
         )
         self.needs_reference_losses = preferences and not self._reference_is_without_adapter
         """Whether every loader must have the reference's losses of its samples (train.step.reference)."""
-        self.transfer = BatchTransfer(mesh.device)
+        self.transfer, self._windows = BatchTransfer(mesh.device), windows_of(shape)
         self.batches = self._training_batches()
         self._next: _NextBatch | None = None
         self._waited_seconds = 0.0
@@ -170,7 +171,11 @@ class TrainStep:
 
     def _arriving_batch(self, loader: TrainingLoader, consumed_samples: int) -> ArrivingBatch:
         """Read the batch of `loader` after `consumed_samples` and start its copy to the device; thread-safe."""
-        return self.transfer.start(loader.step_batch(consumed_samples, dtype=self._loss_dtype))
+        batch: StepBatch = loader.step_batch(consumed_samples, dtype=self._loss_dtype)
+        if self.mesh.context_method == "gather":
+            # Ulysses works on whole rows, equally on every rank, and the ring on the blocks of zig-zag.
+            batch = with_blocks(batch, self.mesh.cp.size, self._windows)
+        return self.transfer.start(batch)
 
     def train_step(
         self, flags: Callable[[], Sequence[bool]] = tuple, before_update: Callable[[], object] = tuple

@@ -47,7 +47,7 @@ def documents(length: int, mean: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("mean", [100, 1000, 8192])
 def test_work_is_balanced_where_zig_zag_is_not(ranks: int, mean: int) -> None:
-    """The busiest rank has at most 2 % more than the mean in every row, and over 20 % more by zig-zag."""
+    """The busiest rank has at most 5 % more than the mean in every row, and over 20 % more by zig-zag."""
     blocks = ranks * blocks_a_rank(8192, ranks)
     by_work, zig_zagged = [], []
     for seed in range(8):
@@ -58,7 +58,7 @@ def test_work_is_balanced_where_zig_zag_is_not(ranks: int, mean: int) -> None:
         assert all(list(own) == sorted(own) and len(own) == blocks // ranks for own in cut)
         by_work.append(imbalance(works, cut))
         zig_zagged.append(imbalance(block_works(lengths, 2 * ranks), zig_zag(ranks)))
-    assert max(by_work) < 1.02
+    assert max(by_work) < 1.05
     assert max(zig_zagged) > 1.2
 
 
@@ -74,7 +74,7 @@ def test_equal_work_is_dealt_in_turn() -> None:
 
 @pytest.mark.parametrize(
     ("length", "ranks", "blocks"),
-    [(8192, 8, 16), (1024, 4, 8), (24, 2, 2), (6 * 256, 3, 16), (2 * 3 * 64, 2, 4)],
+    [(8192, 8, 8), (1024, 8, 4), (24, 2, 2), (6 * 256, 3, 8), (2 * 3 * 64, 2, 4)],
 )
 def test_blocks_divide_the_row_and_fill_tiles(length: int, ranks: int, blocks: int) -> None:
     assert blocks_a_rank(length, ranks) == blocks
