@@ -137,5 +137,6 @@ def _resolved(run: CheckedRun) -> dict[str, Any]:
         "training.global_batch_size": plan.global_batch_size,
         "optimizer.momentum": momentum if optimizer.momentum is None else optimizer.momentum,
         "model.num_key_value_heads": model.num_key_value_heads or heads,
+        "model.chunked_loss": model.chunked_loss or run.training.sequence_chunk,
         "model.head_dim": model.head_dim or model.hidden_size // heads,
     }

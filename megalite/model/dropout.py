@@ -1,8 +1,9 @@
 """Where dropout is applied, and the masks there: a function of seed, site, sample and position, never of the layout."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from megalite.model.options import ModelOptions
@@ -68,25 +69,33 @@ class DropoutSites:
         """[b, positions held here, H]."""
         return self._residual("output", self._embedding_rate, context)
 
-    def layer_masks(self, context: DropoutContext) -> LayerMasks:
+    def layer_masks(self, context: DropoutContext, *, with_mlp: bool = True) -> LayerMasks:
         """On the residual stream [b, positions held here, H], within the MLP [b, S, intermediate / tp]; attention's is
-        drawn where it is used. S: the tokens of this rank's part of the context."""
-        everywhere = range(context.sequence_length)
-        return LayerMasks(
-            self.attention_mask(context),
-            self._residual("attention_residual", self._residual_rate, context),
-            self._mask("mlp", self._mlp_rate, context, everywhere, self._intermediate),
-            self._residual("mlp_residual", self._residual_rate, context),
-            *self._adapter_masks(context),
+        drawn where it is used. S: this rank's tokens of the row. with_mlp: with the masks of `mlp_masks`."""
+        everywhere = [range(context.sequence_length)]
+        masks = LayerMasks(
+            attention=self.attention_mask(context),
+            attention_residual=self._residual("attention_residual", self._residual_rate, context),
+            mlp_residual=self._residual("mlp_residual", self._residual_rate, context),
+            adapter_qkv=self._residual("adapter_qkv", self._adapter_rate, context),
+            adapter_o=self._mask("adapter_o", self._adapter_rate, context, everywhere, self._attended),
         )
+        return self.mlp_masks(context, slice(None), masks) if with_mlp else masks
 
-    def _adapter_masks(self, context: DropoutContext) -> Iterator[Mask | None]:
-        """Yield the masks of the inputs of the adapters of query-key-value, o, up and down."""
-        rate, everywhere = self._adapter_rate, range(context.sequence_length)
-        yield self._residual("adapter_qkv", rate, context)
-        yield self._mask("adapter_o", rate, context, everywhere, self._attended)
-        yield self._residual("adapter_up", rate, context)
-        yield self._mask("adapter_down", rate, context, everywhere, self._intermediate)
+    def mlp_masks(self, context: DropoutContext, held: slice, others: LayerMasks = NO_MASKS) -> LayerMasks:
+        """Return `others` with the masks inside the MLP for some of the tokens held here.
+
+        They are [b, tokens, H] for the adapters' input, [b, tokens of all tp ranks, intermediate / tp] behind it.
+        """
+        length = context.sequence_length
+        here = self._mesh.sequence_range(length)
+        # The MLP gathers the tokens of each rank in their order.
+        ranks = [range(start, start + len(here))[held] for start in range(0, length, len(here))]
+        return others._replace(
+            mlp=self._mask("mlp", self._mlp_rate, context, ranks, self._intermediate),
+            adapter_up=self._mask("adapter_up", self._adapter_rate, context, [here[held]], self._hidden),
+            adapter_down=self._mask("adapter_down", self._adapter_rate, context, ranks, self._intermediate),
+        )
 
     def attention_mask(self, context: DropoutContext) -> CountedMask | None:
         """Return the mask of the probabilities [b, heads of this rank, S queries, S keys]."""
@@ -96,17 +105,21 @@ class DropoutSites:
         return CountedMask(key, context.sample_indices, self._heads, dropped_levels(self._attention_rate))
 
     def _residual(self, site: str, rate: float, context: DropoutContext) -> Mask | None:
-        tokens = self._mesh.sequence_range(context.sequence_length)
+        tokens = [self._mesh.sequence_range(context.sequence_length)]
         return self._mask(site, rate, context, tokens, self._hidden)
 
     def _mask(
-        self, site: str, rate: float, context: DropoutContext, tokens: range, features: range
+        self, site: str, rate: float, context: DropoutContext, tokens: Sequence[range], features: range
     ) -> Mask | None:
         if rate == 0:
             return None
         dropped, name = dropped_levels(rate), self._key_name(site)
-        positions = context.of(tokens)
-        keep = keep_mask(self._seed, name, context.sample_indices, positions, features, dropped=dropped)
+        samples = context.sample_indices
+        kept = [
+            keep_mask(self._seed, name, samples, context.of(span), features, dropped=dropped)
+            for span in tokens
+        ]
+        keep = kept[0] if len(kept) == 1 else torch.cat(kept, dim=1)
         return Mask(keep, MASK_LEVELS / (MASK_LEVELS - dropped))
 
     def _key_name(self, site: str) -> str:

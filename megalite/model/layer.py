@@ -50,6 +50,7 @@ class DecoderLayer(nn.Module):
     ):
         super().__init__()
         self.recompute, self.compile_layer = recompute, options.training.compile
+        self.mesh, self.mlp_tokens = mesh, options.training.sequence_chunk
         self.arranged = _ARRANGEMENTS[shape.norm_placement]
         self.normalises_outputs = shape.norm_placement in ("sandwich", "output")
         self.residual_multiplier = shape.residual_multiplier
@@ -72,7 +73,9 @@ class DecoderLayer(nn.Module):
 
     def _draw_and_run(self, context: StepContext, hidden_states: Tensor) -> Tensor:
         """Draw the dropout masks, then run the layer. One compiled function serves all layers: masks are its inputs."""
-        masks = NO_MASKS if context.dropout is None else self.sites.layer_masks(context.dropout)
+        masks, dropped = NO_MASKS, context.dropout
+        if dropped is not None:
+            masks = self.sites.layer_masks(dropped, with_mlp=not self.mlp_tokens)
         if not self.compile_layer:
             return self.arranged(self, hidden_states, context, masks)
         if isinstance(masks.attention, CountedMask) and context.dropout is not None:
@@ -90,10 +93,34 @@ class DecoderLayer(nn.Module):
 
     def feed_forward(self, inputs: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
         """Return the output of the MLP for the residual stream: [B, S, H] -> [B, S, H]."""
-        output: Tensor = self.mlp(inputs, context, masks)
+        chunked = self.mlp_tokens and context.cache is None
+        output = self._mlp_in_chunks(inputs, context) if chunked else self.mlp(inputs, context, masks)
         if self.normalises_outputs:
             output = self.post_feedforward_layernorm(output)
         return self._scaled(dropout(output, masks.mlp_residual))
+
+    def _mlp_in_chunks(self, inputs: Tensor, context: StepContext) -> Tensor:
+        """Return mlp(inputs), of which backward computes one chunk of the sequences at a time again.
+
+        "Tiled compute" of Bekman et al., "Arctic long sequence training", 2025, section 3.1.
+        """
+        gathered = self.mesh.tp.size if self.mesh.splits_sequence else 1
+        size = max(1, self.mlp_tokens // (len(inputs) * gathered))
+
+        def run(first: int, chunk: Tensor) -> Tensor:
+            # Drawn here: the masks of all tokens would take a byte for each of their activations.
+            held = slice(first, first + chunk.shape[1])
+            masks = NO_MASKS if context.dropout is None else self.sites.mlp_masks(context.dropout, held)
+            output: Tensor = self.mlp(chunk, context, masks)
+            return output
+
+        if size >= inputs.shape[1]:
+            return run(0, inputs)
+        outputs = [
+            recomputed(partial(run, number * size), chunk)
+            for number, chunk in enumerate(inputs.split(size, dim=1))
+        ]
+        return torch.cat(outputs, dim=1)
 
     def _scaled(self, output: Tensor) -> Tensor:
         return output if self.residual_multiplier == 1 else output * self.residual_multiplier

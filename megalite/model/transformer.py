@@ -4,6 +4,7 @@ A Stage registers every parameter of its pipeline rank by its canonical name; th
 schedule runs. One stage of one chunk is the whole model.
 """
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from megalite.model.embedding import InputEmbedding
 from megalite.model.head import Head, OutputHead
 from megalite.model.layer import DecoderLayer
 from megalite.model.norms import build_norm
+from megalite.model.offload import ActivationOffload
 from megalite.model.options import ModelOptions
 from megalite.model.prefix import build_trunk
 from megalite.model.rope import LayerRotations
@@ -78,6 +80,7 @@ class Chunk(nn.Module):
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
         self.prefix_tokens, self.trunk = shape.prefix_tokens, getattr(stage.model, "prefix", None)
         self.layers = nn.ModuleList(stage.model.layers[str(layer)] for layer in split.layers[index])
+        self.offload = ActivationOffload() if options.training.offload_activations else None
         self.rotary = stage.rotary if shape.position_embedding == "rope" else None
         if self.is_first:
             positions = stage.model.embed_positions if shape.position_embedding == "learned" else None
@@ -149,8 +152,12 @@ class Chunk(nn.Module):
         if self.is_first and torch.is_grad_enabled() and not hidden_states.requires_grad:
             # A frozen embedding: recomputed layers and stages without a trained weight need a gradient to pass on.
             hidden_states.requires_grad_()
+        graph = self.offload.graph() if self.offload is not None and torch.is_grad_enabled() else None
         for layer in self.layers:
-            hidden_states = layer(hidden_states, context)
+            with nullcontext() if graph is None else graph.saving(layer):
+                hidden_states = layer(hidden_states, context)
+        if graph is not None:
+            graph.end()
         return hidden_states
 
     def _prefix_tokens(self, adapters: Selection | None) -> int:

@@ -5,7 +5,7 @@ input, a linear its input if its weight is trained, attention query, key, value 
 up. planner/published_activations.py has the published formulas.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -71,15 +71,21 @@ class Widths:
 
 def layer_activations(run: PlannedRun, mode: RecomputeMode, layer: int = 0) -> Activations:
     """Return the activations of a decoder layer that is recomputed in this mode."""
-    kept = layer_tensors(run, mode, layer)
-    working = _backward_working(run)
+    kept = sum(layer_tensors(run, mode, layer).values())
+    working, forward = _backward_working(run), _gathered(run)
+    if run.chunk_tokens < run.tokens:
+        # A chunk's tensors, computed again, and the chunks of its input's gradient or of its output beside the whole.
+        widths, linears = (
+            Widths.of(run.shape, run.layout.tensor),
+            _linears(run.shape, layer, run.layout.tensor),
+        )
+        stream = run.positions * widths.hidden * run.weight_bytes
+        of_chunk = sum(_mlp_tensors(run, widths, linears, run.chunk_tokens).values()) + stream
+        working, forward = working + of_chunk, forward + of_chunk
+    again = sum(layer_tensors(run, "none", layer).values()) - kept if mode != "none" else 0.0
     if mode == "full":
-        again = sum(layer_tensors(run, "none", layer).values()) - sum(kept.values())
-        return Activations(sum(kept.values()), _deferred(run, layer), again, again + working)
-    again = 0.0
-    if mode == "selective":
-        again = sum(layer_tensors(run, "none", layer).values()) - sum(kept.values())
-    return Activations(sum(kept.values()), _deferred(run, layer), _gathered(run), max(again, working))
+        return Activations(kept, _deferred(run, layer), again, again + working)
+    return Activations(kept, _deferred(run, layer), forward, max(again, working))
 
 
 def layer_tensors(run: PlannedRun, mode: RecomputeMode, layer: int = 0) -> dict[str, float]:
@@ -98,17 +104,32 @@ def layer_tensors(run: PlannedRun, mode: RecomputeMode, layer: int = 0) -> dict[
     }
     if mode == "none":
         kept |= _attention_core(run, widths)
-    inputs = {QKV: hidden, UP: hidden, DOWN: tokens * widths.intermediate * size}
-    shared = run.shape.norm_placement == "parallel_shared"
-    for name, width in inputs.items():
-        if _saves_input(linears[name], run, column=name != DOWN) and not (name == UP and shared):
-            kept[f"input of {name}"] = width
+    shared, chunked = run.shape.norm_placement == "parallel_shared", run.chunk_tokens < run.tokens
+    for name in (QKV, UP):
+        saves = _saves_input(linears[name], run, column=True) or (name == UP and chunked)
+        if saves and not (name == UP and shared):
+            kept[f"input of {name}"] = hidden
     # Attention saves its output for its own backward too, unless that is recomputed.
     if mode == "none" or _saves_input(linears[O_PROJ], run, column=False):
         kept["output of attention"] = tokens * widths.query * size
-    kept["input of the activation"] = _activation(run, widths) * tokens * size
-    kept["adapters"] = _adapters(run, widths, linears)
-    return kept | _dropout(run, widths)
+    kept["adapters"] = _adapters(run, widths, linears, (QKV, O_PROJ), tokens)
+    if run.model.residual_dropout:
+        kept["masks of dropout"] = 2.0 * run.positions * widths.hidden
+    return kept if chunked else kept | _mlp_tensors(run, widths, linears, tokens)
+
+
+def _mlp_tensors(
+    run: PlannedRun, widths: Widths, linears: Mapping[str, _Linear], tokens: int
+) -> dict[str, float]:
+    """Return name -> bytes of what the MLP keeps of so many tokens behind its input. Masks take one byte a value."""
+    inner = tokens * widths.intermediate
+    kept = {"input of the activation": float(_activation(run, widths) * tokens * run.weight_bytes)}
+    if _saves_input(linears[DOWN], run, column=False):
+        kept[f"input of {DOWN}"] = inner * run.weight_bytes
+    kept["adapters of the MLP"] = _adapters(run, widths, linears, (UP, DOWN), tokens)
+    if run.model.mlp_dropout:
+        kept["mask of the MLP"] = inner
+    return kept
 
 
 def head_activations(run: PlannedRun, *, trained: bool) -> tuple[Activations, Activations]:
@@ -173,23 +194,21 @@ def _activation(run: PlannedRun, widths: Widths) -> float:
     return (3 if plain_geglu else 2) * widths.intermediate
 
 
-def _dropout(run: PlannedRun, widths: Widths) -> dict[str, float]:
-    """Return the masks, one byte a value."""
-    residual = 2 * run.positions * widths.hidden if run.model.residual_dropout else 0.0
-    inner = run.tokens * widths.intermediate if run.model.mlp_dropout else 0.0
-    return {"masks of dropout": residual + inner} if residual + inner else {}
-
-
-def _adapters(run: PlannedRun, widths: Widths, linears: Mapping[str, _Linear]) -> float:
-    """Return the bytes of the products with A, and of what DoRA scales."""
-    low = sum(linear.low_rank for linear in linears.values()) * run.tokens * run.weight_bytes
+def _adapters(
+    run: PlannedRun,
+    widths: Widths,
+    linears: Mapping[str, _Linear],
+    names: Sequence[str],
+    tokens: int,
+) -> float:
+    """Return the bytes of the products of these linears with A, and of what DoRA scales."""
+    values = sum(linears[name].low_rank for name in names)
     adapter = run.shape.adapter
-    if not isinstance(adapter, Lora) or not adapter.dora:
-        return low
-    up = widths.intermediate * (2 if run.shape.gated_mlp else 1)
-    outputs = {QKV: widths.packed, O_PROJ: widths.hidden, UP: up, DOWN: widths.hidden}
-    scaled = sum(outputs[name] for name, linear in linears.items() if linear.low_rank)
-    return low + scaled * run.tokens * run.weight_bytes
+    if isinstance(adapter, Lora) and adapter.dora:
+        up = widths.intermediate * (2 if run.shape.gated_mlp else 1)
+        outputs = {QKV: widths.packed, O_PROJ: widths.hidden, UP: up, DOWN: widths.hidden}
+        values += sum(outputs[name] for name in names if linears[name].low_rank)
+    return float(values * tokens * run.weight_bytes)
 
 
 def _deferred(run: PlannedRun, layer: int) -> float:
@@ -217,16 +236,17 @@ def _backward_working(run: PlannedRun) -> float:
     widths = Widths.of(run.shape, run.layout.tensor)
     ups = 2 if run.shape.gated_mlp else 1
     stream = run.positions * widths.hidden
-    values = run.tokens * (ups + run.plain_torch) * widths.intermediate + stream
+    tokens = run.chunk_tokens
+    values = tokens * (ups + run.plain_torch) * widths.intermediate + stream
     # Attention comes when the MLP's tensors are freed.
-    freed = run.tokens * (ups + 1) * widths.intermediate
+    freed = tokens * (ups + 1) * widths.intermediate
     attention = run.tokens * (widths.query + 2 * widths.packed) + stream - freed
     highest = max(values, attention) * run.weight_bytes
     if run.shape.adapter is None:
         # The products of a weight's gradient are further moments: of "down" before that one, of "up" behind it.
         weights = widths.intermediate * widths.hidden
-        down = run.tokens * widths.intermediate + stream
-        up = run.tokens * ups * widths.intermediate + 2 * stream - freed
+        down = tokens * widths.intermediate + stream
+        up = tokens * ups * widths.intermediate + 2 * stream - freed
         down_bytes = down * run.weight_bytes + product_bytes(run, weights)
         up_bytes = up * run.weight_bytes + product_bytes(run, ups * weights)
         highest = max(highest, down_bytes, up_bytes)

@@ -1,9 +1,10 @@
 """The memory of a rank, by kind: the one answer to "how many bytes", for train, launch, config, init and plan."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from operator import mul
 
 from megalite.config.output.summary import TOKENS_PER_PARAMETER, memory_text, tokens_text
 from megalite.config.sections.derived import vocabulary
@@ -32,6 +33,7 @@ from megalite.planner.zero_buffers import (
 from megalite.topology.collective_sizes import BUCKET_BYTES, COLLECTIVE_BYTES
 from megalite.topology.optimizers import OPTIMIZERS
 from megalite.topology.parameters import HEAD, alike, parameter_count
+from megalite.topology.schedules import FORWARD
 from megalite.topology.shape import ModelShape
 from megalite.topology.transfers import ACTIONS_AHEAD
 
@@ -39,6 +41,8 @@ STATE_BYTES = 2 + 4 + 4 + 4 * len(OPTIMIZERS["adamw"].state)
 """Bytes per parameter of AdamW in bf16: weights 2, gradients 4, fp32 weights 4, moments 8."""
 CARD_BASE_BYTES = 1 << 30
 """A process on a card beside its tensors: context, libraries, work spaces; 0.82 GiB on an H100 without NCCL."""
+OFFLOADED_AT_ONCE = 4
+"""Storages on their way to or from the host with `training.offload_activations`, in hidden states."""
 _ID_BYTES = 8  # of a token, a label, a position
 
 
@@ -129,7 +133,11 @@ def stage_memory(run: PlannedRun, stage: int, *, base: float = 0.0) -> RankMemor
     # ZeRO 3's share of the gradients is there from the beginning, on the host if the optimizer is.
     always = every_gradient * (zero == 3 and not device)
     chunks = _chunks(run, stage, 0.0 if zero == 3 else every_gradient, (counts, of_zero))
-    step = stage_moments(stage_states(run, stage), chunks)
+    states = stage_states(run, stage)
+    if run.offloads_activations:
+        on_host += _kept_by_layers(chunks, states)
+        chunks = {chunk: _offloaded(memory, run) for chunk, memory in chunks.items()}
+    step = stage_moments(states, chunks)
     fullest = max(step, key=lambda moment: moment.activations + moment.loss)
     end = _end(run, stage, counts, every_gradient, bucket, of_zero)
     peak = (
@@ -149,6 +157,27 @@ def stage_memory(run: PlannedRun, stage: int, *, base: float = 0.0) -> RankMemor
         base,
         on_host,
         peak,
+    )
+
+
+def _kept_by_layers(chunks: Mapping[int, ChunkMemory], states: Sequence[LiveState]) -> float:
+    """Return the most bytes that layers keep of all micro batches between forward and backward."""
+    kept = [chunks[chunk].layers.kept for chunk in sorted(chunks)]
+    return max(
+        sum(map(mul, state.numbers, kept)) + (state.kind == FORWARD) * chunks[state.chunk].layers.kept
+        for state in states
+    )
+
+
+def _offloaded(memory: ChunkMemory, run: PlannedRun) -> ChunkMemory:
+    """Return what a chunk keeps on the device while its layers' tensors are on the host, but for those on their way."""
+    layers = memory.layers
+    on_the_way = min(
+        layers.kept, OFFLOADED_AT_ONCE * run.positions * run.shape.hidden_size * run.weight_bytes
+    )
+    return replace(
+        memory,
+        layers=Activations(0.0, layers.deferred, layers.forward + on_the_way, layers.backward + on_the_way),
     )
 
 

@@ -11,6 +11,8 @@ from megalite.topology.sharding import divisors, tensor_sizes
 _ZERO = "deepspeed.zero_optimization"
 _CHUNK = 256
 """Tokens whose logits `model.chunked_loss` is advised to compute at a time."""
+_SEQUENCE_CHUNK = 1024
+"""Tokens whose MLP `training.sequence_chunk` is advised to compute at a time: enough for fast products."""
 
 
 def out_of_memory_lines(config: RunConfig, vocab_size: int, stage: int, total: float) -> list[str]:
@@ -30,7 +32,8 @@ def activation_remedies(config: RunConfig) -> Iterator[str]:
     """Yield the flags that lower the memory of a micro batch, in the order of their cost.
 
     Sequence parallelism sends as much as before, smaller micro batches make smaller products, chunks compute the head
-    1.08 times as long, full recomputation costs one more forward, and shorter sequences are another training.
+    1.08 times as long, full recomputation costs one more forward, chunks of the MLP one more of the MLP, offload waits
+    for the host where the link is slow, and shorter sequences are another training.
     """
     training = config.training
     tokens = config.batch.micro_batch_size * training.sequence_length // config.layout.context
@@ -42,7 +45,8 @@ def activation_remedies(config: RunConfig) -> Iterator[str]:
         # The global batch stays as it is.
         batch = f"--training.micro_batch_size {smaller} --training.micro_batches {count * size // smaller}"
         yield batch
-    if (config.model.chunked_loss or tokens) > _CHUNK and not _trains_head_on_pairs(config):
+    on_pairs = _trains_head_on_pairs(config)
+    if (config.model.chunked_loss or tokens) > _CHUNK and not on_pairs:
         yield f"--model.chunked_loss {_CHUNK}"
     if training.recompute != "full":
         yield "--training.recompute full"
@@ -50,6 +54,10 @@ def activation_remedies(config: RunConfig) -> Iterator[str]:
         yield "--training.recompute_layers unset"
     elif training.recompute_ratio is not None:
         yield "--training.recompute_ratio unset"
+    if (training.sequence_chunk or tokens) > _SEQUENCE_CHUNK and not (training.compile or on_pairs):
+        yield f"--training.sequence_chunk {_SEQUENCE_CHUNK}"
+    if not (training.offload_activations or training.compile):
+        yield "--training.offload_activations true"
     if training.sequence_length > 1:
         yield f"--training.sequence_length {training.sequence_length // 2}"
 

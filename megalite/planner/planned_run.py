@@ -115,6 +115,11 @@ class PlannedRun:
         return not (self.zero_stage or self.plain_torch) and self.accumulation == "fp32"
 
     @cached_property
+    def offloads_activations(self) -> bool:
+        """Whether the layers of an accelerator keep their activations on the host."""
+        return self.training.offload_activations and not self.on_cpu
+
+    @cached_property
     def copies(self) -> int:
         """The number of ranks with the same dense weights, over which ZeRO partitions."""
         return prod(self.layout.sizes[axis] for axis in ROLES["dense_gradients"])
@@ -128,6 +133,11 @@ class PlannedRun:
     def tokens(self) -> int:
         """The tokens of a micro batch on a rank: its share of the sequences."""
         return self.micro_batch_size * self.sequence_length // self.layout.context
+
+    @property
+    def chunk_tokens(self) -> int:
+        """The tokens of a micro batch whose MLP is computed at once."""
+        return min(self.tokens, self.training.sequence_chunk or self.tokens)
 
     @property
     def positions(self) -> float:

@@ -335,8 +335,15 @@ def _tell_choices(
         reporter.warn(precision.warning)
     if precision.note:
         reporter.say(precision.note)
-    if trainer.config.training.empty_cache_every and trainer.mesh.device.type == "cpu":
-        reporter.say("training.empty_cache_every has no effect: a CPU has no allocator cache to give back")
+    if trainer.mesh.device.type == "cpu":
+        if trainer.config.training.empty_cache_every:
+            reporter.say(
+                "training.empty_cache_every has no effect: a CPU has no allocator cache to give back"
+            )
+        if trainer.config.training.offload_activations:
+            reporter.say(
+                "training.offload_activations has no effect: a CPU's activations are in host memory already"
+            )
     if trainer.config.model.kernels != "reference":
         reporter.say(f"model.kernels: {trainer.kernels}")
     for note in filter(None, notes):

@@ -98,6 +98,15 @@ TESTED = {
         "test_other_errors_stay_as_they_are",
     ): ("monitor/memory.py:exhausted_memory_explained",),
     (
+        "tests/standin/test_offload.py",
+        "test_offloaded_activations_change_no_bit",
+    ): (
+        "model/offload.py:OffloadedGraph._pack",
+        "model/offload.py:_HostStorage.__init__",
+        "model/offload.py:_HostStorage.leave",
+        "model/offload.py:_HostStorage.read",
+    ),
+    (
         "tests/standin/test_parity.py",
         "test_a_job_is_equal_to_the_cpu_to_the_bit",
     ): ("train/optimizer/muon.py:make",),

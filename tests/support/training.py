@@ -77,6 +77,8 @@ class Job:
     documents: bool = False
     kernels: Literal["fused", "reference"] = "reference"
     chunked_loss: int = 0
+    sequence_chunk: int = 0
+    offload_activations: bool = False
     objective: Objective = NEXT_TOKEN
     device: str | None = None  # None: the accelerator of the rank if there is one, else the CPU
 
@@ -206,7 +208,9 @@ def build(job: Job) -> Parts:
         label_smoothing=job.label_smoothing,
         z_loss=job.z_loss,
         operators=job.operators,
-        chunked_loss=job.chunked_loss,
+        chunked_loss=job.chunked_loss or job.sequence_chunk,
+        sequence_chunk=job.sequence_chunk,
+        offload_activations=job.offload_activations,
     )
     split = pipeline_split(
         job.shape.num_hidden_layers,

@@ -34,6 +34,7 @@ EQUATIONS: Mapping[str, str] = {
     "optimizer.momentum": "{momentum of the optimizer}",
     "model.num_key_value_heads": "{model.num_attention_heads}",
     "model.head_dim": "{model.hidden_size} // {model.num_attention_heads}",
+    "model.chunked_loss": "{training.sequence_chunk}",
     "rows of the vocabulary": "{tokenizer.vocab_size}",
     "tokens a step": "{training.global_batch_size} * {training.sequence_length}",
     "tokens": "{training.steps} * {tokens a step}",

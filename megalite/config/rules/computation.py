@@ -72,6 +72,27 @@ def compiled_layers_hold_their_weights(run: CheckedRun) -> Iterator[Problem]:
         )
 
 
+def compiled_layers_hold_their_mlp(run: CheckedRun) -> Iterator[Problem]:
+    chunk = run.training.sequence_chunk
+    if run.training.compile and chunk:
+        message = (
+            f"{chunk} does not work with training.compile = true: a compiled layer computes the MLP of all tokens at "
+            "once"
+        )
+        remedy = f"set training.compile = false, or model.chunked_loss = {chunk} for the loss alone"
+        yield Problem.reset("training.sequence_chunk", message, remedy)
+
+
+def compiled_layers_keep_their_activations(run: CheckedRun) -> Iterator[Problem]:
+    if run.training.compile and run.training.offload_activations:
+        message = (
+            "true does not work with training.compile = true: compiled backwards write over saved tensors"
+        )
+        yield Problem.reset(
+            "training.offload_activations", message, "set it or training.compile to false", False
+        )
+
+
 def attention_dropout_costs(run: CheckedRun) -> Iterator[str]:
     rate, reference = run.model.attention_dropout, run.model.kernels == "reference"
     if rate > 0 and (reference or run.training.compile):
@@ -167,7 +188,12 @@ def compiled_documents_cost(run: CheckedRun) -> Iterator[str]:
         )
 
 
-def chunks_of_the_loss_are_smaller_than_a_micro_batch(run: CheckedRun) -> Iterator[str]:
-    chunk, sequences = run.model.chunked_loss, run.training.micro_batch_size
-    if isinstance(sequences, int) and chunk >= (tokens := sequences * run.training.sequence_length):
-        yield f"model.chunked_loss = {chunk} saves no memory: a micro batch has only {tokens} tokens"
+def chunks_are_smaller_than_a_micro_batch(run: CheckedRun) -> Iterator[str]:
+    sequences = run.training.micro_batch_size
+    settings = {
+        "model.chunked_loss": run.model.chunked_loss,
+        "training.sequence_chunk": run.training.sequence_chunk,
+    }
+    for name, chunk in settings.items():
+        if isinstance(sequences, int) and chunk >= (tokens := sequences * run.training.sequence_length):
+            yield f"{name} = {chunk} saves no memory: a micro batch has only {tokens} tokens"

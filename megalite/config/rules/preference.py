@@ -76,11 +76,10 @@ def label_smoothing_is_of_the_sigmoid(run: CheckedRun) -> Iterator[Problem]:
 
 
 def chunked_losses_of_pairs_have_a_frozen_head(run: CheckedRun) -> Iterator[Problem]:
-    chunk, adapter = run.model.chunked_loss, run.adapter
+    key = "model.chunked_loss" if run.model.chunked_loss else "training.sequence_chunk"
+    chunk, adapter = run.model.chunked_loss or run.training.sequence_chunk, run.adapter
     frozen = adapter.kind != "none" and not adapter.modules_to_save
     if run.data.kind != "preference" or not chunk or frozen:
         return
     message = f"{chunk} computes the head's gradient before the loss of the pair, which weighs it, is known"
-    yield Problem.reset(
-        "model.chunked_loss", message, 'delete it, or set adapter.kind = "lora", which freezes the head'
-    )
+    yield Problem.reset(key, message, 'delete it, or set adapter.kind = "lora", which freezes the head')

@@ -122,6 +122,16 @@ class ComputeSettings(Section):
         le=1,
         description="fraction of each chunk's layers to recompute, evenly spread, rounded up",
     )
+    sequence_chunk: int = Field(
+        0,
+        ge=0,
+        lt=2**31,
+        description="maximum number of tokens whose MLP and loss are computed at once; 0: no limit",
+    )
+    offload_activations: bool = Field(
+        False,
+        description="keep saved tensors of an accelerator's layers in host memory; fetched ahead",
+    )
     compile: bool = Field(
         False, description="compile each decoder layer with torch.compile; needs a C++ compiler"
     )

@@ -52,6 +52,16 @@ def test_a_loss_in_one_chunk_is_said_to_save_nothing(tmp_path: Path) -> None:
     [note] = load(tmp_path, changes).notes
     assert note == "model.chunked_loss = 128 saves no memory: a micro batch has only 128 tokens"
     assert not load(tmp_path, changes | {"model.chunked_loss": 127}).notes
+    [note] = load(tmp_path, changes | {"model.chunked_loss": 0, "training.sequence_chunk": 128}).notes
+    assert note.startswith("training.sequence_chunk = 128 saves no memory")
+
+
+def test_a_chunk_of_the_sequence_is_one_of_the_loss_unless_that_has_its_own(tmp_path: Path) -> None:
+    chunk = {"training.sequence_chunk": 4}
+    derived = load(tmp_path, chunk)
+    assert (derived.config.model.chunked_loss, derived.origin("model.chunked_loss")) == (4, "derived")
+    assert load(tmp_path, chunk | {"model.chunked_loss": 2}).config.model.chunked_loss == 2
+    assert load(tmp_path, {}).config.model.chunked_loss == 0
 
 
 def test_a_rank_that_is_not_there_is_not_profiled(tmp_path: Path) -> None:

@@ -158,6 +158,20 @@ CASES = [
         {"training.recompute": "full"},
     ),
     Case(
+        "compiled_layers_hold_their_mlp",
+        {"training.compile": True, "training.sequence_chunk": 8},
+        "training.sequence_chunk: 8 does not work with training.compile = true: a compiled layer computes the MLP of "
+        "all tokens at once; set training.compile = false, or model.chunked_loss = 8 for the loss alone",
+        {"training.sequence_chunk": REMOVED},
+    ),
+    Case(
+        "compiled_layers_keep_their_activations",
+        {"training.compile": True, "training.offload_activations": True},
+        "training.offload_activations: true does not work with training.compile = true: compiled backwards write over "
+        "saved tensors; set it or training.compile to false",
+        {"training.offload_activations": False},
+    ),
+    Case(
         "compiled_layers_hold_their_weights",
         {"training.compile": True, "deepspeed.zero_optimization.stage": 3},
         "training.compile: true does not work with deepspeed.zero_optimization.stage = 3, which gathers weights "

@@ -173,6 +173,13 @@ PREFERENCE_CASES = [
         'delete it, or set adapter.kind = "lora", which freezes the head',
         {"model.chunked_loss": REMOVED},
     ),
+    Case(
+        "chunked_losses_of_pairs_have_a_frozen_head",
+        {**_PAIRS, "training.sequence_chunk": 4},
+        "training.sequence_chunk: 4 computes the head's gradient before the loss of the pair, which weighs it, is "
+        'known; delete it, or set adapter.kind = "lora", which freezes the head',
+        {"training.sequence_chunk": REMOVED},
+    ),
 ]
 
 _STREAM = {"data.streaming": True, "tokenizer.path": "tokenizer.json", "tokenizer.vocab_size": REMOVED}

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megalite.config.sections.schema import ModelComputeSettings, OptimizerConfig
+from megalite.config.sections.training_section import ComputeSettings
 from megalite.planner import memory as planner_memory
 from megalite.planner.activations import layer_activations, layer_tensors
 from megalite.planner.liveness import LiveState
@@ -301,3 +302,32 @@ def test_a_planted_fault_turns_its_check_red(
     plant(monkeypatch)
     with pytest.raises(AssertionError):
         check()
+
+
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_a_chunked_mlp_keeps_its_input_alone(mode: Any) -> None:
+    """bf16: two bytes a value, and the gate and up of all tokens are gone with what "down" reads."""
+    whole, chunked = (
+        plan(training=ComputeSettings(recompute=mode, sequence_chunk=chunk)) for chunk in (0, TOKENS // 4)
+    )
+    kept, less = (sum(layer_tensors(run, mode).values()) for run in (whole, chunked))
+    assert kept - less == 3 * INNER * TOKENS * 2
+    inner = 3 * INNER * (TOKENS // 4) * 2
+    assert layer_activations(chunked, mode).forward == inner + H * TOKENS * 2
+    assert layer_activations(chunked, "full").backward < layer_activations(whole, "full").backward
+    too_large = plan(training=ComputeSettings(recompute=mode, sequence_chunk=TOKENS))
+    assert layer_activations(too_large, mode) == layer_activations(whole, mode)
+
+
+def test_offloaded_activations_lie_on_the_host_for_every_micro_batch_in_flight() -> None:
+    pipeline = {"layout": Layout(pipeline=2), "micro_batches": 8}
+    runs = [plan(training=ComputeSettings(offload_activations=on), **pipeline) for on in (False, True)]
+    a_layer = sum(layer_tensors(runs[0], "none").values())
+    for stage in range(2):
+        plain, offloaded = (stage_memory(run, stage) for run in runs)
+        in_flight = 2 - stage
+        assert offloaded.host - plain.host >= in_flight * a_layer * LAYERS / 2
+        assert offloaded.host - plain.host < 1.1 * in_flight * a_layer * LAYERS / 2
+        assert offloaded.activations < plain.activations / 2 and offloaded.peak < plain.peak
+    on_cpu = [replace(run, on_cpu=True) for run in runs]
+    assert stage_memory(on_cpu[0], 0) == stage_memory(on_cpu[1], 0)

@@ -33,7 +33,12 @@ RUNS: dict[str, dict[str, Any]] = {
     "clipped values": {"parallel.data": 2, "optimizer.clip_value": 0.1, "optimizer.gradient_clipping": 0.0},
     "compiled": {"training.compile": True, "parallel.data": 2, ZERO: 2},
     "recomputed in part": {"training.recompute": "full", "training.recompute_layers": 1},
-    "recomputed": {"training.recompute": "full", "model.chunked_loss": 8, "training.micro_batch_size": 1},
+    "recomputed": {
+        "training.recompute": "full",
+        "training.offload_activations": True,
+        "model.chunked_loss": 8,
+        "training.micro_batch_size": 1,
+    },
     "from weights": {"model": {"weights": str(BASE)}, "parallel.data": 2, "parallel.pipeline": 2, ZERO: 1},
     "lora": {
         "model": {"weights": str(BASE)},
@@ -42,6 +47,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "parallel.pipeline": 2,
     },
 }
+
+
+_LAST = ("sequence_chunk", "offload_activations", "sequence_length")
 
 
 def flags_of(remedy: str) -> list[str]:
@@ -116,4 +124,4 @@ def test_remedies_come_in_the_order_of_their_cost(tmp_path: Path) -> None:
     names = [
         flags_of(remedy)[0].rpartition(".")[2] for remedy in activation_remedies(resolved(tmp_path, changes))
     ]
-    assert names == ["sequence", "micro_batch_size", "chunked_loss", "recompute", "sequence_length"]
+    assert names == ["sequence", "micro_batch_size", "chunked_loss", "recompute", *_LAST]
