@@ -57,9 +57,19 @@ class ContextRows:
     @cached_property
     def positions(self) -> Tensor:
         """The place in its row of each token of this rank: [rows, S / c] int64."""
-        own = self.table.chunk(self.ranks.size, dim=1)[self.ranks.rank]
+        own = self._own
         within = torch.arange(self.block_length, device=own.device)
         return (own.unsqueeze(2) * self.block_length + within).flatten(1)
+
+    @cached_property
+    def blocks_of_rows(self) -> list[list[int]]:
+        """This rank's blocks of each row, on the host, which waits for a table on an accelerator."""
+        blocks: list[list[int]] = self._own.tolist()
+        return blocks
+
+    @property
+    def _own(self) -> Tensor:
+        return self.table.chunk(self.ranks.size, dim=1)[self.ranks.rank]
 
     @cached_property
     def order(self) -> Tensor:

@@ -35,7 +35,6 @@ def gather_attention(
         packed = torch.cat((rows.prefix.flatten(1, 2).expand(len(packed), -1, -1, -1), packed), dim=1)
     if rows.blocks is not None:
         return _attend_blocks(ops, query, packed, form, rows, rows.blocks)
-    own = rows.table.chunk(rows.ranks.size, dim=1)[rows.ranks.rank].tolist()
     attended = [
         _attend_blocks(
             ops,
@@ -45,7 +44,7 @@ def gather_attention(
             rows,
             tuple(blocks),
         )
-        for row, blocks in enumerate(own)
+        for row, blocks in enumerate(rows.blocks_of_rows)
     ]
     return torch.cat(attended)
 

@@ -20,6 +20,7 @@ from megalite.train import assemble
 from megalite.train.optimizer import deepspeed
 from megalite.train.optimizer import torch as torch_path
 from megalite.train.step import train_step
+from megalite.train.step.options import context_method
 from megalite.train.step.train_step import TrainStep
 from tests.support.matrix.axes import Row, Settings
 from tests.support.matrix.rows import config_of, reference_of, settings_of
@@ -78,12 +79,16 @@ def train_settings(settings: Settings, fault: str | None = None) -> RankResult:
     """Train the run on this rank of the current process group, with the trainer of `megalite train`."""
     with planted_fault(fault):
         config = config_of(settings)
-        mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
+        mesh = ParallelMesh.over_world(
+            config.layout,
+            sequence_parallel=config.parallel.sequence,
+            context_method=context_method(config),
+        )
         if config.training.compile:  # dynamo's recompilation limit counts earlier rows of this process too
             torch._dynamo.reset()
         assert config.model.vocab_size != "auto"
         shape = config.shape(config.model.vocab_size)
-        result = RankResult(mesh.batch.rank)
+        result = RankResult(mesh.dense_gradients.rank)
         with _first_gradients(config.zero_stage) as gradients:
             trainer = TrainStep(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
             parameters, tensors = trainer.replica.parameters, trainer.replica.tensors
