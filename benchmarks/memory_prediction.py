@@ -30,6 +30,7 @@ from megalite.config.sections.schema import RunConfig
 from megalite.data.batches.loader import StepLoader
 from megalite.monitor.memory import process_memory
 from megalite.parallel.mesh import ParallelMesh
+from megalite.train.step.options import context_method
 from megalite.train.step.part_times import RandomLoader
 from megalite.train.step.precision import DTYPES
 from megalite.train.step.train_step import TrainStep
@@ -54,7 +55,9 @@ def every_configuration(seed: int) -> list[dict[str, Any]]:
 def peak(config: RunConfig, tiny: RunConfig) -> int:
     """Return the bytes by which this rank's peak resident memory is above what was resident before."""
     # One mesh: torch would name the groups of a second one by how many this rank has made, which ranks differ in.
-    mesh = ParallelMesh.over_world(config.layout, sequence_parallel=config.parallel.sequence)
+    mesh = ParallelMesh.over_world(
+        config.layout, sequence_parallel=config.parallel.sequence, context_method=context_method(config)
+    )
     _train(tiny, mesh)
     _multiply(config.training.precision)
     gc.collect()

@@ -31,6 +31,10 @@ def block_activations(run: PlannedRun, mode: RecomputeMode, layer: int) -> Activ
     sizes, again = ContextSizes.of(run.shape, run.layout, run.tokens), mode != "none"
     kept = context_kept(sizes, method, recomputed=again)
     working = context_working(sizes, method, recomputed=again)
+    if run.layout.context > 1 and method != "ring" and not again:
+        kept += (
+            sizes.tokens * sizes.query
+        )  # attention saves its output, and its projection the output in order
     if isinstance(shape, MixtureShape):
         run = replace(run, shape=shape.dense_layer(layer))
         block = latent_values(run, shape.latent) if shape.latent is not None else 0.0
