@@ -243,14 +243,14 @@ def _in_chunks(hidden_states: Tensor, head: ChunkedHead, loss: _ShardLoss, gradi
             if gradients.needed:
                 chunk.write_gradient(logits, *for_gradient)
         losses.append(of_chunk)
-        if not gradients.needed:
-            continue
-        if slope is not None:
-            logits.mul_(slope)
-        if transform.scaling != 1:
-            logits.div_(transform.scaling)
-        gradients.add(at, inputs, logits, head.weight)
-        at += len(inputs)
+        if gradients.needed:
+            if slope is not None:
+                logits.mul_(slope)
+            if transform.scaling != 1:
+                logits.div_(transform.scaling)
+            gradients.add(at, inputs, logits, head.weight)
+            at += len(inputs)
+        del logits, slope  # before the next chunk's are made
     return torch.cat(losses)
 
 
