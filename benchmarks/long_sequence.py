@@ -5,9 +5,11 @@
 A process a row trains one step of one sequence in float32: as by default, with full recompute, and with
 `sequence_chunk` beside it. `planned GiB` is the planner's peak with what the process held before the step; the last
 table solves it for the longest sequence within the limit. Attention takes time by the square of the length, but no
-memory; --window bounds it, to measure the memory of lengths that would take hours.
+memory; --window bounds it, to measure the memory of lengths that would take hours. The C library gives back freed
+pieces of 16 KiB and more, as in benchmarks/memory_prediction.py.
 """
 
+import gc
 import multiprocessing
 import os
 import time
@@ -20,6 +22,7 @@ from megalite.planner.memory import largest_rank
 from megalite.planner.planned_run import PlannedRun
 
 GIB = 2**30
+TINY = {"model.hidden_size": 96, "model.intermediate_size": 96, "training.sequence_length": 256}
 CHUNK = 1024
 WAYS: dict[str, dict[str, Any]] = {
     "as by default": {},
@@ -76,13 +79,20 @@ def _step(settings: dict[str, Any]) -> tuple[int, int, float]:
     from megalite.train.step.part_times import RandomLoader
     from megalite.train.step.train_step import TrainStep
 
-    config, mesh = resolved(settings), ParallelMesh.single()
+    mesh = ParallelMesh.single()
+
+    def train(config: RunConfig) -> float:
+        shape = config.shape(int(config.model.vocab_size))
+        trainer = TrainStep(config, mesh, shape, cast(StepLoader, RandomLoader(config, mesh)))
+        started = time.perf_counter()
+        trainer.train_step()
+        return time.perf_counter() - started
+
+    train(resolved(settings | TINY))  # libraries allocate memory on first use
+    gc.collect()
     before = process_memory().now_bytes
-    shape = config.shape(int(config.model.vocab_size))
-    trainer = TrainStep(config, mesh, shape, cast(StepLoader, RandomLoader(config, mesh)))
-    started = time.perf_counter()
-    trainer.train_step()
-    return before, process_memory().peak_bytes, time.perf_counter() - started
+    seconds = train(resolved(settings))
+    return before, process_memory().peak_bytes, seconds
 
 
 def measure(way: str, length: int, window: int | None) -> dict[str, Any]:
@@ -106,7 +116,8 @@ def main() -> None:
     parser.add_argument("--window", type=int)
     parser.add_argument("--limit", type=float, default=20.0, help="GiB")
     options = report.arguments_of(parser)
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # as a run has it: threads that spin share cores badly
+    # As a run has it: threads that spin share cores badly. The second is read by the processes that start from here.
+    os.environ |= {"GOMP_SPINCOUNT": "1000", "MALLOC_MMAP_THRESHOLD_": str(2**14)}
     facts = report.machine()
     lengths = [2048] if options.quick else [int(each) for each in options.lengths.split(",")]
     # Without recompute the longest ones would only show that they do not fit.

@@ -90,8 +90,9 @@ def test_chunks_give_the_wholes_numbers_under_zero(ranks, whole, stage):
 @pytest.mark.parametrize("shape", [JOB.shape, FAMILY_SHAPES["gpt2"]], ids=["llama", "gpt2"])
 def test_gradients_of_bf16_chunks_are_summed_in_float32(ranks, whole, shape):
     """One-token chunks would otherwise round a weight's sum 24 times."""
-    exact = full_gradients(JOB, [whole(replace(JOB, shape=shape))])
-    job = replace(JOB, shape=shape, dtype=torch.bfloat16, kernels="fused")
+    alone = replace(JOB, shape=shape)
+    exact = full_gradients(alone, [whole(alone)])
+    job = replace(alone, dtype=torch.bfloat16, kernels="fused")
     errors = []
     for chunk in (0, 1):
         [result] = ranks.run(train_on_rank, world_size=1, job=replace(job, sequence_chunk=chunk))
