@@ -1,13 +1,16 @@
 """Rows with documents of any length, cut by work or in any other way: one process's losses, gradients and weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from random import Random
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from megalite.data.batches.context_blocks import block_work, windows_of, with_blocks
 from megalite.parallel.mesh import ParallelMesh
@@ -18,6 +21,7 @@ from tests.support import training
 from tests.support.options import Dropout, Recompute
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
+from tests.support.tiny_run import tiny_trainer, write_token_files
 from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank
 
 LENGTH, BLOCKS = 48, 4
@@ -73,6 +77,16 @@ def train_cut(job: Job, how: str) -> RankResult:
         return train_on_rank(job)
 
 
+def losses_and_blocks(folder: Path, changes: Mapping[str, Any]) -> tuple[list[float], Tensor | None]:
+    """Return the losses of two steps of `megalite train`'s trainer, and the block table of its first batch."""
+    trainer, _ = tiny_trainer(
+        folder, {**changes, "training.sequence_length": 128, "data.document_mask": "true"}
+    )
+    with trainer.batches, trainer.prefetch(trainer.loader, end=4) as batches:
+        blocks = batches.step_batch(0).ready().blocks
+        return [trainer.train_step().loss for _ in range(2)], blocks
+
+
 @pytest.fixture(scope="module")
 def alone(ranks):
     @cache
@@ -117,3 +131,14 @@ def test_a_cut_row_trains_as_the_whole_row(ranks, alone, how, changes):
     assert_same_tensors(
         full_tensors(job.shape, final, add=False), full_tensors(job.shape, expected.final, add=False)
     )
+
+
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
+def test_a_trainer_cuts_the_rows_of_gather_by_work(ranks, tmp_path, method):
+    write_token_files(tmp_path)
+    [(expected, no_blocks)] = ranks.run(losses_and_blocks, world_size=1, folder=tmp_path, changes={})
+    assert no_blocks is None
+    changes = {"parallel.context": 2, "parallel.context_method": method}
+    for losses, blocks in ranks.run(losses_and_blocks, world_size=2, folder=tmp_path, changes=changes):
+        assert_close(losses, expected, what="loss")
+        assert (blocks is not None) == (method == "gather")

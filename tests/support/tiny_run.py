@@ -13,6 +13,7 @@ from megalite.data.files.token_file import TokenFile, TokenWriter
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.loaders import loader_maker
+from megalite.train.step.options import context_method
 from megalite.train.step.train_step import TrainStep
 
 VOCABULARY, LENGTH = 101, 12
@@ -57,7 +58,12 @@ def tiny_trainer(folder: Path, changes: Mapping[str, Any]) -> tuple[TrainStep, C
     flags = [f"--{name}={value}" for name, value in {**SETTINGS, **changes}.items()]
     config = load_run(None, [*flags, f"--data.source={folder / 'train'}"]).config
     device = local_device(dist.get_rank(), dist.get_world_size())
-    mesh = ParallelMesh.over_world(config.layout, device, sequence_parallel=config.parallel.sequence)
+    mesh = ParallelMesh.over_world(
+        config.layout,
+        device,
+        sequence_parallel=config.parallel.sequence,
+        context_method=context_method(config),
+    )
     load = loader_maker(config, mesh, None)
     loader = load(TokenFile.open(folder / "train"))
     return TrainStep(config, mesh, config.model.shape(VOCABULARY), loader), load
