@@ -45,13 +45,17 @@ def _without_order(_: Any) -> Any:
 
 
 def _shifted(documents_of_block: Any) -> Any:
-    return lambda documents, *others: documents_of_block(documents.roll((1, 1), dims=(2, 3)).tril(), *others)
+    def shifted(documents: Tensor, *others: Any, first: int) -> Tensor:
+        mask: Tensor = documents_of_block(documents.roll((1, 1), dims=(2, 3)).tril(), *others, first=first)
+        return mask
+
+    return shifted
 
 
 def _seen_off_the_diagonal(documents_of_block: Any) -> Any:
-    def seen(documents: Tensor, length: int, block: range, prefix: int) -> Tensor:
-        mask: Tensor = documents_of_block(documents, length, block, prefix).clone()
-        mask[..., : block.start] = True
+    def seen(documents: Tensor, length: int, block: range, prefix: int, *, first: int) -> Tensor:
+        mask: Tensor = documents_of_block(documents, length, block, prefix, first=first).clone()
+        mask[..., : block.start - first] = True
         return mask
 
     return seen
