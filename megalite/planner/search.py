@@ -12,6 +12,7 @@ from multiprocessing import get_context
 from megalite.config.output.summary import memory_text
 from megalite.config.rules.every import layout_problems
 from megalite.config.sections.checked import CheckedRun, KnownValues
+from megalite.config.sections.derived import may_go_round
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.training_section import ComputeSettings, RecomputeMode
 from megalite.errors import Problem
@@ -198,11 +199,10 @@ def _contexts(config: RunConfig, cluster: Machine) -> tuple[int, ...]:
 
 def _method(config: RunConfig, shape: ModelShape, layout: Layout, recompute: RecomputeMode) -> ContextMethod:
     """Return the method of the settings, for "auto" that of this layout."""
-    method, data = config.parallel.context_method, config.data
+    method = config.parallel.context_method
     if method != "auto":
         return method
-    documents = data.document_mask or data.kind != "text"
-    return choose_method(shape, layout, documents=documents, recomputed=recompute != "none").method
+    return choose_method(shape, layout, ring=may_go_round(config), recomputed=recompute != "none").method
 
 
 def _judge(

@@ -138,13 +138,13 @@ class ContextChoice(NamedTuple):
     numbers: Mapping[str, float]
 
 
-def choose_method(shape: ModelShape, layout: Layout, *, documents: bool, recomputed: bool) -> ContextChoice:
+def choose_method(shape: ModelShape, layout: Layout, *, ring: bool, recomputed: bool) -> ContextChoice:
     """Return the method of `parallel.context_method = "auto"`.
 
     Ulysses, if its heads divide and it sends no more than gather. Else the ring, if gathered keys and values would
-    take more memory than all else that a layer keeps; not with documents, which only gather and Ulysses balance. Else
-    gather. Fewer bytes are sooner there on any link, so that no measured rate is asked: a resumed run keeps its method
-    on other machines. recomputed: attention, so that gather keeps nothing.
+    take more memory than all else that a layer keeps. Else gather. Fewer bytes are sooner there on any link, so that no
+    measured rate is asked: a resumed run keeps its method on other machines. ring: whether the ring may be chosen.
+    recomputed: attention, so that gather keeps nothing.
     """
     sizes = ContextSizes.of(shape, layout, 1)
     heads = shape.num_attention_heads // layout.tensor
@@ -152,7 +152,7 @@ def choose_method(shape: ModelShape, layout: Layout, *, documents: bool, recompu
     gather, ulysses = (
         context_traffic(sizes, method, recomputed=recomputed) for method in ("gather", "ulysses")
     )
-    kept = 0.0 if documents else context_kept(sizes, "gather", recomputed=recomputed)
+    kept = context_kept(sizes, "gather", recomputed=recomputed) if ring else 0.0
     others = layer_values(shape, layout)
     sent = f"a token sends {gather:,.0f} values a layer"
     method: ContextMethod

@@ -8,6 +8,7 @@ from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.shape_settings import model_shape
+from megalite.topology.adapter import Prefix
 from megalite.topology.axes import Layout
 from megalite.topology.context import ContextChoice, choose_method
 from megalite.topology.shape import ModelShape
@@ -41,8 +42,13 @@ def context_choice(run: RunConfig | CheckedRun) -> ContextChoice | None:
         return None
     recomputed = run.training.recompute != "none"
     shape, layout = model_shape(run.model, 1), Layout.of(run.parallel)
+    return choose_method(shape, layout, ring=may_go_round(run), recomputed=recomputed)
+
+
+def may_go_round(run: RunConfig | CheckedRun) -> bool:
+    """Return whether "auto" may choose the ring, which balances no documents and has no place for a prefix."""
     documents = run.data.document_mask or run.data.kind != "text"
-    return choose_method(shape, layout, documents=documents, recomputed=recomputed)
+    return not (documents or isinstance(described_adapter(run.adapter), Prefix))
 
 
 def offload_devices(zero: object) -> dict[str, Any]:

@@ -458,3 +458,12 @@ def test_each_optimizer_has_its_momentum(
     loaded = load(tmp_path, {"optimizer.name": name, **given})
     assert loaded.config.optimizer.momentum == loaded.config.optimizer.momentum_or_default == momentum
     assert any("without momentum" in note for note in loaded.notes) == noted
+
+
+@pytest.mark.parametrize(("changes", "method"), [({}, "ring"), ({"adapter.kind": "prefix"}, "gather")])
+def test_auto_is_no_ring_for_a_prefix(tmp_path: Path, changes: dict[str, Any], method: str) -> None:
+    """16 ranks would gather more keys and values than a layer keeps, but the ring has no place for a prefix."""
+    long = {"parallel.context": 16, "training.sequence_length": 32, "model.num_key_value_heads": 8}
+    weights = {"model.weights": str(Path(__file__).parent / "small_llama")} if changes else {}
+    config = load(tmp_path, {**long, **weights, **changes}, world_size=16).config
+    assert config.parallel.context_method == method

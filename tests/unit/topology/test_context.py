@@ -91,7 +91,7 @@ def test_blocks_divide_the_row_and_fill_tiles(length: int, ranks: int, blocks: i
     ],
 )
 def test_auto_goes_by_heads_traffic_and_memory(layout: Layout, method: str) -> None:
-    choice = choose_method(LLAMA, layout, documents=False, recomputed=False)
+    choice = choose_method(LLAMA, layout, ring=True, recomputed=False)
     assert choice.method == method
     sizes = ContextSizes.of(LLAMA, layout, 1)
     by_gather, by_ulysses = (context_traffic(sizes, name) for name in ("gather", "ulysses"))
@@ -102,14 +102,14 @@ def test_auto_goes_by_heads_traffic_and_memory(layout: Layout, method: str) -> N
         assert context_kept(sizes, "gather") > layer_values(LLAMA, layout)
 
 
-def test_the_ring_is_no_choice_where_gather_keeps_nothing_or_documents_need_balance() -> None:
+def test_the_ring_is_no_choice_where_gather_keeps_nothing_or_the_rows_forbid_it() -> None:
     layout = Layout(context=64)
-    assert choose_method(LLAMA, layout, documents=True, recomputed=False).method == "gather"
-    assert choose_method(LLAMA, layout, documents=False, recomputed=True).method == "gather"
+    assert choose_method(LLAMA, layout, ring=False, recomputed=False).method == "gather"
+    assert choose_method(LLAMA, layout, ring=True, recomputed=True).method == "gather"
 
 
 def test_all_heads_of_their_own_make_ulysses_as_cheap_as_gather_at_two_ranks() -> None:
     shape = replace(LLAMA, num_key_value_heads=32)
-    choice = choose_method(shape, Layout(context=2), documents=False, recomputed=False)
+    choice = choose_method(shape, Layout(context=2), ring=True, recomputed=False)
     assert choice.method == "ulysses"
     assert choice.numbers["values sent by ulysses"] == about(choice.numbers["values sent by gather"])
