@@ -12,7 +12,7 @@ from megalite.ops.documents import documents_of_block, documents_of_row, first_k
 from megalite.ops.dropout import CountedMask
 from megalite.parallel.context import ContextRows
 from megalite.parallel.context_ring import ring_attention
-from megalite.topology.context import ContextMethod
+from megalite.topology.context import ContextMethod, key_value_copies
 
 ContextAttention = Callable[..., Tensor]
 """Attention of this rank's tokens: (ops, query [B, S / c, heads, D], key, value [B, S / c, kv heads, D], form, rows)
@@ -119,7 +119,7 @@ def ulysses_attention(
     """
     size, rank = rows.ranks.size, rows.ranks.rank
     heads, kv_heads = query.shape[2] // size, key.shape[2]
-    repeats = _repeats(query.shape[2], kv_heads, size)
+    repeats = key_value_copies(query.shape[2], kv_heads, size)
     key, value = (each.repeat_interleave(repeats, dim=2) if repeats > 1 else each for each in (key, value))
     by_rank = [each.unflatten(2, (size, -1)) for each in (query, key, value)]
     whole = rows.to_heads(torch.cat(by_rank, dim=3).flatten(2, 3))
@@ -145,13 +145,6 @@ def through_ring(
     if rows.blocks is None or rows.prefix is not None:
         raise ValueError("ring attention is for rows that are all cut zig-zag, without a prefix")
     return ring_attention(query, key, value, ops.blocks(query, form, rows.length), rows.ranks)
-
-
-def _repeats(heads: int, kv_heads: int, ranks: int) -> int:
-    """Return how often each key-value head is repeated, so that each rank has those of its query heads."""
-    if kv_heads % ranks == 0:
-        return 1
-    return (ranks if ranks % kv_heads == 0 else heads) // kv_heads
 
 
 METHODS: Mapping[ContextMethod, ContextAttention] = {

@@ -78,14 +78,16 @@ class ContextSizes:
         both = 2 * shape.head_dim
         if isinstance(shape, MixtureShape) and shape.latent is not None:
             both = shape.latent.qk_head_dim + shape.latent.v_head_dim
-        spread = max(shared, context * tensor)
-        return cls(
-            context,
-            tokens,
-            heads * shape.head_dim / tensor,
-            shared * both / tensor,
-            spread * both / tensor,
-        )
+        key_value = shared * both / tensor
+        copies = key_value_copies(heads // tensor, max(1, shared // tensor), context)
+        return cls(context, tokens, heads * shape.head_dim / tensor, key_value, copies * key_value)
+
+
+def key_value_copies(heads: int, key_value_heads: int, ranks: int) -> int:
+    """Return how often Ulysses sends each key-value head, so that each rank has those of its query heads."""
+    if key_value_heads % ranks == 0:
+        return 1
+    return (ranks if ranks % key_value_heads == 0 else heads) // key_value_heads
 
 
 def context_traffic(sizes: ContextSizes, method: ContextMethod, *, recomputed: bool = False) -> float:

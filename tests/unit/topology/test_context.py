@@ -108,6 +108,14 @@ def test_the_ring_is_no_choice_where_gather_keeps_nothing_or_the_rows_forbid_it(
     assert choose_method(LLAMA, layout, ring=True, recomputed=True).method == "gather"
 
 
+def test_key_value_heads_that_ranks_can_neither_divide_nor_share_are_sent_for_each_query_head() -> None:
+    """36 heads with 9 key-value heads over 6 ranks: Ulysses sends 36 of each, which is more than gather sends."""
+    shape = replace(LLAMA, num_attention_heads=36, num_key_value_heads=9)
+    sizes = ContextSizes.of(shape, Layout(context=6), 1)
+    assert sizes.spread == 4 * sizes.key_value == 2 * 36 * shape.head_dim
+    assert choose_method(shape, Layout(context=6), ring=False, recomputed=False).method == "gather"
+
+
 def test_all_heads_of_their_own_make_ulysses_as_cheap_as_gather_at_two_ranks() -> None:
     shape = replace(LLAMA, num_key_value_heads=32)
     choice = choose_method(shape, Layout(context=2), ring=True, recomputed=False)
