@@ -20,21 +20,26 @@ def context_divides_the_length(run: CheckedRun) -> Iterator[Problem]:
         why = f"parallel.context {context} * parallel.tensor {tensor}, as parallel.sequence = true requires"
     else:
         return
-    multiple = _multiple(run)
+    multiple = _multiple(context, tensor)
     nearest = [size for size in (length // multiple * multiple, -(-length // multiple) * multiple) if size]
-    remedy = f"use {' or '.join(map(str, nearest))}"
-    yield Problem.reset("training.sequence_length", f"{length} is not divisible by {why}", remedy, nearest[0])
+    remedies = " or ".join(map(str, nearest))
+    if fewer := max((size for size in range(1, context) if length % _multiple(size, tensor) == 0), default=0):
+        remedies += f", or parallel.context {fewer}"
+    yield Problem.reset(
+        "training.sequence_length", f"{length} is not divisible by {why}", f"use {remedies}", nearest[0]
+    )
 
 
 def context_divides_the_length_buckets(run: CheckedRun) -> Iterator[Problem]:
-    context = run.parallel.context
-    if context == 1 or not run.data.length_buckets or run.training.sequence_length % _multiple(run):
+    context, length = run.parallel.context, run.training.sequence_length
+    multiple = _multiple(context, run.parallel.tensor if run.parallel.sequence else 1)
+    if context == 1 or not run.data.length_buckets or length % multiple:
         return
-    step = bucket_multiple(run.training.sequence_length)
-    if step % _multiple(run):
+    step = bucket_multiple(length)
+    if step % multiple:
         message = (
             f"makes batches of multiples of {step} positions, but parallel.context = {context} cuts multiples of "
-            f"{_multiple(run)}"
+            f"{multiple}"
         )
         yield Problem.reset("data.length_buckets", message, "delete it, or lower parallel.context")
 
@@ -60,7 +65,6 @@ def context_method_has_ranks(run: CheckedRun) -> Iterator[str]:
         yield f'parallel.context_method = "{run.parallel.context_method}" has no effect with parallel.context = 1'
 
 
-def _multiple(run: CheckedRun) -> int:
-    """Return the number that divides the length of every sequence."""
-    context, tensor = run.parallel.context, run.parallel.tensor if run.parallel.sequence else 1
-    return lcm(2 * context, context * tensor)
+def _multiple(context: int, tensor: int) -> int:
+    """Return the number that divides the length of every sequence. tensor: ranks of sequence parallelism, or 1."""
+    return lcm(2 * context, context * tensor) if context > 1 else tensor

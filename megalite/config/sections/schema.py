@@ -115,7 +115,7 @@ class ParallelConfig(Section):
         description="sequence parallelism: split activations between blocks over the tensor ranks",
     )
     context: Count = Field(1, description="context-parallel size: ranks that share each sequence")
-    context_method: ContextMethod | Literal["auto"] = Field(
+    context_method: Literal[ContextMethod, "auto"] = Field(
         "auto", description='attention over the tokens of other ranks; "auto": by heads and documents'
     )
     pipeline: Count = Field(1, description="pipeline-parallel size: number of stages")

@@ -37,7 +37,7 @@ LAYOUT_CASES = [
         "context_divides_the_length",
         {"parallel.context": 4, "training.sequence_length": 20},
         "training.sequence_length: 20 is not divisible by 2 * parallel.context 4 = 8: a rank takes two equal blocks; "
-        "use 16 or 24",
+        "use 16 or 24, or parallel.context 2",
         {"training.sequence_length": 24},
     ),
     Case(
@@ -49,7 +49,7 @@ LAYOUT_CASES = [
             "training.sequence_length": 20,
         },
         "training.sequence_length: 20 is not divisible by parallel.context 2 * parallel.tensor 4, as "
-        "parallel.sequence = true requires; use 16 or 24",
+        "parallel.sequence = true requires; use 16 or 24, or parallel.context 1",
         {"training.sequence_length": 16},
     ),
     Case(
