@@ -8,14 +8,13 @@ from typing import Any
 from megalite.config.output.summary import memory_text, shape_line, tokens_text
 from megalite.config.sections.schema import RunConfig
 from megalite.planner.cluster import GIB, Cluster, Machine
-from megalite.planner.experts import exchanged_values
+from megalite.planner.experts import context_bytes, exchanged_values
 from megalite.planner.fit import BAND_LENGTH, card_fits, memory_bands, on_one_card
 from megalite.planner.memory import kinds_text, stage_memory
 from megalite.planner.operations import ParameterCount, token_operations
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.search import LayoutSearch, PlannedLayout, needs_too_much
 from megalite.planner.step_time import StepTime
-from megalite.topology.context import ContextSizes, context_traffic
 from megalite.topology.experts import MixtureShape
 from megalite.topology.shape import ModelShape
 
@@ -94,13 +93,8 @@ def _axes_lines(run: PlannedRun, time: StepTime) -> Iterator[str]:
         words = "of tokens sent by a card a layer and micro batch"
         yield f"  experts {memory_text(sent)} {words}, {time.experts:.2f} s a step"
     if run.layout.context > 1:
-        again, method = run.training.recompute != "none", run.context_method
-        sent = (
-            context_traffic(ContextSizes.of(run.shape, run.layout, run.tokens), method, recomputed=again)
-            * run.weight_bytes
-        )
         words = "of keys and values sent by a card a layer and micro batch"
-        yield f"  context {memory_text(sent)} {words}, {time.context:.2f} s a step"
+        yield f"  context {memory_text(context_bytes(run))} {words}, {time.context:.2f} s a step"
 
 
 def _refusal_lines(found: LayoutSearch, cluster: Machine) -> Iterator[str]:

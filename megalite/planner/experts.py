@@ -32,9 +32,8 @@ def block_activations(run: PlannedRun, mode: RecomputeMode, layer: int) -> Activ
     kept = context_kept(sizes, method, recomputed=again)
     working = context_working(sizes, method, recomputed=again)
     if run.layout.context > 1 and method != "ring" and not again:
-        kept += (
-            sizes.tokens * sizes.query
-        )  # attention saves its output, and its projection the output in order
+        # Attention saves its output, and its projection the output in order.
+        kept += sizes.tokens * sizes.query
     if isinstance(shape, MixtureShape):
         run = replace(run, shape=shape.dense_layer(layer))
         block = latent_values(run, shape.latent) if shape.latent is not None else 0.0
@@ -103,17 +102,22 @@ def exchange_seconds(run: PlannedRun, cluster: Cluster) -> float:
     return max(link, leaving * size / cluster.bandwidth(ranks, stride, ring=False) if leaving else 0.0)
 
 
+def context_bytes(run: PlannedRun) -> float:
+    """Return the bytes that one of several ranks sends of a layer and a micro batch to those that share its sequences.
+
+    The ring's c sends of gradients are in fp32 at least, so that their sums are not rounded on the way.
+    """
+    sizes = ContextSizes.of(run.shape, run.layout, run.tokens)
+    sent = context_traffic(sizes, run.context_method, recomputed=run.training.recompute != "none")
+    wider = run.exact_bytes - run.weight_bytes if run.context_method == "ring" else 0
+    return sent * run.weight_bytes + sizes.ranks * sizes.tokens * sizes.key_value * wider
+
+
 def context_seconds(run: PlannedRun, cluster: Cluster) -> float:
     """Return the time of a layer's keys and values on their way in a micro batch."""
-    ranks, method = run.layout.context, run.context_method
-    if ranks == 1:
+    if run.layout.context == 1:
         return 0.0
-    again = run.training.recompute != "none"
-    size = (
-        context_traffic(ContextSizes.of(run.shape, run.layout, run.tokens), method, recomputed=again)
-        * run.weight_bytes
-    )
-    return size / cluster.bandwidth(ranks, run.layout.tensor)
+    return context_bytes(run) / cluster.bandwidth(run.layout.context, run.layout.tensor)
 
 
 def layers_with_experts(run: PlannedRun) -> int:

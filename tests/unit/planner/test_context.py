@@ -141,9 +141,8 @@ def test_memory_of_a_layer_is_that_of_its_tokens_and_what_the_method_keeps() -> 
         layer, plain = (block_activations(each, mode, 0) for each in (run, short))
         values = 2 * BATCH * LENGTH * HEADS * DIM * 2  # bytes of all keys and values
         of_gather = values * (method == "gather")
-        output = (
-            values / 4 * (method != "ring")
-        )  # of a rank's tokens, saved once more in the order of its tokens
+        # A rank saves its attention's output once more, in the order of its tokens.
+        output = values / 4 * (method != "ring")
         assert layer.kept - plain.kept == (of_gather + output) * (mode == "none")
         meanwhile = values if method == "ring" else of_gather * (mode != "none")
         assert layer.backward - plain.backward == layer.forward - plain.forward == meanwhile
@@ -159,6 +158,7 @@ def test_the_step_waits_for_every_layer_s_keys() -> None:
     cluster = Cluster("H100 80GB HBM3", nodes=1, cards_per_node=8, efficiency=0.5, link_efficiency=1.0)
     run = cut(4, "ring")
     time = step_time(run, cluster, stage_memory(run, 0))
-    assert time.context == about(4 * 8 * 10 * BATCH * 8 * 2 * 64 * 2 / 450e9)
+    in_bf16, in_fp32 = 6 * 2, 4 * 4  # sends of keys and values, and of their gradients
+    assert time.context == about(4 * 8 * (in_bf16 + in_fp32) * BATCH * 8 * 2 * 64 / 450e9)
     assert time.context == about(4 * 8 * context_seconds(run, cluster))
     assert time.compute == about(step_time(plan(), cluster, stage_memory(plan(), 0)).compute / 4)
