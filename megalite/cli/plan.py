@@ -80,10 +80,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _axes(options: argparse.Namespace, base: PlanBase) -> PlannedAxes:
-    """Return the axes that are planned and not trained. Raises ConfigError where cards or options cannot have them.
-
-    Those of experts; what is wrong with --context is said too.
-    """
+    """Return the axes of experts. Raises ConfigError where the cards or other options cannot have them or --context."""
     axes = PlannedAxes(options.expert, options.expert_tensor)
     context = options.context or 1
     formulas = bool(axes.text) or base.mixture is not None
@@ -173,7 +170,7 @@ def command_parser() -> argparse.ArgumentParser:
     )
     wish = "ranks that share each sequence (default: searched)"
     add("--context", type=whole_number(1), metavar="N", help=wish)
-    method = "how they see each other's keys (the run file's, or auto)"
+    method = "how these ranks exchange keys and values (the run file's, or auto)"
     add("--context-method", choices=CONTEXT_METHODS, help=method)
     for name, text in (
         ("expert", "ranks that share a layer's experts"),

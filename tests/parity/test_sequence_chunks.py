@@ -30,7 +30,7 @@ LORA = replace(
     shape=replace(tiny_shape(), adapter=Lora(3, 6.0, ("up_proj", "down_proj", "gate_proj", "q_proj"))),
     dropout=replace(DROPOUT, adapter=0.2),
 )
-# Of 2 x 12 tokens a micro batch: 10 are two chunks of 5 positions and one of 2; a rank of two holds 6 positions.
+# A micro batch has 2 x 12 tokens: 10 are two chunks of 5 positions and one of 2; a rank of two holds 6 positions.
 CHUNK = 10
 INNER = (JOB.shape.intermediate_size, 2 * JOB.shape.intermediate_size)
 ROWS = JOB.shape.vocab_size

@@ -194,7 +194,7 @@ EFFECTS: dict[str, KeyEffect] = {
     "quantize_training": Removed("remove it"),
     "scheduler": Read(keys="params type"),
     "seq_parallel_communication_data_type": Idle("use parallel.sequence"),
-    "sequence_parallel_size": Refused("remove it", (1,)),
+    "sequence_parallel_size": Refused("remove it, and set parallel.context", (1,)),
     "sparse_attention": Removed("remove it"),
     "sparse_gradients": Removed("remove it"),
     "steps_per_print": Idle(_REPORTS),
