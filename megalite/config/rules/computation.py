@@ -189,11 +189,11 @@ def compiled_documents_cost(run: CheckedRun) -> Iterator[str]:
 
 
 def chunks_are_smaller_than_a_micro_batch(run: CheckedRun) -> Iterator[str]:
-    sequences = run.training.micro_batch_size
+    sequences, length = run.training.micro_batch_size, run.training.sequence_length
     settings = {
         "model.chunked_loss": run.model.chunked_loss,
         "training.sequence_chunk": run.training.sequence_chunk,
     }
     for name, chunk in settings.items():
-        if isinstance(sequences, int) and chunk >= (tokens := sequences * run.training.sequence_length):
-            yield f"{name} = {chunk} saves no memory: a micro batch has only {tokens} tokens"
+        if isinstance(sequences, int) and chunk >= (tokens := sequences * length // run.parallel.context):
+            yield f"{name} = {chunk} saves no memory: a micro batch has only {tokens} tokens on a rank"

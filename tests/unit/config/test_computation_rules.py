@@ -50,10 +50,13 @@ def test_sequence_parallelism_of_one_rank_is_said_to_do_nothing(tmp_path: Path) 
 def test_a_loss_in_one_chunk_is_said_to_save_nothing(tmp_path: Path) -> None:
     changes = {"training.micro_batch_size": 2, "training.sequence_length": 64, "model.chunked_loss": 128}
     [note] = load(tmp_path, changes).notes
-    assert note == "model.chunked_loss = 128 saves no memory: a micro batch has only 128 tokens"
+    assert note == "model.chunked_loss = 128 saves no memory: a micro batch has only 128 tokens on a rank"
     assert not load(tmp_path, changes | {"model.chunked_loss": 127}).notes
     [note] = load(tmp_path, changes | {"model.chunked_loss": 0, "training.sequence_chunk": 128}).notes
     assert note.startswith("training.sequence_chunk = 128 saves no memory")
+    cut = changes | {"model.chunked_loss": 32, "parallel.context": 4, "parallel.data": 1}
+    [note] = load(tmp_path, cut, world_size=4).notes
+    assert note.endswith("only 32 tokens on a rank")
 
 
 def test_a_chunk_of_the_sequence_is_one_of_the_loss_unless_that_has_its_own(tmp_path: Path) -> None:
