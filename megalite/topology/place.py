@@ -36,7 +36,11 @@ class RankPlace:
         "tied": the first and the last stage, which both hold tied embeddings; only this rank on other stages.
         """
         reach = {**{axis: (axis,) for axis in AXES}, **ROLES}
-        peers = {name: self.layout.peers(self.rank, *axes) for name, axes in reach.items()}
+        # Roles that differ by axes of a single rank have the same ranks, which are listed once.
+        several = {axis for axis, size in self.layout.sizes.items() if size > 1}
+        cut = {name: tuple(axis for axis in axes if axis in several) for name, axes in reach.items()}
+        ranks = {axes: self.layout.peers(self.rank, *axes) for axes in set(cut.values())}
+        peers = {name: ranks[axes] for name, axes in cut.items()}
         ends = tuple(dict.fromkeys((peers["pp"][0], peers["pp"][-1])))
         return {**peers, "tied": ends if self.rank in ends else (self.rank,)}
 

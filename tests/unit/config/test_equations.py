@@ -22,6 +22,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "heads": {"model.num_key_value_heads": REMOVED},
     "layout": {"parallel.tensor": 2, "parallel.pipeline": 2, "training.global_batch_size": 16},
     "context": {"parallel.context": 2, "parallel.data": 2},
+    "chunks": {"training.sequence_chunk": 8},
     "two chunks": {
         "parallel.pipeline": 2,
         "parallel.schedule": "interleaved_1f1b",
