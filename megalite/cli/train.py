@@ -33,8 +33,8 @@ common settings, as flags or as key = value below [section] in RUN.toml:
   --training.micro_batch_size N, --training.global_batch_size N
                                sequences per forward, sequences per step
   --optimizer.learning_rate X  peak learning rate
-  --parallel.tensor N, --parallel.context N, --parallel.pipeline N, --parallel.data N
-                               ranks of the layout: their product is started
+  --parallel.tensor N, --parallel.pipeline N, --parallel.data N
+                               ranks of the layout (and --parallel.context N)
   --checkpoint.resume PATH     "auto" (latest checkpoint), "never" or a path
   --SECTION.KEY unset          the default instead of the value in RUN.toml
 
