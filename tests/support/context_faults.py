@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -76,13 +77,14 @@ def _of_first_positions(keep_mask: Any) -> Any:
 
 
 def _of_first_heads(methods: Any) -> Any:
-    def ulysses(attend: Any, *tensors: Tensor, form: Any, rows: Any) -> Tensor:
+    def ulysses(ops: Any, *tensors: Tensor, form: Any, rows: Any) -> Tensor:
         def of_first(*inputs: Any) -> Any:
             *own, local = inputs
             heads = range(len(local.mask.heads))
-            return attend(*own, local._replace(mask=local.mask._replace(heads=heads)))
+            return ops.attend(*own, local._replace(mask=local.mask._replace(heads=heads)))
 
-        return context_attention.ulysses_attention(of_first, *tensors, form=form, rows=rows)
+        attending = SimpleNamespace(attend=of_first)
+        return context_attention.ulysses_attention(attending, *tensors, form=form, rows=rows)
 
     return {**methods, "ulysses": ulysses}
 
