@@ -103,8 +103,8 @@ def _z_loss_of_own_vocabulary(cross_entropy: Callable[..., Tensor]) -> Callable[
     return with_z_loss
 
 
-def _count_every_tensor_rank(losses: Any, mesh: Any) -> Tensor:
-    return pipeline._total(losses, mesh)
+def _count_every_tensor_rank(sums: Any, losses: Any) -> Tensor:
+    return pipeline._total(losses, sums._mesh)
 
 
 # ------------------------------------------------------------------------------------- layers, chunks, micro batches
@@ -413,7 +413,9 @@ FAULTS: dict[str, Fault] = {
     "loss normalised by the rank's own tokens": Fault(
         train_step.TrainStep, "_this_batch", _normalise_by_own_tokens, DP
     ),
-    "loss reported once a tensor rank": Fault(pipeline, "_counted", _instead(_count_every_tensor_rank), TP),
+    "loss reported once a tensor rank": Fault(
+        pipeline._LossSums, "_counted", _instead(_count_every_tensor_rank), TP
+    ),
     "label smoothing over the shard's vocabulary": Fault(
         head, "vocab_parallel_cross_entropy", _smooth_over_own_vocabulary, {**TP, "loss": "smoothed"}
     ),

@@ -79,7 +79,7 @@ def test_spans_cover_the_rows_in_order_and_keep_documents_whole(lengths: list[in
     spans = document_spans(ids)
     assert sum(span.length for span in spans) == ids.numel()
     place, flat = 0, ids.flatten()
-    for length, seen in spans:
+    for length, seen, _ in spans:
         own = flat[place : place + length]
         assert place // sum(lengths) == (place + length - 1) // sum(lengths), "a span lies in two rows"
         expected = (own[:, None] == own[None]).tril()

@@ -23,8 +23,8 @@ _PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "parity/test_generation.py": "_visible",
         "parity/test_prompt_scores.py": "_admit",
         "standin/test_faults.py": "_total",
-        "support/mutations.py": "_Reduce _as_trained _behind_prefix _counted _fill _lora_parameters _mark _mask _seen"
-        " _this_batch _total _watched",
+        "support/mutations.py": "_LossSums _Reduce _as_trained _behind_prefix _counted _fill _lora_parameters _mark"
+        " _mask _mesh _seen _this_batch _total _watched",
     },
     "stands in for other hosts, for cards, or for what costs minutes": {
         "cli/test_doctor.py": "_connect",
