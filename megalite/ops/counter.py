@@ -54,30 +54,23 @@ def _xor(word: Tensor, other: Tensor, key: int) -> Tensor:
 
 
 def keep_probabilities(
-    key: tuple[int, int],
-    sample_indices: Tensor,
-    heads: range,
-    queries: range | Tensor,
-    keys: range | Tensor,
-    *,
-    dropped: int,
+    key: tuple[int, int], sample_indices: Tensor, heads: range, queries: range, keys: range, *, dropped: int
 ) -> Tensor:
     """Return the mask of the attention probabilities that are kept: bool [b, heads, queries, keys].
 
     dropped: an element is dropped for this many, fewer than all, of its MASK_LEVELS values. sample_indices: [b] int64.
-    queries, keys: positions, a range or int64 [n].
     An element depends only on (key, sample, head, position of the query, position of the key).
 
     Each row draws two words of Philox from the counter (position, head, sample, sample >> 32): the start of the row's
     sequence and the tweak of its mixer. Each key then costs nine operations on a word, wherever a kernel's tile begins.
     """
     device = sample_indices.device
-    at = [_places(each, device) for each in (queries, heads)]
+    at = [torch.arange(each.start, each.stop, device=device) for each in (queries, heads)]
     sample = sample_indices.view(-1, 1, 1)
     # Queries that see no key may have negative positions: wrap them to 32 bits.
     counter = (at[0] & _MASK, at[1].view(-1, 1), sample & _MASK, sample >> 32 & _MASK)
     start, tweak = (word.to(torch.int32).reshape(-1, 1) for word in philox(counter, key)[:2])
-    steps = (_places(keys, device) * _WEYL[0]).to(torch.int32)
+    steps = (torch.arange(keys.start, keys.stop, device=device) * _WEYL[0]).to(torch.int32)
     kept = torch.empty(len(start), len(keys), dtype=torch.bool, device=device)
     rows_a_block = max(1, _BLOCK // max(1, len(keys)))
     for first in range(0, len(start), rows_a_block):
@@ -88,10 +81,6 @@ def keep_probabilities(
         # Only the signed high half decides; its smallest value is -MASK_LEVELS / 2.
         torch.ge(word, (dropped - MASK_LEVELS // 2) << 16, out=kept[block])
     return kept.view(len(sample_indices), len(heads), len(queries), len(keys))
-
-
-def _places(places: range | Tensor, device: torch.device) -> Tensor:
-    return torch.arange(places.start, places.stop, device=device) if isinstance(places, range) else places
 
 
 def _mixed(word: Tensor, by: int) -> Tensor:
