@@ -6,6 +6,7 @@ Fedus et al. 2021, "Switch Transformers"; DeepSeek-AI 2024, "DeepSeek-V2" (share
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import Literal
 
 from megalite.topology.shape import ModelShape
 
@@ -20,7 +21,12 @@ class ExpertShape:
     num_experts, num_experts_per_tok: of a layer, and those that a token is sent to.
     moe_intermediate_size: of one expert. shared_intermediate_size: of the MLP for all tokens, which may be several
     shared experts; 0: none. shared_gate: its output is scaled by a linear of one output (Qwen2-MoE).
-    router_bias, expert_bias: trained biases (gpt-oss). DeepSeek-V3's correction of the choice is no parameter.
+    router_bias, expert_bias: trained biases (gpt-oss).
+    router_scores: of the router's logits, over all experts. norm_topk_prob: the weights of a token's experts are
+    divided by their sum, and all are multiplied by routed_scaling_factor.
+    n_group, topk_group: a token's experts come from the topk_group groups of n_group with the best scores: their
+    largest with softmax (DeepSeek-V2), the sum of their two largest with sigmoid (DeepSeek-V3).
+    correction_bias: a bias, trained by counts of tokens alone, is added to the scores for the choice (DeepSeek-V3).
     first_k_dense_replace, mlp_only_layers, decoder_sparse_step: the layers that keep their dense MLP are the first k,
     those named, and all but every n-th.
     """
@@ -32,6 +38,12 @@ class ExpertShape:
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False
+    router_scores: Literal["softmax", "sigmoid"] = "softmax"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.0
+    n_group: int = 1
+    topk_group: int = 1
+    correction_bias: bool = False
     first_k_dense_replace: int = 0
     mlp_only_layers: tuple[int, ...] = ()
     decoder_sparse_step: int = 1
