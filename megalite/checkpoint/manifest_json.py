@@ -152,7 +152,8 @@ def manifest_of(content: Mapping[str, Any]) -> Manifest:
         _require(value is None or texts or isinstance(value, int | str), "config.tokenizer", name, value)
     layout = Layout(**content["layout"])
     for name, size in vars(layout).items():
-        _require(is_int(size) and size > 0, "layout", name, size)
+        unset = name == "expert_tensor" and size is None
+        _require(unset or (is_int(size) and size > 0), "layout", name, size)
     for layers in content["stage_layers"]:
         _require(_are_ints(layers), "stage_layers", "", layers)
     tensors = {

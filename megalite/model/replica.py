@@ -8,7 +8,7 @@ from torch import nn
 from megalite.errors import listed
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.parameters import Parameter, stage_parameters
+from megalite.topology.parameters import Parameter
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import PipelineSplit, pipeline_split
 
@@ -45,7 +45,7 @@ class Replica:
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         """The registered parameters of this stage, in model order."""
-        return tuple(stage_parameters(self.shape, self.split, self.mesh.at.pp))
+        return self.mesh.parameters(self.shape, self.split)
 
     @cached_property
     def trained(self) -> tuple[Parameter, ...]:

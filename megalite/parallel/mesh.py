@@ -141,6 +141,16 @@ class ParallelMesh(RankPlace):
         return self.groups.get("cp_ring", ALONE)
 
     @property
+    def ep(self) -> RankGroup:
+        """The ranks among which the experts of each layer are divided (expert parallelism)."""
+        return self.groups.get("ep", ALONE)
+
+    @property
+    def cuts_experts(self) -> bool:
+        """True if the ranks of `tp` share each expert, so that all of them route the same tokens."""
+        return self.groups.get("etp", ALONE).size > 1
+
+    @property
     def pp(self) -> RankGroup:
         """The stages of this rank's pipeline."""
         return self.groups.get("pp", ALONE)

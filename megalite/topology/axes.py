@@ -20,9 +20,12 @@ ROLES: Mapping[str, tuple[str, ...]] = {
     # Ranks that together hold one copy of the model.
     "replica": ("pp", "tp"),
 }
+EXPERT_AXES = ("edp", "ep", "etp")
+"""The ranks of a stage laid out again for its experts, the last innermost: those with the same shards of the same
+experts, those among which experts are divided, and those that share each expert (Megatron-Core's parallel folding)."""
 
 # Axis over which a parameter is cut (`ShardSpec.axis`) -> role of the ranks that hold the same shard of it.
-COPIES: Mapping[str, str] = {"tp": "dense_gradients"}
+COPIES: Mapping[str, str] = {"tp": "dense_gradients", "etp": "edp"}
 
 
 @dataclass(frozen=True)
@@ -40,17 +43,22 @@ class Layout:
     """The number of ranks on each axis. rank = ((pp * data + dp) * context + cp) * tensor + tp.
 
     That is the order of DeepSpeed and, with a context axis, of Megatron-LM.
+    expert: ranks among which the experts of a layer are divided. expert_tensor: ranks that share each expert, 1 or
+    `tensor`; None: `tensor`. The ranks of a stage, in their order, are EXPERT_AXES for these.
     """
 
     pipeline: int = 1
     data: int = 1
     tensor: int = 1
     context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
 
     @classmethod
     def of(cls, settings: Any, data: int = 1) -> "Layout":
         """Return the layout of the settings in [parallel]; data: the number of replicas, which may be "auto" there."""
-        return cls(data=data, **{name: getattr(settings, name) for name in AXES.values() if name != "data"})
+        names = (*AXES.values(), "expert", "expert_tensor")
+        return cls(data=data, **{name: getattr(settings, name) for name in names if name != "data"})
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -60,6 +68,17 @@ class Layout:
     @property
     def world_size(self) -> int:
         return prod(self.sizes.values())
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """Axis of EXPERT_AXES -> its number of ranks; ValueError where they do not divide the ranks of a stage."""
+        shared = self.tensor if self.expert_tensor is None else self.expert_tensor
+        stage = self.world_size // self.pipeline
+        if stage % (self.expert * shared):
+            raise ValueError(
+                f"{stage} ranks of a stage are no multiple of expert {self.expert} * {shared} ranks each"
+            )
+        return {"edp": stage // (self.expert * shared), "ep": self.expert, "etp": shared}
 
     @property
     def replica_size(self) -> int:
@@ -81,7 +100,8 @@ class Layout:
     @property
     def text(self) -> str:
         """The sizes as people write them: "tensor 2 x pipeline 2 x data 2"."""
-        return " x ".join(f"{name} {size}" for name, size in self.named_sizes.items())
+        experts = f", expert {self.expert}" if self.expert > 1 else ""
+        return " x ".join(f"{name} {size}" for name, size in self.named_sizes.items()) + experts
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return the coordinates of `rank`; ValueError outside of the world."""
@@ -99,6 +119,16 @@ class Layout:
             places = range(size) if axis in axes else (getattr(at, axis),)
             ranks = [outer * size + place for outer in ranks for place in places]
         return tuple(ranks)
+
+    def expert_peers(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Return axis of EXPERT_AXES -> the ranks of its stage, `rank` included, that differ from it there alone."""
+        stage = self.peers(rank, *(axis for axis in AXES if axis != "pp"))
+        place, peers, stride = stage.index(rank), {}, 1
+        for axis, size in reversed(self.expert_sizes.items()):
+            first = place - place // stride % size * stride
+            peers[axis] = tuple(stage[first + index * stride] for index in range(size))
+            stride *= size
+        return peers
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
         """Return all peer groups over the named axes: a partition of the world, ordered by first rank."""

@@ -1,6 +1,6 @@
 """Mixtures of experts and multi-head latent attention as records: which layers have them, and their tensors. No torch.
 
-The planner counts with them; neither trains yet. Sources: Shazeer et al. 2017, "Outrageously large neural networks";
+Latent attention is planned and does not train yet. Sources: Shazeer et al. 2017, "Outrageously large neural networks";
 Fedus et al. 2021, "Switch Transformers"; DeepSeek-AI 2024, "DeepSeek-V2" (shared experts, latent attention).
 """
 
@@ -10,6 +10,7 @@ from typing import Literal
 
 from megalite.topology.shape import ModelShape
 
+CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
 EXPERT_AXIS = "etp"
 """`ShardSpec.axis` of experts' tensors: each expert is cut over the ranks of expert tensor parallelism, not over tp."""
 
@@ -89,11 +90,9 @@ class MixtureShape(ModelShape):
         return self.num_attention_heads * (self.latent.qk_head_dim + self.latent.v_head_dim)
 
     def has_experts(self, layer: int) -> bool:
-        """Return whether a layer has experts."""
         return self.experts is not None and self.experts.in_layer(layer)
 
     def dense_layer(self, layer: int) -> ModelShape:
-        """Return a layer as one with ordinary attention and, in place of experts, the MLP that all tokens share."""
         fields_of_all = {field.name: getattr(self, field.name) for field in fields(ModelShape)}
         if self.experts is not None and self.has_experts(layer):
             fields_of_all["intermediate_size"] = self.experts.shared_intermediate_size
@@ -107,16 +106,27 @@ class MixtureShape(ModelShape):
 
 @dataclass(frozen=True)
 class BlockTensor:
-    """A tensor of a block. dim: the dim that is cut over the ranks of `axis`; None: whole on each of them."""
+    """A tensor of a block, of canonical tensors of one shape stacked along dim 0.
+
+    parts: their modules and "weight" or "bias"; by default the tensor itself. dim: the dim of each that is cut over the
+    ranks of `axis`; None: whole on each of them. output: it leads into the residual stream.
+    by_counts: changed by the counts of a step alone, not by a gradient.
+    """
 
     name: str
     shape: tuple[int, ...]
     dim: int | None = None
     axis: str = "tp"
+    parts: tuple[str, ...] = ()
+    output: bool = False
+    by_counts: bool = False
 
 
-def expert_tensors(shape: MixtureShape) -> Iterator[BlockTensor]:
-    """Yield the tensors of a layer's router, experts and shared experts; those of all experts are stacked in dim 0."""
+def expert_tensors(shape: MixtureShape, numbers: range | None = None) -> Iterator[BlockTensor]:
+    """Yield the tensors of a layer's router, experts and shared experts.
+
+    numbers: the experts, all by default. Theirs are stacked: of each its gate and then its up projection.
+    """
     experts, hidden = shape.experts, shape.hidden_size
     if experts is None:
         return
@@ -128,14 +138,29 @@ def expert_tensors(shape: MixtureShape) -> Iterator[BlockTensor]:
     yield BlockTensor("mlp.gate.weight", (number, hidden))
     if experts.router_bias:
         yield BlockTensor("mlp.gate.bias", (number,))
-    yield BlockTensor("mlp.experts.gate_up_proj.weight", (number * 2 * width, hidden), 0, EXPERT_AXIS)
-    yield BlockTensor("mlp.experts.down_proj.weight", (number * hidden, width), 1, EXPERT_AXIS)
+    if experts.correction_bias:
+        yield BlockTensor(CORRECTION_BIAS, (number,), by_counts=True)
+
+    def of_experts(kind: str, *modules: str) -> tuple[str, ...]:
+        return tuple(
+            f"mlp.experts.{expert}.{module}.{kind}"
+            for expert in (range(number) if numbers is None else numbers)
+            for module in modules
+        )
+
+    up, down = ("gate_proj", "up_proj"), "down_proj"
+    stacked = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+    yield BlockTensor(f"{stacked[0]}.weight", (width, hidden), 0, EXPERT_AXIS, of_experts("weight", *up))
+    weights = of_experts("weight", down)
+    yield BlockTensor(f"{stacked[1]}.weight", (hidden, width), 1, EXPERT_AXIS, weights, output=True)
     if experts.expert_bias:
-        yield BlockTensor("mlp.experts.gate_up_proj.bias", (number * 2 * width,), 0, EXPERT_AXIS)
-        yield BlockTensor("mlp.experts.down_proj.bias", (number * hidden,), None, EXPERT_AXIS)
+        yield BlockTensor(f"{stacked[0]}.bias", (width,), 0, EXPERT_AXIS, of_experts("bias", *up))
+        yield BlockTensor(f"{stacked[1]}.bias", (hidden,), None, EXPERT_AXIS, of_experts("bias", down))
     if shared:
-        yield BlockTensor("mlp.shared_experts.gate_up_proj.weight", (2 * shared, hidden), 0)
-        yield BlockTensor("mlp.shared_experts.down_proj.weight", (hidden, shared), 1)
+        module = "mlp.shared_experts"
+        both = tuple(f"{module}.{name}.weight" for name in up)
+        yield BlockTensor(f"{module}.gate_up_proj.weight", (shared, hidden), 0, parts=both)
+        yield BlockTensor(f"{module}.{down}.weight", (hidden, shared), 1, output=True)
     if experts.shared_gate:
         yield BlockTensor("mlp.shared_expert_gate.weight", (1, hidden))
 
@@ -155,7 +180,7 @@ def latent_tensors(shape: MixtureShape) -> Iterator[BlockTensor]:
     yield from _down("kv_a_proj_with_mqa", "kv_a_layernorm", low + latent.qk_rope_head_dim, low, shape)
     both = heads * (latent.qk_nope_head_dim + latent.v_head_dim)
     yield BlockTensor("self_attn.kv_b_proj.weight", (both, low), 0)
-    yield BlockTensor("self_attn.o_proj.weight", (hidden, heads * latent.v_head_dim), 1)
+    yield BlockTensor("self_attn.o_proj.weight", (hidden, heads * latent.v_head_dim), 1, output=True)
     if shape.attention_output_bias:
         yield BlockTensor("self_attn.o_proj.bias", (hidden,))
 

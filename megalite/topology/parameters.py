@@ -22,6 +22,7 @@ class Parameter:
     decay: whether weight decay applies (not to norms and biases).
     trained: whether the optimizer changes it; with an adapter most parameters stay as they are.
     adapter: whether it belongs to the adapter, not to the model itself.
+    by_counts: whether the router's counts of a step change it, not a gradient; it is in checkpoints like a trained one.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Parameter:
     fill: float = 1.0
     trained: bool = True
     adapter: bool = False
+    by_counts: bool = False
 
     @property
     def numel(self) -> int:
@@ -81,11 +83,14 @@ def layer_norms(shape: ModelShape) -> tuple[str, ...]:
     return _LAYER_NORMS[shape.norm_placement]
 
 
-def layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
-    """Yield the parameters of decoder layer `layer`, in order of use, with those of its adapters."""
+def layer_parameters(shape: ModelShape, layer: int, experts: range | None = None) -> Iterator[Parameter]:
+    """Yield the parameters of decoder layer `layer`, in order of use, with those of its adapters.
+
+    experts: those of them that a rank holds; None: all.
+    """
     if isinstance(shape.adapter, Prefix):
         yield from _layer_prefix(shape, shape.adapter, layer)
-    for parameter in _own_layer_parameters(shape, layer):
+    for parameter in _own_layer_parameters(shape, layer, experts):
         yield _as_trained(shape, parameter)
         if isinstance(shape.adapter, Lora) and len(parameter.spec.full_shape) == 2:
             yield from _lora_parameters(shape.adapter, parameter)
@@ -95,7 +100,7 @@ def _as_trained(shape: ModelShape, parameter: Parameter) -> Parameter:
     """Return the parameter of the model itself, trained or not."""
     adapter = shape.adapter
     kept = adapter is not None and not adapter.trains(part.name for part in parameter.spec.parts)
-    return replace(parameter, trained=False) if kept else parameter
+    return replace(parameter, trained=False, by_counts=False) if kept else parameter
 
 
 def _lora_parameters(adapter: Lora, adapted: Parameter) -> Iterator[Parameter]:
@@ -176,7 +181,7 @@ def alike(shape: ModelShape, layer: int) -> int:
     return shape.first_alike(layer) if isinstance(shape, MixtureShape) else 0
 
 
-def _own_layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
+def _own_layer_parameters(shape: ModelShape, layer: int, experts: range | None) -> Iterator[Parameter]:
     if not isinstance(shape, MixtureShape):
         yield from _dense_layer_parameters(shape, layer)
         return
@@ -184,7 +189,7 @@ def _own_layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
     if shape.latent is not None:
         blocks["self_attn"] = latent_tensors(shape)
     if shape.has_experts(layer):
-        blocks["mlp"] = expert_tensors(shape)
+        blocks["mlp"] = expert_tensors(shape, experts)
     for parameter in _dense_layer_parameters(shape, layer):
         block = parameter.name.split(".")[3]
         if block in blocks:  # in place of the dense block's first parameter, once
@@ -197,18 +202,27 @@ def _own_layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
 
 
 def _block_parameter(tensor: BlockTensor, shape: ModelShape, layer: int) -> Parameter:
-    name, matrix = f"model.layers.{layer}.{tensor.name}", len(tensor.shape) == 2
-    spec = ShardSpec((Part(name, tensor.shape),), tensor.dim, tensor.axis)
-    fill = 1.0 if "norm" in tensor.name else 0.0
-    return Parameter(name, spec, layer, shape.initializer_range if matrix else None, matrix, fill)
+    prefix, matrix = f"model.layers.{layer}.", len(tensor.shape) == 2
+    parts = tuple(Part(prefix + name, tensor.shape) for name in tensor.parts or (tensor.name,))
+    spec, fill = ShardSpec(parts, tensor.dim, tensor.axis), 1.0 if "norm" in tensor.name else 0.0
+    std = _residual_std(shape) if tensor.output else shape.initializer_range
+    return Parameter(
+        *(prefix + tensor.name, spec, layer, std if matrix else None, matrix, fill),
+        trained=not tensor.by_counts,
+        by_counts=tensor.by_counts,
+    )
+
+
+def _residual_std(shape: ModelShape) -> float:
+    # Initial projections into the residual stream shrink with their number: Radford et al. 2019, section 2.3.
+    return shape.initializer_range / sqrt(2 * shape.num_hidden_layers)
 
 
 def _dense_layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter]:
     prefix = f"model.layers.{layer}"
     hidden, std = shape.hidden_size, shape.initializer_range
     query, key_value = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
-    # Initial projections into the residual stream shrink with their number: Radford et al. 2019, section 2.3.
-    residual_std = std / sqrt(2 * shape.num_hidden_layers)
+    residual_std = _residual_std(shape)
 
     def column(
         name: str, outputs: dict[str, int], bias: bool, heads: Sequence[int | None] = (None, None)
@@ -267,20 +281,24 @@ def _dense_layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter
         yield from norm("post_feedforward_layernorm")
 
 
-def stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -> Iterator[Parameter]:
+def stage_parameters(
+    shape: ModelShape, split: PipelineSplit, stage: int, experts: range | None = None
+) -> Iterator[Parameter]:
     """Yield the parameters of one pipeline stage, in forward order.
 
     A tied weight is on the stages of the first and of the last chunk; only once if one stage holds both.
-    The common part of a prefix is on all stages.
+    The common part of a prefix is on all stages. experts: those of each layer that a rank holds; None: all.
     """
     # First on every stage, so that all stages sum tied weights in one order.
     if isinstance(shape.adapter, Prefix):
         yield from _prefix_trunk(shape, shape.adapter, split.stages)
-    for parameter in _own_stage_parameters(shape, split, stage):
+    for parameter in _own_stage_parameters(shape, split, stage, experts):
         yield parameter if parameter.layer is not None else _as_trained(shape, parameter)
 
 
-def _own_stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -> Iterator[Parameter]:
+def _own_stage_parameters(
+    shape: ModelShape, split: PipelineSplit, stage: int, experts: range | None
+) -> Iterator[Parameter]:
     chunks, last = split.chunks_of(stage), len(split.layers) - 1
     std = shape.initializer_range
     tied = shape.tie_word_embeddings
@@ -296,7 +314,7 @@ def _own_stage_parameters(shape: ModelShape, split: PipelineSplit, stage: int) -
             positions = Part(POSITIONS, (shape.max_position_embeddings, shape.hidden_size))
             yield Parameter(POSITIONS, ShardSpec((positions,)), None, std, True)
     for layer in split.layers_of(stage):
-        yield from layer_parameters(shape, layer)
+        yield from layer_parameters(shape, layer, experts)
     if last in chunks:
         yield from _norm(shape, FINAL_NORM.removesuffix(".weight"), None)
         if not tied:
@@ -336,7 +354,7 @@ def canonical_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
 
 def trained_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return canonical name -> full shape of every tensor that training changes: a checkpoint's."""
-    trained = [parameter for parameter in model_parameters(shape) if parameter.trained]
+    trained = [each for each in model_parameters(shape) if each.trained or each.by_counts]
     return {part.name: part.shape for parameter in trained for part in parameter.spec.parts}
 
 

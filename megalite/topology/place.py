@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megalite.topology.axes import AXES, COPIES, ROLES, Coordinates, Layout
-from megalite.topology.parameters import Parameter
+from megalite.topology.experts import MixtureShape
+from megalite.topology.parameters import Parameter, stage_parameters
+from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, TensorSlice
+from megalite.topology.stages import PipelineSplit, balanced_split
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,8 @@ class RankPlace:
     def peers(self) -> Mapping[str, tuple[int, ...]]:
         """Axis or role -> the ranks, this one included and ascending, that differ from this one there alone.
 
-        "tied": the first and the last stage, which both hold tied embeddings; only this rank on other stages.
+        The axes of experts among them. "tied": the first and the last stage, which both hold tied embeddings; only
+        this rank on other stages.
         """
         reach = {**{axis: (axis,) for axis in AXES}, **ROLES}
         # Roles that differ by axes of a single rank have the same ranks, which are listed once.
@@ -42,7 +46,21 @@ class RankPlace:
         ranks = {axes: self.layout.peers(self.rank, *axes) for axes in set(cut.values())}
         peers = {name: ranks[axes] for name, axes in cut.items()}
         ends = tuple(dict.fromkeys((peers["pp"][0], peers["pp"][-1])))
-        return {**peers, "tied": ends if self.rank in ends else (self.rank,)}
+        return {
+            **peers,
+            **self.layout.expert_peers(self.rank),
+            "tied": ends if self.rank in ends else (self.rank,),
+        }
+
+    def experts(self, shape: ModelShape) -> range:
+        """Return the experts of each layer that this rank holds; empty without experts."""
+        number = shape.experts.num_experts if isinstance(shape, MixtureShape) and shape.experts else 0
+        ranks = self.peers["ep"]
+        return balanced_split(number, len(ranks))[ranks.index(self.rank)]
+
+    def parameters(self, shape: ModelShape, split: PipelineSplit) -> tuple[Parameter, ...]:
+        """Return the registered parameters of this rank's stage, in forward order."""
+        return tuple(stage_parameters(shape, split, self.at.pp, self.experts(shape)))
 
     def cut(self, parameter: Parameter) -> tuple[int, int]:
         """Return this rank's index among the ranks over which a parameter is cut, and their number."""

@@ -142,6 +142,14 @@ class ModelShape:
         scalar = self.query_pre_attn_scalar
         return None if scalar is None else float(scalar**-0.5)
 
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
+        return False
+
+    def dense_layer(self, layer: int) -> "ModelShape":
+        """Return a layer as one with ordinary attention and, in place of experts, the MLP that all tokens share."""
+        return self
+
     def rotates(self, layer: int) -> bool:
         """Return whether query and key of this layer are rotated."""
         if self.position_embedding != "rope":

@@ -45,7 +45,7 @@ def test_groups_are_a_partition_and_peers_share_the_other_axes(layout: Layout, a
 
 def test_an_axis_stands_in_the_table_the_layout_and_the_coordinates() -> None:
     assert {each.name for each in fields(Coordinates)} == set(AXES)
-    assert {each.name for each in fields(Layout)} == set(AXES.values())
+    assert {each.name for each in fields(Layout)} == {*AXES.values(), "expert", "expert_tensor"}
     assert all(set(axes) <= set(AXES) for axes in ROLES.values())
 
 
@@ -54,3 +54,30 @@ def test_every_axis_splits_the_tokens_or_the_model() -> None:
     assert {*ROLES["dense_gradients"], *ROLES["replica"]} == set(AXES)
     assert not set(ROLES["dense_gradients"]) & set(ROLES["replica"])
     assert set(ROLES["batch"]) <= set(ROLES["loss"]) <= set(ROLES["dense_gradients"])
+
+
+@pytest.mark.parametrize(
+    ("expert", "expert_tensor"), [(1, None), (2, None), (4, None), (1, 1), (2, 1), (8, 1)], ids=str
+)
+def test_experts_lay_out_the_ranks_of_a_stage_again(expert: int, expert_tensor: int | None) -> None:
+    layout = Layout(pipeline=2, data=2, context=2, tensor=2, expert=expert, expert_tensor=expert_tensor)
+    sizes = layout.expert_sizes
+    assert sizes == {"edp": 8 // expert // sizes["etp"], "ep": expert, "etp": expert_tensor or 2}
+    for rank in range(layout.world_size):
+        peers = layout.expert_peers(rank)
+        assert {axis: len(ranks) for axis, ranks in peers.items()} == sizes
+        for axis, ranks in peers.items():
+            assert rank in ranks and list(ranks) == sorted(ranks)
+            assert all(layout.expert_peers(other)[axis] == ranks for other in ranks)
+            assert {layout.coordinates(other).pp for other in ranks} == {layout.coordinates(rank).pp}
+        # Two axes share one rank alone.
+        assert all(set(peers[a]) & set(peers[b]) == {rank} for a, b in combinations(peers, 2))
+    if expert_tensor is None:
+        assert all(layout.expert_peers(rank)["etp"] == layout.peers(rank, "tp") for rank in range(16))
+    if sizes["ep"] == 1 and expert_tensor is None:
+        assert all(layout.expert_peers(rank)["edp"] == layout.peers(rank, "dp", "cp") for rank in range(16))
+
+
+def test_experts_that_do_not_divide_a_stage_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"4 ranks of a stage are no multiple of expert 4 \* 2 ranks each"):
+        Layout(data=2, tensor=2, expert=4).expert_peers(0)
