@@ -84,11 +84,12 @@ def _is_intact(checkpoint: Path) -> bool:
 
 def check_fits(manifest: Manifest, shape: ModelShape, checkpoint: Path) -> None:
     """Raise CheckpointError unless the checkpoint is one of this model, naming every setting that differs."""
-    written, fields = vars(manifest.model), vars(shape)
+    written, fields = ({"experts": None} | vars(model) for model in (manifest.model, shape))
     # Dynamic NTK computes its frequencies from max_position_embeddings.
     dynamic = shape.rope_scaling is not None and shape.rope_scaling.rope_type == "dynamic"
     free = {*_FREE_FIELDS} - ({"max_position_embeddings"} if dynamic else set())
-    differing = [name for name in fields if fields[name] != written[name] and name not in free]
+    names = fields.keys() & written.keys() - free
+    differing = [name for name in fields if name in names and fields[name] != written[name]]
     if differing:
         lines = [line for name in differing for line in _difference(name, fields[name], written[name])]
         raise CheckpointError(

@@ -17,6 +17,7 @@ from megalite.families.registry import FAMILIES
 from megalite.topology.adapter import Adapter, Lora, Prefix
 from megalite.topology.axes import Layout
 from megalite.topology.dtypes import FLOATS
+from megalite.topology.experts import ExpertShape, MixtureShape
 from megalite.topology.shape import ModelShape, RopeScaling
 
 FORMAT_VERSION = 1
@@ -24,6 +25,7 @@ _ENTRY = {"shape", "dtype", "shards"}
 _PACKED = "packed"
 _HASHED = 2**20
 _MOST_POSITIONS = 1 << 24
+_MOST_EXPERTS = 1 << 16
 # Epoch, file, place, document and token (data.stream_lane.LanePlace).
 _LANE_FIELDS = 5
 # Excludes every path into another folder.
@@ -197,9 +199,11 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
     fields = {_RENAMED.get(name, name): value for name, value in content.items()}
     if fields.get("qk_norm") in (True, False):
         fields["qk_norm"] = "head" if fields["qk_norm"] else None
-    model = _checked(
-        ModelShape(**{**fields, "rope_scaling": scaling, "adapter": _adapter(fields.get("adapter"))})
-    )
+    fields |= {"rope_scaling": scaling, "adapter": _adapter(fields.get("adapter"))}
+    if "experts" in fields:
+        model: ModelShape = _checked(MixtureShape(**{**fields, "experts": _experts(fields["experts"])}))
+    else:
+        model = _checked(ModelShape(**fields))
     _require(model.family in FAMILIES, "model", "family", model.family)
     for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
         value = getattr(model, name)
@@ -212,6 +216,16 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
     positions = model.max_position_embeddings
     _require(positions <= _MOST_POSITIONS, "model", "max_position_embeddings", positions)
     return model
+
+
+def _experts(content: Mapping[str, Any]) -> ExpertShape:
+    experts = _checked(ExpertShape(**{name: _as_tuple(value) for name, value in content.items()}))
+    number, top, groups = experts.num_experts, experts.num_experts_per_tok, experts.n_group
+    _require(0 < top <= number < _MOST_EXPERTS, "model.experts", "num_experts", number)
+    _require(groups > 0 and number % groups == 0, "model.experts", "n_group", groups)
+    _require(0 < experts.topk_group <= groups, "model.experts", "topk_group", experts.topk_group)
+    _require(experts.decoder_sparse_step > 0, "model.experts", "decoder_sparse_step", 0)
+    return experts
 
 
 def _adapter(content: Mapping[str, Any] | None) -> Adapter | None:
@@ -232,7 +246,7 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-T = TypeVar("T", ModelShape, RopeScaling, Lora, Prefix)
+T = TypeVar("T", ModelShape, MixtureShape, ExpertShape, RopeScaling, Lora, Prefix)
 
 
 def _checked(made: T) -> T:

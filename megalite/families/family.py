@@ -1,10 +1,11 @@
 """Family: what one model family fixes, and how its Hugging Face folder says a ModelShape. The defaults are Llama's."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.errors import CheckpointError
+from megalite.families.fields import DEFAULTS, shape_fields
 from megalite.families.tensors import FamilyTensor, TensorNames
 from megalite.families.words import Config, Words, quoted
 from megalite.topology.shape import ModelShape
@@ -29,7 +30,6 @@ SIZES: Mapping[str, str] = {
 SILU: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu",)}
 ATTENTION_DROPOUT: Mapping[str, tuple[str, ...]] = {"attention_dropout": ("attention_dropout",)}
 _HEAD_DIM = "head_dim"
-_DEFAULTS = {each.name: each.default for each in fields(ModelShape) if each.default is not MISSING}
 
 
 @dataclass(frozen=True)
@@ -146,10 +146,11 @@ class Family:
         written: dict[str, Any] = {}
         for words in self.words:
             written |= words.write(shape)
+        values = shape_fields(shape)
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            **{key: getattr(shape, name) for name, key in self.keys.items()},
+            **{key: values[name] for name, key in self.keys.items()},
             **{key: allowed[0] for key, allowed in self.required.items()},
             **dict.fromkeys(self.dropouts, 0.0),
             **written,
@@ -168,13 +169,13 @@ class Family:
         """Yield (field, value, the value that the family has) of all that its files cannot say."""
         free = set(self.free)
         expected = {
-            **_DEFAULTS,
+            **DEFAULTS,
             "family": self.model_type,
             "num_key_value_heads": shape.num_attention_heads,
             "head_dim": shape.hidden_size // shape.num_attention_heads,
             **self.fixed,
         }
-        for name, value in asdict(shape).items():
+        for name, value in shape_fields(shape).items():
             if name in expected and name not in free and value != expected[name]:
                 yield name, value, expected[name]
         for words in self.words:

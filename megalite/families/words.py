@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megalite.families.fields import shape_fields
 from megalite.topology.shape import ModelShape
 
 Config = Mapping[str, Any]
@@ -72,9 +73,10 @@ class Shared(Plain):
         return {self.key: getattr(shape, self.fields[0])}
 
     def inexpressible(self, shape: ModelShape) -> Iterator[tuple[str, Any, Any]]:
-        first = getattr(shape, self.fields[0])
+        values = shape_fields(shape)
+        first = values[self.fields[0]]
         for name in self.fields[1:]:
-            if (value := getattr(shape, name)) != first:
+            if (value := values.get(name, first)) != first:
                 yield name, value, first
 
 

@@ -1,6 +1,6 @@
-"""The settings of [model] that are fields of ModelShape: their types, limits, defaults and descriptions.
+"""The settings of [model] that are fields of ModelShape or ExpertShape: types, limits, defaults and descriptions.
 
-A new field of ModelShape becomes a setting by its line in `_DESCRIPTIONS`.
+A new field becomes a setting by its line in `_DESCRIPTIONS`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +13,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import pydantic
 
 from megalite.config.sections.section import one_of
+from megalite.families.fields import EXPERT_SETTINGS, expert_fields
 from megalite.families.registry import FAMILIES
 from megalite.families.rope import SCALINGS, scaling_words
+from megalite.topology.experts import ExpertShape, MixtureShape
 from megalite.topology.shape import ModelShape, RopeScaling
 
 _DESCRIPTIONS = {
@@ -56,6 +58,19 @@ _DESCRIPTIONS = {
     "residual_multiplier": "factor on the output of each block before the residual sum",
     "logits_scaling": "divisor of the logits",
     "attention_multiplier": "factor on the attention scores; default: head_dim ** -0.5",
+    "num_experts": "experts in place of a layer's MLP; 0: a dense model",
+    "num_experts_per_tok": "experts that a token is sent to",
+    "moe_intermediate_size": "width of an expert's hidden layer",
+    "shared_intermediate_size": "width of an MLP for all tokens beside the experts; 0: none",
+    "router_scores": "scores of the experts: softmax over all of them, or sigmoid of each",
+    "norm_topk_prob": "divide the weights of a token's experts by their sum",
+    "routed_scaling_factor": "factor on the weights of a token's experts",
+    "n_group": "groups of experts, from the best topk_group of which a token's experts are taken",
+    "topk_group": "groups that a token's experts are taken from",
+    "router_correction_bias": "bias of the scores for the choice of experts alone (DeepSeek-V3)",
+    "first_k_dense_replace": "keep the dense MLP in the first N layers",
+    "mlp_only_layers": "layers that keep the dense MLP, counted from 0, as in [0, 5]",
+    "decoder_sparse_step": "experts in every N-th layer, the dense MLP in the others",
 }
 _ROPE_DESCRIPTIONS = {
     "factor": "factor by which sequences become longer than in pre-training",
@@ -76,12 +91,17 @@ _LEFT_OPEN: Mapping[str, tuple[Any, Any]] = {
     "vocab_size": (Literal["auto"], "auto"),
     "num_key_value_heads": (None, None),
     "head_dim": (None, None),
+    "num_experts_per_tok": (None, None),
+    "moe_intermediate_size": (None, None),
 }
+# Defaults of fields that have none of their own.
+_DEFAULTS: Mapping[str, Any] = {"factor": 1.0, "num_experts": 0}
 _SHARES = ("partial_rotary_factor",)
 # Above any size in use, and small enough that every rule can list the neighbours of a value at once.
 _MOST = 2**31
-# Rules list the parameters of every layer.
-_LIMITS = {"num_hidden_layers": 10_001}
+# Rules list the parameters of every layer and expert.
+_LIMITS = {"num_hidden_layers": 10_001, "num_experts": 4097}
+_NO_SETTINGS = ("rope_scaling", "experts", "latent", "attention_sinks")
 _OF_A_FAMILY = frozenset(name for family in FAMILIES.values() for name in family.defaults)
 
 
@@ -94,7 +114,11 @@ def shape_settings() -> dict[str, tuple[Any, Any]]:
     hints = get_type_hints(ModelShape)
     for field in fields(ModelShape):
         if field.name in _DESCRIPTIONS and field.name not in settings:
-            settings[field.name] = _of_field(field, hints[field.name])
+            settings[field.name] = _of_field(field.name, field, hints[field.name])
+    hints = get_type_hints(ExpertShape)
+    for field in fields(ExpertShape):
+        if (name := EXPERT_SETTINGS.get(field.name)) is not None:
+            settings[name] = _of_field(name, field, hints[field.name])
     hints, used = get_type_hints(RopeScaling), {name for names in SCALINGS.values() for name in names}
     description = "scaling of the rotary frequencies for longer sequences"
     settings["rope_type"] = _setting(one_of(("default", *SCALINGS)), "default", description)
@@ -113,11 +137,12 @@ def rope_setting(name: str) -> str:
 
 
 def as_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of ModelShape as settings of [model]: rope_scaling is several of them."""
+    """Return fields of a shape as settings of [model]: rope_scaling and a mixture's experts are several of them."""
     scaling = shape.get("rope_scaling")
     stretched = {} if scaling is None else scaling_words(scaling)
-    settings = {name: value for name, value in shape.items() if name != "rope_scaling"}
-    return settings | {rope_setting(name): value for name, value in stretched.items()}
+    settings = {name: value for name, value in shape.items() if name not in _NO_SETTINGS}
+    experts = expert_fields(shape["experts"]) if "experts" in shape else {}
+    return settings | experts | {rope_setting(name): value for name, value in stretched.items()}
 
 
 def model_shape(model: Any, vocab_size: int) -> ModelShape:
@@ -133,7 +158,13 @@ def model_shape(model: Any, vocab_size: int) -> ModelShape:
         "rope_scaling": _rope_scaling(model),
     }
     chosen = {name: value for name, value in values.items() if value is not None}
-    return ModelShape(**FAMILIES[model.family].defaults | chosen)
+    chosen = FAMILIES[model.family].defaults | chosen
+    # Rules say what a mixture lacks.
+    experts = {"num_experts_per_tok": 1, "moe_intermediate_size": chosen["intermediate_size"]}
+    experts |= {name: chosen.pop(setting) for name, setting in EXPERT_SETTINGS.items() if setting in chosen}
+    if not experts["num_experts"]:
+        return ModelShape(**chosen)
+    return MixtureShape(**chosen, experts=ExpertShape(**experts))
 
 
 def longest_sequence_setting(shape: ModelShape) -> str:
@@ -151,12 +182,12 @@ def _rope_scaling(model: Any) -> RopeScaling | None:
     return RopeScaling(kind, **{name: getattr(model, rope_setting(name)) for name in SCALINGS[kind]})
 
 
-def _of_field(field: Field[Any], hint: Any) -> tuple[Any, Any]:
-    kind, default, description = _limited(field, hint), _default(field), _DESCRIPTIONS[field.name]
-    if field.name in _LEFT_OPEN:
-        other, default = _LEFT_OPEN[field.name]
+def _of_field(name: str, field: Field[Any], hint: Any) -> tuple[Any, Any]:
+    kind, default, description = _limited(field, hint), _default(field), _DESCRIPTIONS[name]
+    if name in _LEFT_OPEN:
+        other, default = _LEFT_OPEN[name]
         kind = kind | other
-    elif field.name in _OF_A_FAMILY:
+    elif name in _OF_A_FAMILY:
         kind, default, description = kind | None, None, f"{description}; default: the family's"
     return _setting(kind, default, description)
 
@@ -168,7 +199,7 @@ def _setting(kind: Any, default: Any, description: str) -> tuple[Any, Any]:
 def _default(field: Field[Any]) -> Any:
     if field.default is not MISSING:
         return field.default
-    return 1.0 if field.name == "factor" else ...
+    return _DEFAULTS.get(field.name, ...)
 
 
 def _limited(field: Field[Any], hint: Any) -> Any:
@@ -179,17 +210,20 @@ def _limited(field: Field[Any], hint: Any) -> Any:
 def _limited_members(field: Field[Any], hint: Any) -> Iterator[Any]:
     for kind in get_args(hint) if NoneType in get_args(hint) else (hint,):
         if kind is int:
-            yield Annotated[
-                int, pydantic.Field(ge=0 if field.default == 0 else 1, lt=_LIMITS.get(field.name, _MOST))
-            ]
+            yield _count(field.name, 0 if _default(field) == 0 else 1)
         elif kind is float:
             yield _number(field.name)
         elif get_origin(kind) is tuple:
             # A TOML array is a list, and frozen models hold tuples.
-            numbers: Any = tuple.__class_getitem__((_number(field.name), ...))
+            item = _count(field.name, 0) if get_args(kind)[0] is int else _number(field.name)
+            numbers: Any = tuple.__class_getitem__((item, ...))
             yield Annotated[numbers, pydantic.Field(strict=False)]
         else:
             yield None if kind is NoneType else kind
+
+
+def _count(name: str, least: int) -> Any:
+    return Annotated[int, pydantic.Field(ge=least, lt=_LIMITS.get(name, _MOST))]
 
 
 def _number(name: str) -> Any:

@@ -144,6 +144,15 @@ class ComputeSettings(Section):
         ge=0,
         description="weight of the squared log-sum-exp in the training loss; validation has none",
     )
+    router_balance: float = Field(
+        0.0,
+        ge=0,
+        description="weight of a loss on unequal use of a layer's experts, of each sequence alone",
+    )
+    router_z: float = Field(0.0, ge=0, description="weight of the squared log-sum-exp of the router's logits")
+    router_bias_rate: float = Field(
+        0.0, ge=0, description="change of the correction bias of an expert with fewer tokens than others"
+    )
 
     def recompute_of(self, place: int, layers: int) -> RecomputeMode:
         """Return what backward recomputes of layer number `place` of a chunk with `layers` layers."""

@@ -77,8 +77,8 @@ def _of_checkpoint(checkpoint: Path, model: AdaptedModel) -> WeightSource:
     _require_base(manifest.base, model, checkpoint)
     here, there = asdict(model.shape), asdict(manifest.model)
     for field, value in here.items():
-        if there[field] != value and field not in _FREE_FIELDS:
-            sizes = f"has {field} {there[field]}, and the model {value}"
+        if there.get(field) != value and field not in _FREE_FIELDS:
+            sizes = f"has {field} {there.get(field)}, and the model {value}"
             raise CheckpointError(f"the model of {checkpoint} {sizes}; {_NAME_ITS_MODEL}")
     return WeightSource(checkpoint, "checkpoint", replace(model.shape, adapter=manifest.model.adapter))
 
