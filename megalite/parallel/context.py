@@ -98,7 +98,7 @@ class ContextRows:
         """Invert `to_heads`."""
         blocks = values.reshape(self.order.shape[0], self.block_length, *values.shape[2:])
         rows = len(self.table)
-        by_rank = _reordered(blocks, self.inverse, self.order).view(
+        by_rank = reordered(blocks, self.inverse, self.order).view(
             self.ranks.size, rows, self.length // self.ranks.size, *values.shape[2:]
         )
         return all_to_all(by_rank, self.ranks).movedim(0, 2).flatten(2, 3)
@@ -107,7 +107,7 @@ class ContextRows:
         """[ranks, rows, S / c, ...] -> [rows, S, ...]."""
         rest = stacked.shape[3:]
         blocks = stacked.reshape(self.order.shape[0], self.block_length, *rest)
-        return _reordered(blocks, self.order, self.inverse).view(len(self.table), self.length, *rest)
+        return reordered(blocks, self.order, self.inverse).view(len(self.table), self.length, *rest)
 
 
 class _Reordered(torch.autograd.Function):
@@ -124,9 +124,10 @@ class _Reordered(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-def _reordered(values: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    reordered: Tensor = _Reordered.apply(values, order, inverse)  # type: ignore[no-untyped-call]
-    return reordered
+def reordered(values: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Return values[order] for a permutation `order` [N] int64 of dim 0 and its inverse."""
+    permuted: Tensor = _Reordered.apply(values, order, inverse)  # type: ignore[no-untyped-call]
+    return permuted
 
 
 def rows_of(batch: StepBatch, mesh: ParallelMesh) -> ContextRows | None:

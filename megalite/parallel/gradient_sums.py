@@ -1,6 +1,6 @@
 """Linear and embedding backwards that add weight gradients to the sum in place, or leave them to a later moment."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops.adamw import add_weight_gradient_
+from megalite.ops.expert_products import add_expert_gradients_, expert_weight_gradients
 from megalite.ops.linear import few_rows_linear
 
 
@@ -36,26 +37,46 @@ class WeightGradients:
             weight.element_size() >= 4 or weight.grad_dtype == torch.float32
         )
 
-    def of_product(self, weight: Tensor, grad: Tensor, inputs: Callable[[], Tensor]) -> Tensor | None:
-        """Return grad [N, out]^T inputs [N, in]; None if the product is or will be added to `weight.grad`."""
+    def of_product(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        inputs: Callable[[], Tensor],
+        counts: Sequence[int] | None = None,
+    ) -> Tensor | None:
+        """Return grad [N, out]^T inputs [N, in]; None if the product is or will be added to `weight.grad`.
+
+        counts: the rows of each expert, for the stacked products of experts [n * out, in].
+        """
         if not (deferring() or self.sums_in_place(weight)):
-            return grad.t() @ inputs()
-        now_or_later(partial(self._add_product, weight, grad, inputs))
+            return _product(grad, inputs(), counts)
+        now_or_later(partial(self._add_product, weight, grad, inputs, counts))
         return None
 
     @torch.no_grad()
-    def _add_product(self, weight: Tensor, grad: Tensor, inputs: Callable[[], Tensor]) -> None:
-        total = weight.grad
-        if total is None:
+    def _add_product(
+        self, weight: Tensor, grad: Tensor, inputs: Callable[[], Tensor], counts: Sequence[int] | None
+    ) -> None:
+        if weight.grad is None:
             # Set at once instead of returned: a tied embedding's backward adds to this sum.
-            weight.grad = (grad.t() @ inputs()).to(weight.grad_dtype)
-        elif total.dtype == grad.dtype:
-            total.addmm_(grad.t(), inputs())
+            weight.grad = _product(grad, inputs(), counts).to(weight.grad_dtype)
+        elif counts is None:
+            self._add_to(weight.grad, grad, inputs())
         else:
-            (self.accumulate or add_weight_gradient_)(total, grad, inputs())
+            add_expert_gradients_(weight.grad, grad, inputs(), counts, self._add_to)
+
+    def _add_to(self, total: Tensor, grad: Tensor, inputs: Tensor) -> None:
+        if total.dtype == grad.dtype:
+            total.addmm_(grad.t(), inputs)
+        else:
+            (self.accumulate or add_weight_gradient_)(total, grad, inputs)
 
 
 BY_AUTOGRAD = WeightGradients()
+
+
+def _product(grad: Tensor, inputs: Tensor, counts: Sequence[int] | None) -> Tensor:
+    return grad.t() @ inputs if counts is None else expert_weight_gradients(grad, inputs, counts)
 
 
 # The weight gradients that a split backward leaves for later; None outside of one. Not of a thread: autograd computes

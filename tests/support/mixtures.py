@@ -1,0 +1,109 @@
+"""Experts on a few ranks, and a plain loop over tokens and experts in one process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from megalite.ops.activations import swiglu
+from megalite.ops.router import Routing, route
+from megalite.parallel.experts import expert_mlp, through_experts
+from megalite.parallel.mesh import ParallelMesh, RankGroup
+from megalite.topology.axes import Layout
+from megalite.topology.experts import ExpertShape
+from megalite.topology.stages import balanced_split
+
+HIDDEN, WIDTH = 6, 5
+NAMES = ("output", "tokens", "logits", "gate and up", "down")
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    """Tokens of each rank, their experts of `number`, and where they prefer to go.
+
+    favourites: experts that all tokens prefer, over all others. avoided: experts to which no token goes.
+    shared: a function of all tokens is computed beside.
+    """
+
+    tokens: tuple[int, ...]
+    number: int = 7
+    chosen: int = 2
+    favourites: tuple[int, ...] = ()
+    avoided: tuple[int, ...] = ()
+    shared: bool = False
+
+    @property
+    def shape(self) -> ExpertShape:
+        # The weight of a single expert would be 1 after normalising, and its gradient noise.
+        return ExpertShape(self.number, self.chosen, WIDTH, norm_topk_prob=self.chosen > 1)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return the tokens of all ranks, their logits, both weights of all experts and the output's gradient."""
+        total = sum(self.tokens)
+        tokens, logits, gate_up, down, grad = (
+            torch.randn(*size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            for seed, size in enumerate(
+                (
+                    (total, HIDDEN),
+                    (total, self.number),
+                    (self.number * 2 * WIDTH, HIDDEN),
+                    (self.number * HIDDEN, WIDTH),
+                    (total, HIDDEN),
+                )
+            )
+        )
+        logits[:, list(self.favourites)] += 6
+        logits[:, list(self.avoided)] -= 20
+        return tokens, logits, gate_up, down, grad
+
+
+def alone(case: ExpertCase) -> list[Tensor]:
+    """Return the output of all tokens and all gradients, computed expert by expert with masks."""
+    *inputs, grad = case.tensors()
+    tokens, logits, gate_up, down = (tensor.requires_grad_() for tensor in inputs)
+    chosen = torch.zeros_like(logits, dtype=torch.bool)
+    chosen.scatter_(1, logits.topk(case.chosen).indices, True)
+    if case.shape.norm_topk_prob:
+        weights = logits.masked_fill(~chosen, -torch.inf).softmax(dim=1)
+    else:
+        weights = logits.softmax(dim=1) * chosen
+    output = tokens.square() if case.shared else torch.zeros_like(tokens)
+    for weight, wide, narrow in zip(
+        weights.unbind(1), gate_up.chunk(case.number), down.chunk(case.number), strict=True
+    ):
+        gate, up = (tokens @ wide.t()).chunk(2, dim=1)
+        output = output + weight.unsqueeze(1) * ((F.silu(gate) * up) @ narrow.t())
+    return [output.detach(), *torch.autograd.grad(output, (tokens, logits, gate_up, down), grad)]
+
+
+def of_rank(case: ExpertCase, ranks: RankGroup) -> list[Tensor]:
+    """Return a rank's output and gradients: of its own tokens, and of the weights of its experts."""
+    before = sum(case.tokens[: ranks.rank])
+    own = slice(before, before + case.tokens[ranks.rank])
+    held = balanced_split(case.number, ranks.size)[ranks.rank]
+    tokens, logits, gate_up, down, grad = case.tensors()
+    tokens, logits, grad = (tensor[own].clone() for tensor in (tokens, logits, grad))
+    gate_up, down = (
+        torch.cat([*stacked.chunk(case.number)][held.start : held.stop]) for stacked in (gate_up, down)
+    )
+    inputs = [tensor.requires_grad_() for tensor in (tokens, logits, gate_up, down)]
+    compute = partial(_experts, gate_up=gate_up, down=down)
+    beside = (lambda: tokens.square()) if case.shared else None
+    routing: Routing = route(logits, case.shape)
+    output = through_experts(tokens, routing, ranks, case.number, compute, beside)
+    assert not output._is_view()
+    return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
+
+
+def _experts(rows: Tensor, counts: Sequence[int], gate_up: Tensor, down: Tensor) -> Tensor:
+    return expert_mlp(rows, counts, gate_up, down, swiglu)
+
+
+def experts_on_rank(cases: Sequence[ExpertCase]) -> list[list[Tensor]]:
+    """Return this rank's output and gradients in each case."""
+    mesh = ParallelMesh.over_world(Layout(data=dist.get_world_size()))
+    return [of_rank(case, mesh.batch) for case in cases]
