@@ -54,8 +54,15 @@ def _candidates(config: RunConfig, slots: int) -> Iterator[tuple[str, ...]]:
         for data in range(min(whole.data, slots // replica.world_size), 0, -1):
             for smaller in reversed(divisors(size)):
                 if total % (smaller * data) == 0:
-                    layout = replace(replica, data=data)
+                    layout = _with_experts(replace(replica, data=data), whole)
                     yield _flags(config, layout, smaller, total // (smaller * data))
+
+
+def _with_experts(layout: Layout, whole: Layout) -> Layout:
+    """Return the layout with the most ranks among which experts are divided that divide the ranks of its stages."""
+    layout = replace(layout, expert=1, expert_tensor=1 if whole.expert_tensor == 1 else None)
+    copies = layout.expert_sizes["edp"]
+    return replace(layout, expert=max(size for size in divisors(whole.expert) if copies % size == 0))
 
 
 def _flags(config: RunConfig, layout: Layout, size: int, count: int) -> tuple[str, ...]:
@@ -69,6 +76,10 @@ def _flags(config: RunConfig, layout: Layout, size: int, count: int) -> tuple[st
     }
     if layout.context != config.layout.context:
         settings["parallel.context"] = layout.context
+    if layout.expert != config.layout.expert:
+        settings["parallel.expert"] = layout.expert
+    if layout.expert_tensor != config.layout.expert_tensor:
+        settings["parallel.expert_tensor"] = layout.expert_tensor
     if config.training.micro_batch_size == "auto":
         settings |= {"training.micro_batch_size": "auto", "training.micro_batches": None}
     if layout.pipeline != config.layout.pipeline:

@@ -10,6 +10,7 @@ from megalite.config.rules import (
     computation,
     context,
     data,
+    expert_parallel,
     layout,
     megatron_order,
     model,
@@ -40,6 +41,7 @@ def _functions_that_yield(kind: type, *modules: ModuleType) -> tuple[Any, ...]:
 
 _SUBJECTS = (
     layout,
+    expert_parallel,
     model,
     adapter,
     pipeline,
@@ -56,7 +58,9 @@ RULES = _functions_that_yield(Problem, *_SUBJECTS, preference, validation, monit
 _PLACE_RULES = _functions_that_yield(Problem, places)
 _NOTES = _functions_that_yield(str, computation, context, optimizer, adapter, monitor)
 
-_LAYOUT_RULES = _functions_that_yield(Problem, layout, pipeline, batch, computation, context, optimizer)
+_LAYOUT_RULES = _functions_that_yield(
+    Problem, layout, expert_parallel, pipeline, batch, computation, context, optimizer
+)
 
 
 def layout_problems(run: CheckedRun) -> Iterator[Problem]:

@@ -107,7 +107,10 @@ class ModelConfig(ModelComputeSettings, _ShapeSettings):
 
 
 class ParallelConfig(Section):
-    """Tensor, context, pipeline and data parallelism; the product of the four sizes is the number of ranks."""
+    """Tensor, context, pipeline and data parallelism; the product of the four sizes is the number of ranks.
+
+    Expert parallelism takes ranks of a stage a second time.
+    """
 
     tensor: Count = Field(1, description="tensor-parallel size: ranks that share each layer")
     sequence: bool = Field(
@@ -117,6 +120,12 @@ class ParallelConfig(Section):
     context: Count = Field(1, description="context-parallel size: ranks that share each sequence")
     context_method: Literal[ContextMethod, "auto"] = Field(
         "auto", description='attention over the tokens of other ranks; "auto": by heads and documents'
+    )
+    expert: Count = Field(
+        1, description="expert-parallel size: ranks that divide a layer's experts, among those of a stage"
+    )
+    expert_tensor: Count | None = Field(
+        None, description="ranks that share each expert, 1 or tensor; default: tensor"
     )
     pipeline: Count = Field(1, description="pipeline-parallel size: number of stages")
     data: Count | Literal["auto"] = Field(

@@ -36,6 +36,7 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
     (Rule.FREE, "", "run: folder"),
     (Rule.FREE, "", "model: preset hf_config kernels chunked_loss"),
     (Rule.FREE, "", "parallel: tensor sequence context context_method pipeline data"),
+    (Rule.FREE, "", "parallel: expert expert_tensor"),
     (Rule.FREE, "", "parallel: schedule virtual_stages layers_per_stage"),
     (Rule.FREE, "", "training: stop_after micro_batch_size micro_batches recompute recompute_layers"),
     (Rule.FREE, "", "training: recompute_ratio sequence_chunk offload_activations compile"),
