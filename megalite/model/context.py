@@ -20,6 +20,7 @@ class StepContext:
     they are, to draw masks from; None: nothing is dropped. cache: where the tokens stand in the cache, in generation.
     documents: tokens attend within their own document only. adapters: those of the tokens; None: the model's own.
     rows: how they are cut over context-parallel ranks; None: they are not.
+    router_scale: the gradient of each sequence's router losses; None: they are not computed.
     prefix_tokens: the virtual tokens in front of each sequence. prefix: the output [tokens, projection] of the trunk
     from which layers compute their prefixes; None: there is none.
     """
@@ -30,6 +31,7 @@ class StepContext:
     documents: Documents | None = None
     adapters: Selection | None = None
     rows: ContextRows | None = None
+    router_scale: float | None = None
     prefix_tokens: int = 0
     prefix: Tensor | None = None
 

@@ -17,12 +17,14 @@ from megalite.model.context import StepContext
 from megalite.model.dropout import NO_MASKS, DropoutSites, LayerMasks
 from megalite.model.lora import add_lora
 from megalite.model.mlp import build_mlp
+from megalite.model.moe import Mixture
 from megalite.model.norms import Norm, build_norm
 from megalite.model.options import PLAIN, ModelOptions
 from megalite.model.recompute import recomputed
 from megalite.ops.dropout import CountedMask, dropout
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.adapter import Lora
+from megalite.topology.experts import MixtureShape
 from megalite.topology.parameters import layer_norms
 from megalite.topology.shape import ModelShape
 
@@ -61,10 +63,15 @@ class DecoderLayer(nn.Module):
         self.self_attn = SelfAttention(shape, layer, mesh, options, recompute=recompute == "selective")
         for name, norm in norms.items():
             self.add_module(name, norm)
-        self.mlp = build_mlp(shape, mesh, options)
+        dense = shape.dense_layer(layer)
+        self.mlp: nn.Module
+        if isinstance(shape, MixtureShape) and shape.has_experts(layer):
+            self.mlp = Mixture(shape, layer, mesh, options)
+        else:
+            self.mlp = build_mlp(dense, mesh, options)
         if isinstance(shape.adapter, Lora):
             add_lora(self, shape, shape.adapter, layer, mesh, options)
-        self.sites = DropoutSites(shape, f"layers.{layer}", mesh, options)
+        self.sites = DropoutSites(dense, f"layers.{layer}", mesh, options)
 
     def forward(self, hidden_states: Tensor, context: StepContext) -> Tensor:
         """[B, S, H] -> [B, S, H]."""

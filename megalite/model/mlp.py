@@ -66,6 +66,6 @@ def _approximate(shape: ModelShape) -> Approximate:
 
 
 def build_mlp(shape: ModelShape, mesh: ParallelMesh, options: ModelOptions) -> GatedMLP | PlainMLP:
-    """Return the feed-forward block of this shape."""
+    """Return the feed-forward block that all tokens share."""
     kind = GatedMLP if shape.gated_mlp else PlainMLP
     return kind(shape, mesh, options)

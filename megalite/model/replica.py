@@ -52,6 +52,11 @@ class Replica:
         """The parameters that the optimizer changes; with an adapter a few, else all."""
         return tuple(each for each in self.parameters if each.trained)
 
+    @cached_property
+    def counted(self) -> tuple[Parameter, ...]:
+        """The parameters that the counts of a step change in place of a gradient; they are in checkpoints too."""
+        return tuple(each for each in self.parameters if each.by_counts)
+
     def require_weights(self) -> None:
         """Raise AssertionError unless every parameter has been drawn or loaded."""
         if self.unset:

@@ -117,7 +117,13 @@ class Chunk(nn.Module):
         if mode.training:
             positions = None if rows is None else rows.positions
             dropout = DropoutContext(batch.sample_indices, position_ids.shape[1], positions)
-        context = StepContext(dropout=dropout, documents=documents, adapters=mode.adapters, rows=rows)
+        context = StepContext(
+            dropout=dropout,
+            documents=documents,
+            adapters=mode.adapters,
+            rows=rows,
+            router_scale=mode.router_scale,
+        )
         hidden_states = self.decode(inputs, position_ids, context, lengths)
         if not self.is_last:
             return hidden_states

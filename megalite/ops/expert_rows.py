@@ -35,7 +35,7 @@ def inverse(order: Tensor) -> Tensor:
 
 def rows_of_tokens(tokens: Tensor, order: RowOrder) -> Tensor:
     """Return each token once for each of its experts, sorted by expert: [T, H] -> [T k, H]."""
-    rows: Tensor = _RowsOfTokens.apply(tokens, order)  # type: ignore[no-untyped-call]
+    rows: Tensor = _RowsOfTokens.apply(tokens, order)
     return rows
 
 
@@ -44,7 +44,7 @@ def tokens_of_rows(rows: Tensor, weights: Tensor, order: RowOrder) -> Tensor:
 
     The sum is at least float32 and rounded once; the weights are rounded to the type of the rows.
     """
-    tokens: Tensor = _TokensOfRows.apply(rows, weights.to(rows.dtype), order)  # type: ignore[no-untyped-call]
+    tokens: Tensor = _TokensOfRows.apply(rows, weights.to(rows.dtype), order)
     return tokens
 
 

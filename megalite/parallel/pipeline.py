@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,10 +75,13 @@ class PipelineRunner:
         whole = weighted.micro_batches(self._shapes.micro_batches)
         micro_batches = [cut(each, self._mesh) for each in whole]
         sums = _LossSums(self._objective, self._mesh)
+        # The mean over the sequences of the global batch; gradients are summed over its ranks.
+        sequences = len(batch.input_ids) * self._mesh.batch.size
+        mode = replace(TRAINING, router_scale=loss_scale / sequences)
 
         def run(chunk: int, index: int, hidden_states: Tensor | None) -> Tensor:
             with _watched(self._buckets, self._stage.completes_in_backward(chunk, index)):
-                output = _run_chunk(self._by_index[chunk], micro_batches[index], hidden_states)
+                output = _run_chunk(self._by_index[chunk], micro_batches[index], hidden_states, mode)
             return sums.loss(output, whole[index]) if chunk == len(self._split.layers) - 1 else output
 
         complete = _nothing if self._buckets is None else self._buckets.chunk_complete
@@ -126,7 +129,7 @@ def _run_chunk(
     chunk: Callable[..., Tensor],
     micro_batch: StepBatch,
     hidden_states: Tensor | None,
-    mode: ForwardMode = TRAINING,
+    mode: ForwardMode,
 ) -> Tensor:
     inputs = micro_batch.input_ids if hidden_states is None else hidden_states
     return chunk(inputs, batch=micro_batch, mode=mode)

@@ -60,10 +60,12 @@ class ForwardMode:
     """How chunks compute a micro batch.
 
     training: with dropout and all terms of the loss. adapters: those of the tokens; None: the model's own.
+    router_scale: the gradient of each sequence's router losses, where a mixture has them; None: they are not computed.
     """
 
     training: bool = True
     adapters: Selection | None = None
+    router_scale: float | None = None
 
 
 TRAINING, EVALUATION = ForwardMode(), ForwardMode(training=False)

@@ -26,6 +26,7 @@ from megalite.parallel.pipeline import PipelineRunner, weight_share
 from megalite.parallel.step_batch import EVALUATION, WITHOUT_ADAPTER, StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.context import ContextMethod
+from megalite.topology.experts import EXPERT_AXIS, MixtureShape
 from megalite.topology.parameters import Parameter, canonical_tensors, trained_tensors
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
@@ -69,6 +70,8 @@ class Job:
     dtype: torch.dtype = torch.float64
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    router_balance: float = 0.0
+    router_z: float = 0.0
     steps: int = 1
     seed: int = 7
     dropout: Dropout = NO_DROPOUT
@@ -207,6 +210,8 @@ def build(job: Job) -> Parts:
         compile=job.compile,
         label_smoothing=job.label_smoothing,
         z_loss=job.z_loss,
+        router_balance=job.router_balance,
+        router_z=job.router_z,
         operators=job.operators,
         chunked_loss=job.chunked_loss or job.sequence_chunk,
         sequence_chunk=job.sequence_chunk,
@@ -389,6 +394,8 @@ def shards_of(
             # Under ZeRO 2 and 3 backward sums them, and all holders of a head but the first have zeros.
             if complete:
                 in_parts = mesh.is_shared(parameter, part)
+            # Whole experts on ranks of tp get different tokens.
+            in_parts |= parameter.spec.axis == EXPERT_AXIS
             shards.append(Shard(part.name, region, values.cpu().clone(), in_parts))
     return shards
 
@@ -419,9 +426,14 @@ def full_tensors(shape: ModelShape, shards: Sequence[Shard], *, add: bool) -> di
 def full_gradients(job: Job, results: Sequence[RankResult]) -> dict[str, Tensor]:
     """Return the gradient of the global mean loss from every rank's own: sum over dp, cp and tied copies."""
     whole: dict[str, Tensor] = {}
-    for dp_rank in range(job.layout.data * job.layout.context):
-        replica = [result for result in results if result.dp_rank == dp_rank]
-        once = _without_tensor_replicas(job, replica)
+    replicas = [
+        _without_tensor_replicas(job, [result for result in results if result.dp_rank == dp_rank])
+        for dp_rank in range(job.layout.data * job.layout.context)
+    ]
+    if isinstance(job.shape, MixtureShape):
+        # A rank has a part of the experts.
+        replicas = [[shard for replica in replicas for shard in replica]]
+    for once in replicas:
         for name, gradient in full_tensors(job.shape, once, add=True).items():
             whole[name] = whole.get(name, 0) + gradient
     return whole

@@ -14,7 +14,7 @@ from typing import TypedDict
 
 from megalite.launcher.control.communication import CommunicationTimes
 from megalite.launcher.control.step_trace import SpanKind, SpanOf, StepTrace
-from megalite.topology.axes import AXES, ROLES
+from megalite.topology.axes import AXES, EXPERT_AXES, ROLES
 
 
 class Activity(Enum):
@@ -61,7 +61,7 @@ _CALLS = (
     "recv",
 )
 # "": a group without a role.
-_COLLECTIVES = (None, *product(_CALLS, (*AXES, *ROLES, "tied", "world", "")))
+_COLLECTIVES = (None, *product(_CALLS, (*AXES, *ROLES, *EXPERT_AXES, "tied", "world", "")))
 _COLLECTIVE_NUMBERS = {collective: number for number, collective in enumerate(_COLLECTIVES)}
 
 # The three numbers of a rank; steps are counted from 1, so that 0 means none.

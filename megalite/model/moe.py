@@ -1,0 +1,157 @@
+"""The feed-forward block of a mixture of experts: each token is sent to a few of many gated MLPs.
+
+Shazeer et al. 2017, "Outrageously large neural networks". No token is dropped, and no expert has a capacity.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megalite.model.context import StepContext
+from megalite.model.dropout import LayerMasks
+from megalite.model.mlp import GatedMLP
+from megalite.model.options import ModelOptions
+from megalite.model.recompute import recomputing
+from megalite.ops.router import Routing, balance_loss, route, sequence_counts, with_loss, z_loss
+from megalite.parallel.collectives import all_reduce, column_input, gather_ranks, row_output
+from megalite.parallel.experts import expert_mlp, through_experts
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.experts import ExpertShape, MixtureShape
+
+
+class _Matrix(nn.Module):
+    """A weight that a function of the block multiplies with."""
+
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype))
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token. It computes in float32 at least, where few scores are equal.
+
+    counts, losses: tokens [E] that this rank has sent to each expert, int64, and its parts of the sequences' router
+    losses, [] float64, since they were last cleared; in training alone.
+    """
+
+    counts: Tensor
+    losses: Tensor
+
+    def __init__(self, shape: MixtureShape, experts: ExpertShape, mesh: ParallelMesh, options: ModelOptions):
+        super().__init__()
+        self.mesh, self.experts, self.training_settings = mesh, experts, options.training
+        number = experts.num_experts
+        self.weight = nn.Parameter(torch.empty(number, shape.hidden_size, dtype=options.dtype))
+        self.e_score_correction_bias: nn.Parameter | None = None
+        if experts.correction_bias:
+            bias = torch.empty(number, dtype=options.loss_dtype)
+            self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+        self.register_buffer("counts", torch.zeros(number, dtype=torch.int64), persistent=False)
+        self.register_buffer("losses", torch.zeros((), dtype=torch.float64), persistent=False)
+
+    def forward(self, hidden_states: Tensor, scale: float | None) -> Routing:
+        """Route the tokens [B, positions, H] of this rank.
+
+        scale: the gradient of each sequence's router losses, which the weights' gradient brings; None: there are none.
+        """
+        kind = torch.promote_types(hidden_states.dtype, torch.float32)
+        logits = F.linear(hidden_states.to(kind), self.weight.to(kind))
+        routing = route(logits.flatten(0, 1), self.experts, self.e_score_correction_bias)
+        if scale is None:
+            return routing
+        losses = self._losses(logits, routing)
+        if not recomputing():
+            self.counts += routing.counts
+            if losses is not None:
+                self.losses += losses.detach().sum()
+        return (
+            routing if losses is None else replace(routing, weights=with_loss(routing.weights, losses, scale))
+        )
+
+    def _losses(self, logits: Tensor, routing: Routing) -> Tensor | None:
+        """Return this rank's part of each sequence's losses [B]; None where they have no weight."""
+        rows, positions, experts = logits.shape
+        balance, z = self.training_settings.router_balance, self.training_settings.router_z
+        ranks = self.mesh.cp.size * (self.mesh.tp.size if self.mesh.splits_sequence else 1)
+        losses = None
+        if balance:
+            counts = sequence_counts(routing.experts.view(rows, positions, -1), experts)
+            # A sequence's counts are of all its tokens; the shares of a rank's tokens stay on it.
+            if self.mesh.splits_sequence:
+                counts = all_reduce(counts, self.mesh.tp)
+            counts = all_reduce(counts, self.mesh.cp)
+            shares = routing.shares.view(rows, positions, experts)
+            losses = balance * balance_loss(
+                shares, counts, self.experts.num_experts_per_tok, positions * ranks
+            )
+        if z:
+            spread = z * z_loss(logits, positions * ranks)
+            losses = spread if losses is None else losses + spread
+        return losses
+
+
+class Mixture(nn.Module):
+    """The sum of a token's experts, each times its weight, and of the shared experts.
+
+    The experts of a layer are divided over `mesh.ep`. Where the ranks of tp share each expert, all of them send the
+    same tokens, of all positions, and their outputs are parts of a sum.
+    """
+
+    def __init__(self, shape: MixtureShape, layer: int, mesh: ParallelMesh, options: ModelOptions):
+        super().__init__()
+        experts = shape.experts
+        assert experts is not None
+        self.mesh, self.number, self.activation = mesh, experts.num_experts, options.ops.glu.swiglu
+        self.gradients = options.weight_gradients
+        held, hidden = len(mesh.experts(shape)), shape.hidden_size
+        width = (
+            mesh.local(experts.moe_intermediate_size) if mesh.cuts_experts else experts.moe_intermediate_size
+        )
+        self.gate = Router(shape, experts, mesh, options)
+        self.experts = nn.ModuleDict(
+            {
+                "gate_up_proj": _Matrix(held * 2 * width, hidden, options.dtype),
+                "down_proj": _Matrix(held * hidden, width, options.dtype),
+            }
+        )
+        self.shared_experts: GatedMLP | None = None
+        if experts.shared_intermediate_size:
+            self.shared_experts = GatedMLP(shape.dense_layer(layer), mesh, options)
+
+    def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        routing, rows = self.gate(hidden_states, context.router_scale), hidden_states
+        if self.mesh.cuts_experts:
+            routing, rows = self._of_all_positions(routing, hidden_states)
+        shared = self.shared_experts
+        beside = None
+        if shared is not None and not self.mesh.cuts_experts:
+            beside = lambda: shared(hidden_states, context, masks).flatten(0, 1)  # noqa: E731
+        output = through_experts(
+            rows.flatten(0, 1), routing, self.mesh.ep, self.number, self._compute, beside
+        )
+        output = output.view(rows.shape)
+        if self.mesh.cuts_experts:
+            output = row_output(output, self.mesh)
+            if shared is not None:
+                output = output + shared(hidden_states, context, masks)
+        return output
+
+    def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        gate_up, down = self.experts.parameters()
+        return expert_mlp(rows, counts, gate_up, down, self.activation, self.gradients)
+
+    def _of_all_positions(self, routing: Routing, hidden_states: Tensor) -> tuple[Routing, Tensor]:
+        """Return the routing and hidden states of all positions, on every rank of tp; gradients are summed over tp."""
+        rows, mesh = hidden_states.shape[:2], self.mesh
+        weights = column_input(routing.weights.view(*rows, -1), mesh).flatten(0, 1)
+        chosen = routing.experts
+        if mesh.splits_sequence:
+            chosen = gather_ranks(chosen.view(*rows, -1), mesh.tp).transpose(0, 1).flatten(0, 2)
+        counts = sequence_counts(chosen.unsqueeze(0), self.number).squeeze(0)
+        return replace(routing, experts=chosen, weights=weights, counts=counts), column_input(
+            hidden_states, mesh
+        )

@@ -1,0 +1,111 @@
+"""Mixtures of experts train to the numbers of one process: loss, norm, every gradient and the weights after."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from megalite.topology.axes import Layout
+from megalite.topology.experts import ExpertShape, MixtureShape
+from megalite.topology.shape import ModelShape
+from tests.parity.test_layouts import _assert_equal_to_one_process
+from tests.support.options import Dropout, Recompute
+from tests.support.parity import OPERATOR_RTOL
+from tests.support.selection import cases
+from tests.support.tiny import tiny_shape
+from tests.support.training import Job, train_on_rank
+
+# Seven experts, which no number of ranks divides; with small weights the router's errors would hide.
+DENSE = {
+    field.name: getattr(replace(tiny_shape(), initializer_range=0.2), field.name)
+    for field in fields(ModelShape)
+}
+SHAPE = MixtureShape(**DENSE, experts=ExpertShape(7, 2, 22, first_k_dense_replace=1))
+DEEPSEEK = ExpertShape(
+    *(8, 3, 22, 20),
+    router_scores="sigmoid",
+    routed_scaling_factor=2.5,
+    n_group=4,
+    topk_group=2,
+    decoder_sparse_step=2,
+)
+JOB = Job(SHAPE, router_balance=0.3, router_z=0.05, steps=2)
+WITH_SHARED = replace(JOB, shape=MixtureShape(**DENSE, experts=DEEPSEEK))
+NOT_NORMALISED = MixtureShape(**DENSE, experts=ExpertShape(7, 3, 22, norm_topk_prob=False))
+DROPPED: dict[str, Any] = {"documents": True, "dropout": Dropout(embedding=0.1, residual=0.2, attention=0.25)}
+WHOLE: dict[str, Any] = {"sequence_parallel": True}
+
+
+def _stages(schedule: str, chunks: int = 2) -> dict[str, Any]:
+    return {"schedule": schedule, "chunks_per_stage": chunks}
+
+
+JOBS = {
+    "dp2": replace(JOB, layout=Layout(data=2)),
+    "dp2 ep2": replace(JOB, layout=Layout(data=2, expert=2)),
+    "dp4 ep2": replace(JOB, layout=Layout(data=4, expert=2)),
+    "dp4 ep4": replace(JOB, layout=Layout(data=4, expert=4)),
+    "pp2 dp2 ep2": replace(JOB, layout=Layout(pipeline=2, data=2, expert=2)),
+    "pp2 dp2 ep2, zbv": replace(JOB, layout=Layout(pipeline=2, data=2, expert=2), **_stages("zbv")),
+    "pp2 dp2 ep2, dualpipev, recompute": replace(
+        JOB,
+        layout=Layout(pipeline=2, data=2, expert=2),
+        recompute=Recompute("full"),
+        **_stages("dualpipev"),
+        **DROPPED,
+    ),
+    "pp2 dp2 ep2, interleaved zero bubble": replace(
+        JOB, layout=Layout(pipeline=2, data=2, expert=2), **_stages("interleaved_zero_bubble")
+    ),
+    "cp2 ep2": replace(JOB, layout=Layout(context=2, expert=2)),
+    "cp2 dp2 ep4, documents, dropout": replace(JOB, layout=Layout(context=2, data=2, expert=4), **DROPPED),
+    "tp2, cut": replace(JOB, layout=Layout(tensor=2)),
+    "tp2, cut, sequence": replace(JOB, layout=Layout(tensor=2), sequence_parallel=True),
+    "tp2, whole": replace(JOB, layout=Layout(tensor=2, expert_tensor=1), **WHOLE),
+    "tp2 ep2, whole": replace(JOB, layout=Layout(tensor=2, expert=2, expert_tensor=1), **WHOLE),
+    "tp2 dp2 ep2, cut": replace(JOB, layout=Layout(tensor=2, data=2, expert=2)),
+    "tp2 dp2 ep2, cut, sequence": replace(JOB, layout=Layout(tensor=2, data=2, expert=2), **WHOLE),
+    "tp2 dp2 ep4, whole": replace(JOB, layout=Layout(tensor=2, data=2, expert=4, expert_tensor=1), **WHOLE),
+    "tp2 cp2 ep2, cut, sequence": replace(
+        JOB, layout=Layout(tensor=2, context=2, expert=2), **WHOLE, **DROPPED
+    ),
+    "sigmoid, groups, shared: dp2 ep2": replace(WITH_SHARED, layout=Layout(data=2, expert=2)),
+    "sigmoid, groups, shared: tp2, cut": replace(WITH_SHARED, layout=Layout(tensor=2)),
+    "sigmoid, groups, shared: tp2 ep2, whole": replace(
+        WITH_SHARED, layout=Layout(tensor=2, expert=2, expert_tensor=1), **WHOLE
+    ),
+    "not normalised: dp2 ep2": replace(JOB, shape=NOT_NORMALISED, layout=Layout(data=2, expert=2)),
+    "larger micro batches, recompute": replace(
+        JOB, layout=Layout(data=2, expert=2), micro_batch_size=4, recompute=Recompute("full"), **DROPPED
+    ),
+    "recomputed attention": replace(JOB, layout=Layout(data=2, expert=2), recompute=Recompute("selective")),
+    "compiled operators": replace(WITH_SHARED, layout=Layout(data=2, expert=2), kernels="fused"),
+    "ulysses": replace(JOB, layout=Layout(context=2, expert=2), context_method="ulysses"),
+    "ring": replace(JOB, layout=Layout(context=2, expert=2), context_method="ring"),
+}
+CORE = (
+    "dp2 ep2",
+    "pp2 dp2 ep2, zbv",
+    "pp2 dp2 ep2, dualpipev, recompute",
+    "cp2 dp2 ep4, documents, dropout",
+    "tp2, cut",
+    "tp2 dp2 ep2, cut, sequence",
+    "tp2 dp2 ep4, whole",
+    "sigmoid, groups, shared: tp2 ep2, whole",
+)
+ALONE: dict[str, Any] = {
+    "layout": Layout(),
+    "schedule": "1f1b",
+    "chunks_per_stage": 1,
+    "sequence_parallel": False,
+    "context_method": "gather",
+    "recompute": Recompute(),
+    "kernels": "reference",
+}
+
+
+@pytest.mark.parametrize("name", cases(tuple(JOBS), core=CORE))
+def test_experts_equal_one_process(ranks, reference, name):
+    job = JOBS[name]
+    results = ranks.run(train_on_rank, world_size=job.layout.world_size, job=job)
+    _assert_equal_to_one_process(job, results, reference(replace(job, **ALONE)), OPERATOR_RTOL)
