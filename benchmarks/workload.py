@@ -98,8 +98,9 @@ class Training:
         loss = self.pipeline.forward_backward(self.batch, weight, self.optimizer.loss_scale)
         self.optimizer.reduce_gradients()
         squared_norm = self.optimizer.squared_norm()
+        mesh = self.replica.mesh
         totals = total_over_ranks(
-            self.replica.mesh, loss, squared_norm, weight_share(self.batch, self.replica.mesh), ()
+            mesh, loss, squared_norm, weight_share(self.batch, mesh), (), loss.new_empty(0)
         )
         self._weight = totals.next_weight
         self.optimizer.step(3e-4, totals.squared_norm)

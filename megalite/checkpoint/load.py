@@ -50,12 +50,10 @@ def load_checkpoint(checkpoint: Path, replica: Replica, optimizer: OptimizerStat
 
 def _targets(reader: CheckpointReader, replica: Replica, optimizer: OptimizerState) -> Iterator[TensorTarget]:
     """Yield the weights and the state of the optimizer; the weights that it keeps in partitions, if it does."""
-    mesh, partitions = replica.mesh, optimizer.weights()
-    if partitions is None:
-        tensors = replica.trained_tensors
-        for parameter in replica.trained:
-            yield from targets(parameter, tensors[parameter.name], mesh)
-            replica.unset.discard(parameter.name)
+    mesh, partitions, tensors = replica.mesh, optimizer.weights(), replica.tensors
+    for parameter in (*(replica.trained if partitions is None else ()), *replica.counted):
+        yield from targets(parameter, tensors[parameter.name], mesh)
+        replica.unset.discard(parameter.name)
     for shard in partitions or ():
         yield from shard_targets(shard, reader.weights, mesh)
     for shard in optimizer.shards():

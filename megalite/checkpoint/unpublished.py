@@ -97,8 +97,8 @@ def pieces_of(replica: Replica, optimizer: OptimizerState) -> Iterator[StoredPie
     """Everything that this rank has to write."""
     mesh, weights = replica.mesh, optimizer.weights()
     if weights is None:
-        weights = _whole_weights(replica)
-    for shard in chain(weights, optimizer.shards()):
+        weights = _whole_weights(replica, replica.trained)
+    for shard in chain(weights, _whole_weights(replica, replica.counted), optimizer.shards()):
         if shard.owned:
             ranges = split_flat_range(mesh.slices(shard.parameter), shard.start, shard.values.numel())
             for part_range in _written(mesh, shard.parameter, ranges):
@@ -114,10 +114,10 @@ def by_key(pieces: Iterable[StoredPiece]) -> dict[str, StoredPiece]:
     return pieces_by_key
 
 
-def _whole_weights(replica: Replica) -> Iterator[StateShard]:
-    """The weights of this rank; the ranks with the same ones take turns to write them."""
+def _whole_weights(replica: Replica, parameters: Iterable[Parameter]) -> Iterator[StateShard]:
+    """Weights of this rank; the ranks with the same ones take turns to write them."""
     tensors = replica.tensors
-    for turn, parameter in enumerate(replica.trained):
+    for turn, parameter in enumerate(parameters):
         values = tensors[parameter.name].detach().reshape(-1)
         yield StateShard(parameter, WEIGHT, 0, values, replica.mesh.writes(parameter, turn))
 

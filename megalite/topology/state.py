@@ -28,12 +28,15 @@ def state_tensors(shape: ModelShape, keys: Collection[str]) -> dict[str, dict[st
 
     The optimizer is the one that `states_with` finds. A key that it does not have belongs to every trained tensor.
     """
-    trained = [parameter for parameter in model_parameters(shape) if parameter.trained]
+    parameters = model_parameters(shape)
+    trained = [parameter for parameter in parameters if parameter.trained]
     states = {state.key: state for state in states_with(set(keys) - {WEIGHT, MASTER, EMA})}
     tensors = {}
     for key in keys:
         state = states.get(key, OptimizerStateKey(key))
         parts = [part for parameter in trained if state.of(parameter) for part in parameter.spec.parts]
+        if key == WEIGHT:
+            parts += [part for each in parameters if each.by_counts for part in each.spec.parts]
         tensors[key] = {part.name: state.shape(part.shape) for part in parts}
     return tensors
 

@@ -46,6 +46,7 @@ from megalite.train.step.nonfinite_output import first_nonfinite_output
 from megalite.train.step.options import model_options, objective_of, optimizer_settings, schedule_of
 from megalite.train.step.precision import DTYPES
 from megalite.train.step.reference import is_without_adapter
+from megalite.train.step.router_load import RouterLoad
 from megalite.train.step.state import StepReport, TrainerState
 from megalite.train.step.step_records import ended_epoch, norms_of
 from megalite.train.step.step_totals import StepTotals, total_over_ranks
@@ -114,6 +115,7 @@ class TrainStep:
         )
         if not start.resumed:
             self.replica.require_weights()
+        self.routers = RouterLoad(self.replica, config.training.router_bias_rate)
         self.base = None if shape.adapter is None else _base(config, mesh)
         preferences = config.data.kind == "preference"
         self._reference_is_without_adapter = (
@@ -183,8 +185,7 @@ class TrainStep:
         """One global batch: forward and backward of all micro batches, then one update.
 
         flags: called before the update; the report tells which of the flags any rank raised, with no collective of
-        their own. Every rank gives as many. before_update: called before weights and optimizer state change, which
-        nothing else changes.
+        their own. Every rank gives as many. before_update: called before weights and optimizer state change.
         """
         started, self._waited_seconds = time.perf_counter(), 0.0
         batch, weight = self._this_batch()
@@ -194,8 +195,7 @@ class TrainStep:
         progress.begin(Activity.REDUCING)
         self.optimizer.reduce_gradients()
         totals = self._totals(shares, flags)
-        loss = totals.loss
-        learning_rate = self._current_learning_rate()
+        loss, learning_rate = totals.loss, self._current_learning_rate()
         progress.begin(Activity.UPDATING)
         before_update()
         norms = norms_of(self.config, self.replica, self.state.step + 1, self.kernels.operators)
@@ -205,12 +205,11 @@ class TrainStep:
             cause = self._nonfinite_output(loss, batch)
             raise TrainingError(f"step {self.state.step + 1}: {cause or error}") from error
         self._require_finite(loss, update, batch)
+        samples, sequences = self.state.samples, self.config.batch.global_batch_size
+        load = self.routers.stepped(totals.routers, sequences, skipped=update.skipped)
         layers = {} if norms is None or update.skipped else norms.totals()
-        samples = self.state.samples
         batch_tokens = batch.input_ids.numel() * self.mesh.batch.size
-        self.state = self.state.advanced(
-            samples=self.config.batch.global_batch_size, tokens=batch_tokens, skipped=update.skipped
-        )
+        self.state = self.state.advanced(samples=sequences, tokens=batch_tokens, skipped=update.skipped)
         progress.finished(self.state.step)
         self._require_progress(update.overflow, loss, batch)
         return StepReport(
@@ -227,7 +226,7 @@ class TrainStep:
             skipped_steps=self.state.skipped_steps,
             overflow=update.overflow if update.skipped else None,
             flags=totals.flags,
-            figures=dict(zip(self.objective.figures, totals.figures, strict=True)),
+            figures=dict(zip(self.objective.figures, totals.figures, strict=True)) | load,
             layers=layers,
             epoch=ended_epoch(self.config, self.loader, samples, self.state.samples),
         )
@@ -265,7 +264,8 @@ class TrainStep:
                 # The next step raises it, once this one is done.
                 ahead.set_exception(error)
         progress.begin(Activity.TOTALLING)
-        totals = total_over_ranks(self.mesh, shares, self.optimizer.squared_norm(), weight, flags())
+        own = shares, self.optimizer.squared_norm(), weight, flags(), self.routers.take_share()
+        totals = total_over_ranks(self.mesh, *own)
         self._next = _NextBatch(samples, ahead, totals.next_weight) if more else None
         return totals
 
