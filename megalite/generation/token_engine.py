@@ -1,10 +1,12 @@
-"""Continuous batching of token ids: requests join and leave between forwards, over tensor- and pipeline-parallel ranks.
+"""Continuous batching of token ids: requests join and leave between forwards, over the ranks of one copy of a model.
 
+Context-parallel ranks share the tokens of long prompts, and compute all others alike: each has the whole cache.
 With several stages there are as many tables of requests as stages. Each forward computes one table; while a later stage
 computes it, the earlier stages compute the other tables.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,10 +24,12 @@ from megalite.generation.sampling import (
 )
 from megalite.generation.slots import Plan, Running, SlotTable, TokenScore
 from megalite.model.adapters import Adapters
+from megalite.model.context import StepContext
 from megalite.model.decode import empty_cache, last_hidden_states
-from megalite.model.kv_cache import CachedStep, CacheSize, KeyValueCache, PromptSegment
+from megalite.model.kv_cache import CachedStep, CacheSize, KeyValueCache, PromptSegment, computed_tokens
 from megalite.model.replica import Replica
-from megalite.parallel.collectives import Pending
+from megalite.parallel.collectives import Pending, broadcast
+from megalite.parallel.context_prefill import SegmentShare
 from megalite.parallel.decode import Sends, start_from_last_chunk
 from megalite.parallel.host_copies import on_device
 
@@ -70,8 +74,8 @@ class _Launch:
 class TokenEngine:
     """Requests over one model. Every rank of its mesh must make the same calls in the same order.
 
-    size: the slots and tokens of the cache. prefill_chunk: the most tokens of prompts in one forward. adapters: those
-    that requests may name.
+    size: the slots and tokens of the cache. prefill_chunk: the most tokens of prompts in one forward, for each
+    context-parallel rank. adapters: those that requests may name.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class TokenEngine:
         per_table = CacheSize(-(-size.slots // stages), size.tokens)
         scaling = model.shape.rope_scaling
         reuse = scaling is None or scaling.rope_type not in _ANGLES_OF_WHOLE_PROMPT
+        prefill_chunk *= model.mesh.cp.size
         self._caches: dict[SlotTable, KeyValueCache] = {}
         for _ in range(stages):
             cache = empty_cache(model, per_table)
@@ -146,21 +151,15 @@ class TokenEngine:
     def _forward(self, plan: Plan, cache: KeyValueCache, rows: tuple[Running, ...]) -> Pending:
         """Run the stages; return what waits for the values of `with_embeddings`."""
         model, mesh = self._model, self._model.mesh
-        segments = tuple(
-            PromptSegment(item.slot, item.start, item.count, len(item.running.request.prompt_ids))
-            for item in plan.pieces
-        )
-        adapters = self._adapters.chosen(plan.adapters, mesh.device)
-        lengths = tuple(item.cached - 1 for item in plan.decoding)
-        step = CachedStep(cache, lengths, segments, adapters, tuple(plan.ids))
-        inputs = step.on_device
+        step = self._step_of(plan, cache)
+        inputs, context = step.on_device, StepContext(cache=step, adapters=step.adapters)
         hidden = last_hidden_states(
-            model, inputs.input_ids, inputs.position_ids, cache=step, sends=self._sends
+            model, inputs.input_ids, inputs.position_ids, context=context, sends=self._sends
         )
         scored = [token for piece in plan.pieces for token in piece.scored]
         if not rows and not scored:
             return lambda: torch.empty(0, 2)
-        if hidden is None:
+        if hidden is None or mesh.cp.rank:
             alike = (*rows, *(piece.running for piece in plan.pieces if piece.scored))
             width = width_with_embeddings(sampled_width(alike), rows, model.shape.hidden_size)
             values = torch.empty(len(rows) + len(scored), width, dtype=torch.float64, device=mesh.device)
@@ -174,16 +173,39 @@ class TokenEngine:
             if any(row.request.embeds for row in rows):
                 values = with_embeddings(values, head.normed(last)[0], rows)
             if scored:
-                values = self._with_scores(values, hidden, plan)
+                values = self._with_scores(values, hidden, plan, step.segments)
+        if hidden is not None and mesh.cp.size > 1:
+            # Rank 0 has the last token of every prompt, and decides for all, so that their caches stay alike.
+            broadcast(values, mesh.cp, 0)
         return start_from_last_chunk(values, model.split, mesh)
 
-    def _with_scores(self, values: torch.Tensor, hidden: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def _step_of(self, plan: Plan, cache: KeyValueCache) -> CachedStep:
+        """Return this rank's tokens of a plan. A prompt whose tokens all get scores is computed by every rank."""
+        mesh, ids, names = self._model.mesh, plan.ids, plan.adapters
+        segments = tuple(
+            PromptSegment(
+                item.slot,
+                item.start,
+                item.count,
+                len(item.running.request.prompt_ids),
+                None if item.scored else SegmentShare.where_it_pays(mesh.cp, item.count),
+            )
+            for item in plan.pieces
+        )
+        own = computed_tokens(len(plan.decoding), segments)
+        adapters = self._adapters.chosen([names[place] for place in own], mesh.device)
+        lengths = tuple(item.cached - 1 for item in plan.decoding)
+        return CachedStep(cache, lengths, segments, adapters, tuple(ids[place] for place in own))
+
+    def _with_scores(
+        self, values: torch.Tensor, hidden: torch.Tensor, plan: Plan, segments: Sequence[PromptSegment]
+    ) -> torch.Tensor:
         """Return values [R, C] and, as further rows, the scores of prompts, from all hidden states [1, T, H]."""
         begin, places, tokens = len(plan.decoding), list[int](), list[int]()
-        for piece in plan.pieces:
+        for piece, segment in zip(plan.pieces, segments, strict=True):
             places += range(begin, begin + len(piece.scored))
             tokens += piece.scored
-            begin += piece.count
+            begin += segment.computed
         width = max(values.shape[1], sampled_width([piece.running for piece in plan.pieces if piece.scored]))
         parts = [pad(values.to(hidden.device, torch.float64), (0, width - values.shape[1]))]
         every = on_device([torch.tensor(places), torch.tensor(tokens)], hidden.device)

@@ -130,10 +130,13 @@ class SelfAttention(nn.Module):
             )
             attended.append(decoded.flatten(1).unsqueeze(0))
         for segment in step.segments:
-            span = slice(place, place + segment.count)
+            span = slice(place, place + segment.computed)
             keys, values = step.extend_segment(self.layer, segment, key[0, span], value[0, span], prefix)
-            attended.append(self._attend(form, query[:, span], keys, values).flatten(2))
-            place = span.stop
+            before = keys.shape[1] - segment.count
+            for block in segment.own:
+                part, end = slice(place, place + len(block)), before + block.stop
+                attended.append(self._attend(form, query[:, part], keys[:, :end], values[:, :end]).flatten(2))
+                place = part.stop
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 
 

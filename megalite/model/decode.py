@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megalite.launcher.control.progress import Activity, progress
-from megalite.model.context import StepContext
-from megalite.model.kv_cache import CachedStep, CacheSize, KeyValueCache
+from megalite.model.context import EMPTY_CONTEXT, StepContext
+from megalite.model.kv_cache import CacheSize, KeyValueCache
 from megalite.model.replica import Replica
 from megalite.model.transformer import Chunk
 from megalite.parallel.decode import Sends, along_chunks
@@ -18,17 +18,17 @@ def last_hidden_states(
     input_ids: Tensor,
     position_ids: Tensor,
     *,
-    cache: CachedStep | None = None,
+    context: StepContext = EMPTY_CONTEXT,
     sends: Sends | None = None,
     lengths: Tensor | None = None,
 ) -> Tensor | None:
     """Return the hidden states [B, S, H] of input_ids [B, S] on the stage with the head; None on the others.
 
-    cache, lengths, sends: as of `Chunk.decode` and `along_chunks`. Collective over the ranks of one copy of the model.
+    context, lengths, sends: as of `Chunk.decode` and `along_chunks`. Collective over the ranks of one copy of the
+    model.
     """
 
     progress.begin(Activity.INFERENCE)
-    context = StepContext(cache=cache, adapters=None if cache is None else cache.adapters)
 
     def run(chunk: nn.Module, hidden_states: Tensor | None) -> Tensor:
         inputs = input_ids if hidden_states is None else hidden_states

@@ -3,7 +3,7 @@
 Running requests stand in slots 0 to n - 1, so that a decode step reads views of the buffers and copies nothing.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.ops.attention_form import AttentionForm
 from megalite.ops.decode_attention import compiled_decode_attention, compiled_serves, decode_attention
+from megalite.parallel.context_prefill import SegmentShare
 from megalite.parallel.host_copies import on_device
 from megalite.parallel.lora_bank import Selection
 from megalite.topology.shape import ModelShape
@@ -71,13 +72,35 @@ class PromptSegment:
     """Consecutive tokens of one prompt that a forward computes.
 
     slot: where the request stands. start: its tokens in the cache. count: the tokens of the segment. whole: the tokens
-    of the whole prompt, by which some rotary embeddings choose their frequencies.
+    of the whole prompt, by which some rotary embeddings choose their frequencies. share: where context-parallel ranks
+    share the tokens; None: this rank computes all.
     """
 
     slot: int
     start: int
     count: int
     whole: int
+    share: SegmentShare | None = None
+
+    @property
+    def own(self) -> tuple[range, ...]:
+        """The places in the segment of the tokens that this rank computes, ascending."""
+        return (range(self.count),) if self.share is None else self.share.own
+
+    @property
+    def computed(self) -> int:
+        """The number of tokens that this rank computes."""
+        return sum(map(len, self.own))
+
+
+def computed_tokens(decoded: int, segments: Sequence[PromptSegment]) -> list[int]:
+    """Return the places of this rank's tokens among those of all ranks: `decoded` ones, then the segments'."""
+    places, begin = list(range(decoded)), decoded
+    for segment in segments:
+        for block in segment.own:
+            places.extend(range(begin + block.start, begin + block.stop))
+        begin += segment.count
+    return places
 
 
 @dataclass(frozen=True)
@@ -94,7 +117,8 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class CachedStep:
-    """The tokens [1, T] of one forward: one for each of the slots 0 to n - 1, then the segments of prompts.
+    """The tokens [1, T] of one forward on this rank: one for each of the slots 0 to n - 1, then those of the segments
+    of prompts.
 
     lengths: the tokens that slots 0 to n - 1 hold before this forward. adapters: those of the T tokens. ids: the T
     tokens, for `on_device`.
@@ -121,7 +145,7 @@ class CachedStep:
         """The step's own tensors on the cache's device, for which the host does not wait."""
         lengths = [length + 1 for length in self.lengths]
         for segment in self.segments:
-            lengths.extend([max(segment.whole, segment.start + segment.count)] * segment.count)
+            lengths.extend([max(segment.whole, segment.start + segment.count)] * segment.computed)
         rows = torch.tensor([self.position_ids, lengths, self.ids or [0] * len(lengths)])
         return StepTensors(*on_device([rows], self.cache.device)[0].split(1))
 
@@ -130,13 +154,14 @@ class CachedStep:
         """The position of each of the T tokens in its sequence."""
         positions = list(self.lengths)
         for segment in self.segments:
-            positions.extend(range(segment.start, segment.start + segment.count))
+            for block in segment.own:
+                positions.extend(range(segment.start + block.start, segment.start + block.stop))
         return positions
 
     @property
     def last_tokens(self) -> list[int]:
-        """The place of the last token of every row among the T tokens."""
-        counts = accumulate((each.count for each in self.segments), initial=len(self.lengths))
+        """The place of the last token of every row that is computed here, among the T tokens."""
+        counts = accumulate((each.computed for each in self.segments), initial=len(self.lengths))
         return [*range(len(self.lengths)), *(end - 1 for end in list(counts)[1:])]
 
     @cached_property
@@ -192,10 +217,13 @@ class CachedStep:
     ) -> tuple[Tensor, Tensor]:
         """Append [S, kv heads, head_dim] to the segment's slot; return all its keys and values, as views.
 
+        key, value: of this rank's tokens; those of the other ranks are gathered.
         prefix: keys and values of the virtual tokens [prefix, 2, kv heads, head_dim], for the beginning of a prompt.
         Returns [1, T, kv heads, head_dim] each, virtual tokens included.
         """
         slot = self.cache.of(layer)[:, segment.slot]
+        if segment.share is not None:
+            key, value = segment.share.gathered(torch.cat((key, value), dim=1)).chunk(2, dim=1)
         if prefix is not None and segment.start == 0:
             slot[:, :, : self.cache.prefix] = prefix.permute(1, 2, 0, 3)
         begin = self.cache.prefix + segment.start

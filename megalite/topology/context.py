@@ -16,6 +16,8 @@ from megalite.topology.shape import ModelShape
 ContextMethod = Literal["gather", "ring", "ulysses"]
 """gather: every rank has all keys and values. ring: they go round. ulysses: ranks change tokens for heads and back."""
 CONTEXT_METHODS: tuple[ContextMethod, ...] = get_args(ContextMethod)
+LEAST_TOKENS = 32
+"""Fewer tokens of a prompt or a window a rank are not worth the messages between ranks."""
 # Blocks a rank of a row with documents (benchmarks/context_cut.py): with 8 the busiest rank works a few percent more
 # than the mean, with 4 up to half as much again; 16 calls of attention cost more than they balance. Shorter blocks
 # than _SHORTEST leave the tiles of attention's kernels empty.
@@ -30,6 +32,13 @@ def zig_zag(ranks: int) -> tuple[tuple[int, ...], ...]:
     if ranks == 1:
         return ((0,),)
     return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
+
+
+def uneven_blocks(tokens: int, ranks: int) -> tuple[range, ...]:
+    """Return the blocks of `zig_zag` of any number of tokens, in order; their lengths differ by one at most."""
+    count = sum(map(len, zig_zag(ranks)))
+    ends = [tokens * block // count for block in range(count + 1)]
+    return tuple(map(range, ends, ends[1:]))
 
 
 def blocks_a_rank(length: int, ranks: int) -> int:
