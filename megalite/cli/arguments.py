@@ -203,6 +203,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, help=about)
     add_value(parser, "--tensor", whole_number(1), "N", "tensor-parallel size", 1)
     add_value(parser, "--pipeline", whole_number(1), "N", "pipeline-parallel size", 1)
+    add_value(parser, "--context", whole_number(1), "N", "ranks that share each long prompt or window", 1)
     add_value(parser, "--tokenizer", Path, "FOLDER", "tokenizer folder (default: the model's own)")
     add_value(parser, "--base", Path, "FOLDER", "the weights beside an adapter, where they have moved")
 

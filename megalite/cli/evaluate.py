@@ -35,10 +35,11 @@ def run(arguments: Sequence[str]) -> int:
     """Print the figures; return the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = command_parser().parse_args(arguments)
     source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
-    layout = Layout(pipeline=options.pipeline, data=options.data_parallel, tensor=options.tensor)
+    layout = Layout(options.pipeline, options.data_parallel, options.tensor, context=options.context)
     # Scored sequences have no cache, and the number of generated answers is not known yet.
     cache = (("--batch-size", options.batch_size), ("--batch-size", 0))
-    if wrong := [*problems(options, layout, source.shape), *cache_problems(source, options.dtype, *cache)]:
+    too_large = cache_problems(source, options.dtype, *cache, copies=layout.copies)
+    if wrong := [*problems(options, layout, source.shape), *too_large]:
         raise ConfigError(wrong, "the request")
     if options.tasks:
         _require_lm_eval()

@@ -71,7 +71,7 @@ def _of_windows(options: argparse.Namespace, shape: ModelShape) -> Iterator[Prob
 
 _COMMON = (
     *("model", "--data", "--tasks", "--num-fewshot", "--limit", "--chat", "--output", "--dtype"),
-    *("--batch-size", "--tensor", "--pipeline", "--data-parallel"),
+    *("--batch-size", "--tensor", "--pipeline", "--context", "--data-parallel"),
 )
 
 

@@ -43,7 +43,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     _check(options, source.shape)
     job = _job(options, source)
-    if too_large := list(cache_problems(source, job.dtype, *_cache_size(job))):
+    if too_large := list(cache_problems(source, job.dtype, *_cache_size(job), copies=job.layout.copies)):
         raise ConfigError(too_large, "the request")
     if job.task == "chat" and job.layout.world_size > 1:  # the standard input of a forked rank is closed
         job = replace(job, keyboard=os.dup(sys.stdin.fileno()))
@@ -65,7 +65,7 @@ def _job(options: argparse.Namespace, source: ModelSource) -> GenerationJob:
     tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
     stops, stop = stops_of(source, tokenizer), tuple(options.stop)
     first = Request((), options.tokens, Sampling.of(vars(options)), stops.ids, stop, options.logprobs)
-    layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
+    layout = Layout(pipeline=options.pipeline, tensor=options.tensor, context=options.context)
     job = GenerationJob("prompt", source, layout, options.dtype, first, max_requests=options.max_requests)
     template = None if options.prompt is not None else chat_template(source, options.chat_template)
     if options.chat:
@@ -109,7 +109,7 @@ def _cache_size(job: GenerationJob) -> tuple[tuple[str, int], tuple[str, int]]:
 
 def _check(options: argparse.Namespace, shape: ModelShape) -> None:
     """Raise ConfigError for a layout that the model does not fit, or wrong sampling options."""
-    layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
+    layout = Layout(pipeline=options.pipeline, tensor=options.tensor, context=options.context)
     problems = list(layout_problems(layout, shape))
     if options.chat and wanted():
         remedy = "use --prompt or --batch, or megalite serve"
@@ -131,7 +131,7 @@ def _check(options: argparse.Namespace, shape: ModelShape) -> None:
 
 _COMMON = (
     *("model", "--prompt", "--batch", "--chat", "--tokens", "--temperature", "--top-p", "--stop", "--seed"),
-    *("--dtype", "--tensor", "--pipeline", "--base"),
+    *("--dtype", "--tensor", "--pipeline", "--context", "--base"),
 )
 
 

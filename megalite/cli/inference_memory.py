@@ -50,7 +50,7 @@ class InferenceMemory:
         shape, layout = self.source.shape, self.layout
         in_type = "int8" if self.source.int8 else dtype
         weights = parameter_count(shape) * (1 if self.source.int8 else FLOATS[dtype].size_bytes)
-        ranks = layout.replica_size
+        ranks = layout.world_size // layout.copies
         kinds = f"weights {memory_text(weights / ranks)} in {in_type}"
         if self.cached:
             count, length = self.requests[1], self.tokens[1]

@@ -58,12 +58,12 @@ def run(arguments: Sequence[str]) -> int:
     source = find_source(
         options.model, tokenizer=options.tokenizer, base=options.base, adapters=options.adapter
     )
-    layout = Layout(pipeline=options.pipeline, tensor=options.tensor)
+    layout = Layout(pipeline=options.pipeline, tensor=options.tensor, context=options.context)
     name = options.model_name or source.folder.resolve().name
     problems = [*layout_problems(layout, source.shape), *_length_problems(options.context_length, source)]
     context = min(options.context_length or DEFAULT_TOKENS, source.shape.longest_sequence)
     cache = ("--max-requests", options.max_requests), ("--context-length", context)
-    problems += cache_problems(source, options.dtype, *cache)
+    problems += cache_problems(source, options.dtype, *cache, copies=layout.copies)
     if name in source.adapters:
         message = f"{name!r} is the name of the base model, too"
         problems.append(Problem("--adapter", message, "choose another, or name the base with --model-name"))
@@ -121,7 +121,7 @@ def _require_packages() -> None:
 
 _COMMON = (
     *("model", "--host", "--port", "--api-key-file", "--chat-template", "--dtype", "--tensor", "--pipeline"),
-    *("--max-requests", "--context-length"),
+    *("--context", "--max-requests", "--context-length"),
 )
 
 

@@ -1,4 +1,4 @@
-"""Scores windows of tokens with a model, over its tensor-, pipeline- and data-parallel ranks."""
+"""Scores windows of tokens with a model, over the ranks of any layout."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,11 +11,15 @@ from torch import Tensor
 
 from megalite.evaluate.windows import Window
 from megalite.generation.loaded import LoadedModel
+from megalite.model.context import StepContext
 from megalite.model.decode import last_hidden_states
 from megalite.model.replica import Replica
 from megalite.monitor.work import working
+from megalite.parallel.collectives import all_reduce
+from megalite.parallel.context import ContextRows
 from megalite.parallel.log_probs import vocab_parallel_log_probs
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.context import zig_zag
 
 # The logits that exist at once on a rank.
 _MOST_LOGITS = 1 << 25
@@ -45,7 +49,7 @@ def total_log_likelihood(
     log_likelihood, tokens = 0.0, 0
     for batch in _own_batches(windows, model.mesh, batch_size):
         scored = score_batch(model, [window for _, window in batch])
-        if scored is not None and model.mesh.counts_loss:
+        if scored is not None and model.mesh.counts_samples:
             counted = torch.from_numpy(np.concatenate([_counted(window) for _, window in batch]))
             log_likelihood += scored[0].cpu().double()[counted].sum().item()
             tokens += int(counted.sum())
@@ -61,7 +65,7 @@ def scores(loaded: LoadedModel, windows: Sequence[Window], batch_size: int) -> l
         for batch in _own_batches(windows, model.mesh, batch_size):
             scored = score_batch(model, [window for _, window in batch])
             work.advance(len(batch) * model.mesh.batch.size)
-            if scored is None or not model.mesh.counts_loss:
+            if scored is None or not model.mesh.counts_samples:
                 continue
             lengths = [len(window.targets) for _, window in batch]
             parts = zip(*(values.cpu().split(lengths) for values in scored), strict=True)
@@ -78,28 +82,65 @@ def scores(loaded: LoadedModel, windows: Sequence[Window], batch_size: int) -> l
 def score_batch(model: Replica, batch: Sequence[Window]) -> tuple[Tensor, Tensor] | None:
     """Return the log-probability of each target of all windows, end to end [T], and whether argmax would choose it [T].
 
-    None on pipeline stages without the head. Collective over the ranks of one copy of the model.
+    None on pipeline stages without the head. Collective over the ranks of one copy of the model, whose
+    context-parallel ranks share each window.
     """
     mesh = model.mesh
     lengths = [len(window.inputs) for window in batch]
     # Padding stands behind the tokens, where causal attention does not see it.
-    ids = np.zeros((len(batch), max(lengths)), dtype=np.int64)
+    ids = np.zeros((len(batch), _padded_length(max(lengths), mesh.cp.size)), dtype=np.int64)
     for row, window in zip(ids, batch, strict=True):
         row[: len(window.inputs)] = window.inputs
     input_ids = torch.from_numpy(ids).to(mesh.device)
     position_ids = torch.arange(ids.shape[1], device=mesh.device).unsqueeze(0)
     tokens_of_rows = torch.tensor(lengths, device=mesh.device).unsqueeze(1)
-    hidden_states = last_hidden_states(model, input_ids, position_ids, lengths=tokens_of_rows)
+    rows = None
+    if mesh.cp.size > 1:
+        rows = ContextRows.of(*ids.shape, mesh)
+        position_ids = rows.positions
+        input_ids = input_ids.gather(1, position_ids)
+    context = StepContext(rows=rows)
+    hidden_states = last_hidden_states(
+        model, input_ids, position_ids, context=context, lengths=tokens_of_rows
+    )
     if hidden_states is None:
         return None
     # The last m positions of a window predict its m targets.
-    places = [
-        row * ids.shape[1] + np.arange(length - len(window.targets), length)
-        for row, (window, length) in enumerate(zip(batch, lengths, strict=True))
-    ]
-    picked = hidden_states.flatten(0, 1)[torch.from_numpy(np.concatenate(places)).to(mesh.device)]
-    targets = np.concatenate([window.targets for window in batch]).astype(np.int64)
-    return _in_blocks(model, picked, torch.from_numpy(targets).to(mesh.device))
+    of_rows = zip(batch, lengths, strict=True)
+    places = [np.arange(length - len(window.targets), length) for window, length in of_rows]
+    wanted = torch.from_numpy(np.concatenate([row * ids.shape[1] + own for row, own in enumerate(places)]))
+    targets = torch.from_numpy(np.concatenate([window.targets for window in batch]).astype(np.int64))
+    if rows is None:
+        return _in_blocks(model, hidden_states.flatten(0, 1)[wanted.to(mesh.device)], targets.to(mesh.device))
+    return _over_context(model, hidden_states, wanted, targets, rows)
+
+
+def _padded_length(tokens: int, ranks: int) -> int:
+    """Return the length to which rows of so many tokens are padded, to be cut into the blocks of `zig_zag`."""
+    blocks = sum(map(len, zig_zag(ranks)))
+    return -(-tokens // blocks) * blocks
+
+
+def _over_context(
+    model: Replica, hidden_states: Tensor, wanted: Tensor, targets: Tensor, rows: ContextRows
+) -> tuple[Tensor, Tensor]:
+    """Score the wanted places of whole rows end to end [T], each on the rank that has it; all ranks get all scores.
+
+    hidden_states: of this rank's tokens, [B, S / c, H].
+    """
+    numbers = torch.arange(len(rows.table), device=hidden_states.device).unsqueeze(1)
+    have = torch.full((len(rows.table) * rows.length,), -1, device=hidden_states.device)
+    have[(numbers * rows.length + rows.positions).flatten()] = torch.arange(
+        rows.positions.numel(), device=have.device
+    )
+    found = have[wanted.to(have.device)]
+    own = (found >= 0).nonzero().squeeze(1)
+    scored = _in_blocks(model, hidden_states.flatten(0, 1)[found[own]], targets.to(have.device)[own])
+    # Every place is scored by one rank, and the others add zero.
+    summed = torch.zeros(2, len(wanted), dtype=torch.float64, device=have.device)
+    summed[:, own] = torch.stack([each.double() for each in scored])
+    log_probs, greedy = all_reduce(summed, rows.ranks)
+    return log_probs, greedy > 0
 
 
 def _in_blocks(model: Replica, hidden_states: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

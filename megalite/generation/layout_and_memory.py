@@ -7,6 +7,7 @@ from megalite.errors import Problem
 from megalite.generation.source import ModelSource
 from megalite.launcher.process import has_accelerator, total_memory_bytes
 from megalite.topology.axes import Layout
+from megalite.topology.context import LEAST_TOKENS
 from megalite.topology.dtypes import FLOATS
 from megalite.topology.parameters import parameter_count
 from megalite.topology.shape import ModelShape
@@ -19,7 +20,7 @@ DEFAULT_TOKENS = 4096
 
 
 def layout_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
-    """Yield the problems of tensor- and pipeline-parallel sizes that the model does not fit, by their flags."""
+    """Yield the problems of sizes of a layout that the model does not fit, by their flags."""
     query, shared = shape.num_attention_heads, shape.num_key_value_heads
     sizes = tensor_sizes(query, shared)
     if layout.tensor not in sizes:
@@ -36,19 +37,32 @@ def layout_problems(layout: Layout, shape: ModelShape) -> Iterator[Problem]:
             f"use at most {shape.num_hidden_layers}",
             shape.num_hidden_layers,
         )
+    longest = max(1, shape.longest_sequence // LEAST_TOKENS)
+    if layout.context > longest:
+        message = (
+            f"{layout.context} ranks cannot share a sequence of the model's {shape.longest_sequence} tokens"
+        )
+        remedy = f"use at most {longest}, {LEAST_TOKENS} tokens a rank"
+        yield Problem.reset("--context", message, remedy, longest)
 
 
 def cache_problems(
-    source: ModelSource, dtype: str | None, slots: tuple[str, int], tokens: tuple[str, int]
+    source: ModelSource,
+    dtype: str | None,
+    slots: tuple[str, int],
+    tokens: tuple[str, int],
+    *,
+    copies: int = 1,
 ) -> Iterator[Problem]:
     """Yield the problem of a model, or of its cache, that all ranks of this machine's CPU together cannot hold.
 
     dtype: torch's name of it; None: the default. slots, tokens: the flag and its value: requests at a time, and tokens
-    of each.
+    of each. copies: of the model and the cache, over ranks that share work.
     """
     total = total_memory_bytes()
     if total is None or has_accelerator():
         return
+    total, copy_of_it = total // copies, f" for each of {copies} copies" if copies > 1 else ""
     dtype = dtype or CPU_DTYPE
     shape = source.shape
     weights = parameter_count(shape) * (1 if source.int8 else FLOATS[dtype].size_bytes)
@@ -62,13 +76,13 @@ def cache_problems(
         smaller = [] if source.int8 else ["an int8 export"]
         smaller += ["--dtype bfloat16"] if kind == "float32" else []
         remedy = " or ".join(["use a smaller model", *smaller])
-        yield Problem("MODEL", f"{message}, and this machine has {memory_text(total)}", remedy)
+        yield Problem("MODEL", f"{message}, and this machine has {memory_text(total)}{copy_of_it}", remedy)
         return
     flag, value = max(slots, tokens, key=lambda named: named[1])
     fits = (total - weights) * value // cache
     message = (
         f"{value:,} does not fit: the keys and values of {slots[1]:,} x {tokens[1]:,} tokens need {memory_text(cache)} "
-        f"in {dtype} beside weights of {memory_text(weights)}, and this machine has {memory_text(total)}"
+        f"in {dtype} beside weights of {memory_text(weights)}, and this machine has {memory_text(total)}{copy_of_it}"
     )
     yield Problem(
         flag,

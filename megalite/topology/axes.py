@@ -86,6 +86,11 @@ class Layout:
         return self.world_size // self.data
 
     @property
+    def copies(self) -> int:
+        """The number of ranks that hold the same part of the model, where none is sharded over data-parallel ranks."""
+        return self.data * self.context
+
+    @property
     def _named_axes(self) -> list[str]:
         """The axes that messages name: others than those of model and batch only if their size is above 1."""
         always = {*ROLES["replica"], *ROLES["batch"]}

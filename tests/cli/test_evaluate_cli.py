@@ -49,7 +49,7 @@ def test_a_layout_of_processes_has_the_figures_of_one(
     evaluated: Evaluated, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     found = []
-    for layout in ([], ["--tensor", "2", "--data-parallel", "2"]):
+    for layout in ([], ["--tensor", "2", "--context", "2", "--data-parallel", "2"]):
         output = tmp_path / "results.json"
         arguments = [
             "evaluate",
@@ -143,6 +143,10 @@ WRONG = [
     (["--data", "absent"], "absent does not exist"),
     (["--data", "TEXT", "--tensor", "3"], "--tensor: 3 tensor-parallel ranks cannot share 8 query"),
     (["--data", "TEXT", "--pipeline", "9"], "--pipeline: 9 stages are more than the model's 2 layers"),
+    (
+        ["--data", "TEXT", "--context", "9"],
+        "--context: 9 ranks cannot share a sequence of the model's 64 tokens; use at",
+    ),
     (["--data", "TEXT", "--output", "absent/results.json"], "is no folder that can be written"),
 ]
 

@@ -95,6 +95,26 @@ def test_the_perplexity_is_transformers(
     assert_close(found.bits_per_byte, loss / size / math.log(2), rtol=FLOAT32_RTOL)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    cases([Layout(context=2), Layout(context=2, pipeline=2, data=2)], core=[Layout(context=2)]),
+    ids=str,
+)
+def test_context_ranks_score_as_one_process(ranks, evaluated: Evaluated, layout: Layout) -> None:
+    """Neither this window nor the shorter documents can be cut into equal blocks."""
+    cut = {
+        "model": evaluated.run,
+        "texts": evaluated.texts,
+        "dtype": torch.float64,
+        "window": 37,
+        "stride": 11,
+    }
+    alone = figures(layout=Layout(), **cut)
+    for found in ranks.run(figures, world_size=layout.world_size, layout=layout, **cut):
+        assert found.tokens == alone.tokens
+        assert_close(found.log_likelihood, alone.log_likelihood, rtol=LAYOUT_RTOL)
+
+
 def test_without_overlap_and_from_the_export(evaluated: Evaluated) -> None:
     loss, tokens = transformers_loss(evaluated.export, evaluated.documents(), window=64, stride=64)
     for model in (evaluated.run, evaluated.export):
@@ -143,7 +163,10 @@ def likelihoods_and_answers(model: Path, layout: Layout) -> tuple[list[float], l
 
 @pytest.mark.parametrize(
     "layout",
-    cases([Layout(), Layout(tensor=2, data=2), Layout(pipeline=2, data=2)], core=[Layout(tensor=2, data=2)]),
+    cases(
+        [Layout(), Layout(tensor=2, data=2), Layout(pipeline=2, data=2), Layout(tensor=2, context=2)],
+        core=[Layout(tensor=2, data=2)],
+    ),
     ids=str,
 )
 def test_choices_and_answers_are_those_of_a_plain_loop(ranks, evaluated: Evaluated, layout: Layout) -> None:

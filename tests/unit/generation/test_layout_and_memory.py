@@ -24,9 +24,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def problems(slots: int, tokens: int, dtype: str = "float32") -> list[str]:
+def problems(slots: int, tokens: int, dtype: str = "float32", copies: int = 1) -> list[str]:
     named = ("--max-requests", slots), ("--context-length", tokens)
-    return [str(each) for each in cache_problems(SOURCE, dtype, *named)]
+    return [str(each) for each in cache_problems(SOURCE, dtype, *named, copies=copies)]
 
 
 def test_the_larger_of_slots_and_tokens_is_named_with_the_largest_that_fits() -> None:
@@ -43,6 +43,9 @@ def test_the_larger_of_slots_and_tokens_is_named_with_the_largest_that_fits() ->
         "--context-length: 1,000,000,000 does not fit: the keys and values of 16 x 1,000,000,000"
     )
     assert problem.endswith(f"use at most {most:,}")
+    [problem] = problems(16, most, copies=2)
+    fewer = (GIB // 2 - weights) // (16 * one)
+    assert f"for each of 2 copies; use at most {fewer:,}" in problem
     [problem] = problems(10**8, 16)
     assert problem.startswith("--max-requests: 100,000,000 does not fit")
 
