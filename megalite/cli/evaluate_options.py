@@ -101,7 +101,7 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
 
 def _add_tasks(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("tasks, by EleutherAI's lm_eval")
-    about = "tasks of lm_eval by name, .yaml files of yours, or folders of them"
+    about = "names of lm_eval tasks, .yaml files, or their folders"
     add_value(group, "--tasks", _names, "TASK[,TASK]", about)
     add_value(group, "--num-fewshot", whole_number(0), "N", "solved examples before each question")
     add_value(group, "--limit", whole_number(1), "N", "only the first N questions of each task")

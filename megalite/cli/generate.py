@@ -139,7 +139,7 @@ def command_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="megalite generate", description=__doc__, common=_COMMON)
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    add_value(task, "--batch", Path, "FILE", "requests, one JSON object a line; prints results as JSON lines")
+    add_value(task, "--batch", Path, "FILE", "JSON lines of requests; prints results as JSON lines")
     task.add_argument(
         "--chat", action="store_true", help=f"talk to the model until Ctrl-D; {CLEAR} forgets all"
     )

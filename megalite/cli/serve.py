@@ -131,9 +131,7 @@ def command_parser() -> argparse.ArgumentParser:
         parser, "--host", str, "NAME", "address to listen at; another one needs a key", ServeSettings.host
     )
     add_value(parser, "--port", whole_number(0, 65535), "N", "port; 0: any free one", ServeSettings.port)
-    add_value(
-        parser, "--api-key-file", Path, "FILE", "API keys, a line each; also the variable MEGALITE_API_KEY"
-    )
+    add_value(parser, "--api-key-file", Path, "FILE", "API keys, one a line; also from $MEGALITE_API_KEY")
     about = "site whose pages may send requests, such as https://example.org; *: all; repeatable (none)"
     parser.add_argument("--cors-origin", type=_origin, action="append", default=[], metavar="URL", help=about)
     add_value(parser, "--model-name", str, "NAME", "the model's name in requests (default: of its folder)")
