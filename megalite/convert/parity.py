@@ -32,6 +32,7 @@ from megalite.model.norms import build_norm
 from megalite.model.rope import LayerRotations
 from megalite.ops.activations import soft_capped
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.experts import MixtureShape
 from megalite.topology.parameters import (
     EMBEDDING,
     FINAL_NORM,
@@ -42,6 +43,7 @@ from megalite.topology.parameters import (
     layer_parameters,
     parameter_count,
 )
+from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 
 WholeWeights = AveragedWeights | MergedCheckpoints
@@ -95,7 +97,7 @@ class _Parity:
         if self.files.where.keys() != expected:
             differing = sorted(self.files.where.keys() ^ expected)
             raise CheckpointError(f"the export's files and the model differ in {differing}")
-        self.modules = _TheirModules(folder, self.files, self.shape.family)
+        self.modules = _TheirModules(folder, self.files, self.shape)
         self.whole_fits = parameter_count(self.shape) < _WHOLE_MODEL_PARAMETERS
         length = min(_SEQUENCE_LENGTH, self.shape.max_position_embeddings)
         generator = torch.Generator().manual_seed(0)
@@ -223,18 +225,23 @@ class _Parity:
 class _TheirModules:
     """transformers' modules with weights from the export's files, one in memory at a time."""
 
-    def __init__(self, folder: Path, files: "_ExportedFiles", family: str):
+    def __init__(self, folder: Path, files: "_ExportedFiles", shape: ModelShape):
         from transformers import AutoConfig, AutoModelForCausalLM
 
         self.config = AutoConfig.from_pretrained(folder)
         # Independent of the attention that our side uses.
         self.config._attn_implementation = "eager"
-        self._files, self._names = files, FAMILIES[family].names
-        # Module -> its tensors in the files.
+        self.config._experts_implementation = "eager"
+        self._files, self._names = files, FAMILIES[shape.family].names
+        # A mixture of transformers holds the experts of a layer in two tensors, and its files each expert's alone.
+        mixture = isinstance(shape, MixtureShape)
+        self._stacked = {tensor.name: tensor for tensor in self._names.stacked(shape)} if mixture else {}
+        self._stored = {part: tensor.name for tensor in family_tensors(shape) for part in tensor.parts}
+        # Module -> its tensors.
         self._within: defaultdict[str, list[str]] = defaultdict(list)
-        for stored in files.where:
-            for outer in accumulate(stored.split(".")[:-1], "{}.{}".format):
-                self._within[outer].append(stored)
+        for name in self._stacked or files.where:
+            for outer in accumulate(name.split(".")[:-1], "{}.{}".format):
+                self._within[outer].append(name)
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(self.config)
 
@@ -261,10 +268,16 @@ class _TheirModules:
 
     def _filled(self, name: str) -> torch.nn.Module:
         module, prefix = self._model.get_submodule(name), f"{name}."
-        names = self._within[name]
-        state = {each.removeprefix(prefix): self._files.tensor(each) for each in names}
+        state = {each.removeprefix(prefix): self._tensor(each) for each in self._within[name]}
         module.load_state_dict(state, assign=True)
         return module.eval()
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._stacked:
+            return self._files.tensor(name)
+        tensor = self._stacked[name]
+        parts = [self._files.tensor(self._stored[part]) for part in tensor.parts]
+        return torch.cat(parts).reshape(tensor.shape)
 
 
 class _ExportedFiles:

@@ -28,4 +28,6 @@ _OTHER_HEADS = (
     *("summary_first_dropout", "summary_last_dropout", "pruned_heads", "cross_attention_hidden_size"),
     *("add_cross_attention", "tf_legacy_loss"),
 )
-INERT = frozenset({*_BOOKKEEPING, *_TOKENS, *_GENERATION, *_OTHER_HEADS})
+# The loss of transformers' mixtures over all layers and a batch: training.router_balance is another one.
+BATCH_BALANCE = ("output_router_logits", "router_aux_loss_coef")
+INERT = frozenset({*BATCH_BALANCE, *_BOOKKEEPING, *_TOKENS, *_GENERATION, *_OTHER_HEADS})

@@ -1,23 +1,28 @@
 """Which tensor of each family's Hugging Face folder is which of ours, and how tensor parallelism cuts it: as a page."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from megalite.families.family import Family
+from megalite.families.fields import EXPERT_SETTINGS
 from megalite.families.tensors import FamilyTensor
 from megalite.families.words import Shared
+from megalite.topology.experts import EXPERT_AXIS, ExpertShape, MixtureShape
 from megalite.topology.parameters import canonical_tensors, model_parameters
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, ShardSpec
 
-_QUERY_HEADS, _SHARED_HEADS, _HEAD_DIM = 11, 5, 7
+_QUERY_HEADS, _SHARED_HEADS, _HEAD_DIM, _EXPERTS = 11, 5, 7, 13
 _SIZES = {
     1009: "V",
     101: "H",
     211: "F",
     307: "P",
+    223: "M",
+    _EXPERTS: "E",
     _HEAD_DIM: "D",
     _QUERY_HEADS * _HEAD_DIM: "N D",
     _SHARED_HEADS * _HEAD_DIM: "K D",
@@ -29,16 +34,21 @@ _OPTIONAL = {
     "attention_output_bias": False,
     "mlp_bias": False,
 }
+_OF_EXPERTS = frozenset(EXPERT_SETTINGS.values())
 _PREAMBLE = """# Hugging Face folders, tensor by tensor
 
 Written by `megalite convert families` from the tables that import and export use; a test keeps it so.
 
-Sizes: V vocabulary, H hidden, F intermediate, P positions, N query heads and K key-value heads of D each. `*` is the
-layer. *theirs* is a tensor of a Hugging Face folder, *ours* the same tensor in megalite. Several of ours may be stacked
-along the rows of one of theirs; each is cut on its own. *cut* is the slice of ours that a tensor-parallel rank holds.
-Our rows are a projection's outputs, so a transposed tensor of theirs is cut by columns where ours is cut by rows. If
-there are more ranks than key-value heads, several ranks hold the same head. Sizes that the ranks do not divide are cut
-unevenly, and never padded.
+Sizes: V vocabulary, H hidden, F intermediate, P positions, N query heads and K key-value heads of D each, E experts
+of M (moe_intermediate_size). `*` is the layer or the expert. *theirs* is a tensor of a Hugging Face folder, *ours* the
+same tensor in megalite. Several of ours may be stacked along the rows of one of theirs; each is cut on its own. *cut*
+is the slice of ours that a tensor-parallel rank holds. Our rows are a projection's outputs, so a transposed tensor of
+theirs is cut by columns where ours is cut by rows. If there are more ranks than key-value heads, several ranks hold the
+same head. Sizes that the ranks do not divide are cut unevenly, and never padded. Whole experts are divided over the
+expert-parallel ranks, and each is cut over the ranks that share it.
+
+Folders that transformers writes with `save_original_format=False` hold a layer's experts in two tensors,
+`mlp.experts.gate_up_proj` [E, 2 M, H] and `mlp.experts.down_proj` [E, H, M]; they are read too.
 """
 
 
@@ -57,8 +67,12 @@ def _section(family: Family) -> Iterator[str]:
     yield "|---|---|---|---|---|"
     cuts = {part.name: (part, spec) for spec in _specs(shape) for part in spec.parts}
     conditions = dict(_conditions(shape, family))
+    shown = set[str]()
     for tensor in family.tensors(shape):
         theirs, ours = _pattern(tensor.name), [_pattern(part) for part in tensor.parts]
+        if theirs in shown:
+            continue
+        shown.add(theirs)
         same = "the same" if ours == [theirs] else f"`{_stacked(ours)}`"
         cut = dict.fromkeys(_cut(*cuts[part]) for part in tensor.parts)
         columns = (
@@ -73,10 +87,10 @@ def _section(family: Family) -> Iterator[str]:
 
 
 def _shape(family: Family) -> ModelShape:
-    """One layer with all the tensors that the family may have, its sizes all different."""
+    """One layer with all the tensors that the family may have, its sizes all different; of a mixture's layers two."""
     size = {name: number for number, name in _SIZES.items()}
     optional = {name: not without for name, without in _OPTIONAL.items() if name in family.free}
-    return ModelShape(
+    dense = ModelShape(
         vocab_size=size["V"],
         hidden_size=size["H"],
         intermediate_size=size["F"],
@@ -86,8 +100,13 @@ def _shape(family: Family) -> ModelShape:
         head_dim=_HEAD_DIM,
         max_position_embeddings=size["P"],
         family=family.model_type,
-        **family.defaults | optional,
+        **{name: family.defaults[name] for name in family.defaults if name not in _OF_EXPERTS} | optional,
     )
+    if "num_experts" not in family.free:
+        return dense
+    own = "moe_intermediate_size" in family.keys
+    experts = ExpertShape(_EXPERTS, 1, size["M" if own else "F"], mlp_only_layers=(1,) * own)
+    return MixtureShape(**vars(replace(dense, num_hidden_layers=2)), experts=experts)
 
 
 def _said(family: Family) -> str:
@@ -96,7 +115,8 @@ def _said(family: Family) -> str:
         for fields in (family.fixed, family.unset)
     )
     refused = ", ".join(
-        f"`{key}` other than {' or '.join(map(str, allowed))}" for key, allowed in family.required.items()
+        f"`{key}` other than {' or '.join(map(_value_text, allowed))}"
+        for key, allowed in family.required.items()
     )
     sentences = [
         f"Fixed: {fixed}." if fixed else "",
@@ -104,6 +124,10 @@ def _said(family: Family) -> str:
         f"Refused: {refused}." if refused else "",
     ]
     return " ".join(filter(None, sentences))
+
+
+def _value_text(value: Any) -> str:
+    return "null" if value is None else str(value)
 
 
 def _specs(shape: ModelShape) -> list[ShardSpec]:
@@ -118,6 +142,11 @@ def _conditions(shape: ModelShape, family: Family) -> Iterator[tuple[str, str]]:
             left = {tensor.name for tensor in family.tensors(replace(shape, **change))}
             there = f"`{keys[name]}`" if name in keys else "untied"
             yield from ((tensor.name, there) for tensor in family.tensors(shape) if tensor.name not in left)
+    if "mlp_only_layers" in family.free:
+        for tensor in family.tensors(shape):
+            if ".mlp." in tensor.name:
+                first = tensor.name.startswith(f"{family.names.layers}.0.")
+                yield tensor.name, "layers with experts" if first else "other layers"
 
 
 def _cut(part: Part, spec: ShardSpec) -> str:
@@ -125,7 +154,8 @@ def _cut(part: Part, spec: ShardSpec) -> str:
         return "whole on every rank"
     if part.heads is not None:
         return f"rows, by {'query' if part.heads == _QUERY_HEADS else 'key-value'} heads"
-    return "rows" if spec.dim == 0 else "columns"
+    along = "rows" if spec.dim == 0 else "columns"
+    return f"{along}, of each expert" if spec.axis == EXPERT_AXIS else along
 
 
 def _shape_text(tensor: FamilyTensor, shape: ModelShape) -> str:
@@ -149,4 +179,4 @@ def _stacked(names: list[str]) -> str:
 
 
 def _pattern(name: str) -> str:
-    return name.replace(".0.", ".*.")
+    return re.sub(r"\.\d+\.", ".*.", name)

@@ -1,13 +1,19 @@
 """The tensors of a family's Hugging Face folder, each made of canonical tensors: renamed, fused, transposed."""
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 
 _LAYERS = "model.layers"
+STACKED = ".experts.gate_up_proj"
+"""The end of the name of a tensor that holds a layer's experts."""
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+_INDEX = re.compile(r"\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,23 @@ class FamilyTensor:
 
 
 @dataclass(frozen=True)
+class StackedExperts(FamilyTensor):
+    """The matrices of all experts of a layer [experts, rows, columns]; those of one expert follow each other.
+
+    parts: those of the first expert, then of the next one.
+    """
+
+    def slices(
+        self, part: str, region: TensorSlice, canonical: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[TensorSlice]:
+        """Return where a region of one part stands: one expert's rows."""
+        number = len(self.parts) // self.shape[0]
+        expert, place = divmod(self.parts.index(part), number)
+        before = sum(canonical[name][0] for name in self.parts[expert * number :][:place])
+        yield TensorSlice((expert, before + region.offsets[0], region.offsets[1]), (1, *region.shape))
+
+
+@dataclass(frozen=True)
 class Fused:
     """Projections of a layer that stand in one tensor; `by_head`: interleaved, one key-value head after the other."""
 
@@ -57,8 +80,8 @@ GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 class TensorNames:
     """How a family's names differ from the canonical ones, which are Llama's.
 
-    modules: canonical module -> the family's, within a layer ("mlp.up_proj") or outside of it ("model.norm",
-    "lm_head"; "model.layers": what stands before the index of a layer).
+    modules: canonical module -> the family's, within a layer ("mlp.up_proj", "mlp.experts.*.up_proj" of any expert) or
+    outside of it ("model.norm", "lm_head"; "model.layers": what stands before the index of a layer).
     fusions: canonical modules that stand in one tensor.
     conv1d: matrices within layers are stored as [in, out].
     optional_prefix: what the names in some published files lack.
@@ -93,7 +116,7 @@ class TensorNames:
             layer, module, kind = _within_layer(name)
             if module in later:
                 continue
-            fused = first.get(module, Fused(self.modules.get(module, module), (module,)))
+            fused = first.get(module, Fused(self._within(module), (module,)))
             parts = tuple(f"{_LAYERS}.{layer}.{part}.{kind}" for part in fused.modules)
             stacked = (sum(canonical[part][0] for part in parts), *size[1:])
             transposed = self.conv1d and len(size) == 2
@@ -104,6 +127,39 @@ class TensorNames:
                 transposed,
                 shape.num_key_value_heads if fused.by_head else 1,
             )
+
+    def stacked(self, shape: ModelShape) -> Iterator[FamilyTensor]:
+        """Return the tensors as a mixture of transformers 5 holds them, and as save_original_format=False writes them.
+
+        A layer's experts are two tensors, and its MLP has its canonical names.
+        """
+        canonical = canonical_tensors(shape)
+        for of_experts, tensors in groupby(self.tensors(shape), lambda tensor: _stack_of(tensor.parts[0])):
+            if of_experts is None:
+                for tensor in tensors:
+                    own = ".mlp." in tensor.parts[0]
+                    yield replace(tensor, name=tensor.parts[0]) if own else tensor
+            else:
+                parts = tuple(tensor.parts[0] for tensor in tensors)
+                rows, columns = sum(canonical[part][0] for part in parts), canonical[parts[0]][1]
+                experts = len({_EXPERT.sub(r"\2", part) for part in parts})
+                yield StackedExperts(of_experts, (experts, rows // experts, columns), parts)
+
+    def _within(self, module: str) -> str:
+        """Return the family's name of a module within a layer."""
+        expert = _INDEX.search(module)
+        if expert is None:
+            return self.modules.get(module, module)
+        pattern = module.replace(expert.group(), ".*.")
+        return self.modules.get(pattern, pattern).replace(".*.", expert.group())
+
+
+def _stack_of(name: str) -> str | None:
+    """model.layers.0.mlp.experts.3.up_proj.weight -> model.layers.0.mlp.experts.gate_up_proj; None: no expert's."""
+    expert = _EXPERT.fullmatch(name)
+    if expert is None:
+        return None
+    return f"{expert[1]}.{'down_proj' if expert[3] == 'down' else 'gate_up_proj'}"
 
 
 def _within_layer(name: str) -> tuple[str, str, str]:

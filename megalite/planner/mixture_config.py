@@ -1,4 +1,4 @@
-"""The config.json of mixtures of experts, read for the plan alone: `megalite train` refuses these families.
+"""The config.json of mixtures that are planned alone: `megalite train` refuses these families.
 
 A row of MIXTURES says which keys of a family's file hold what transformers' class of that family builds.
 """
@@ -45,17 +45,14 @@ _DEEPSEEK: dict[str, Any] = {
     "required": {"moe_layer_freq": 1, "mlp_bias": False},
 }
 MIXTURES: Mapping[str, MixtureReading] = {
-    "mixtral": MixtureReading("intermediate_size", bias=(None, None)),
     "phimoe": MixtureReading("intermediate_size", fixed={"norm": "layer_norm"}),
     "granitemoe": MixtureReading("intermediate_size"),
-    "olmoe": MixtureReading("intermediate_size", fixed={"qk_norm": "full"}),
     "qwen2_moe": MixtureReading(
         shared="shared_expert_intermediate_size",
         bias=("qkv_bias", None),
         absent={"qkv_bias": True},
         experts={"shared_gate": True},
     ),
-    "qwen3_moe": MixtureReading(fixed={"qk_norm": "head"}),
     "deepseek_v2": MixtureReading(**_DEEPSEEK, absent={"q_lora_rank": 1536}),
     "deepseek_v3": MixtureReading(**_DEEPSEEK, absent={"q_lora_rank": 1536, "first_k_dense_replace": 3}),
     "gpt_oss": MixtureReading(

@@ -14,7 +14,7 @@ from megalite.planner.calibration import write_calibration
 from megalite.planner.mixture_config import mixture_shape
 from megalite.planner.operations import ParameterCount
 from megalite.topology.context import CONTEXT_METHODS
-from tests.support.mixture_configs import CONFIGS
+from tests.support.mixture_configs import CONFIGS, shape_of
 from tests.unit.planner.calibrated import calibration
 
 CARD = ["--card", "H100 80GB HBM3"]
@@ -329,6 +329,20 @@ def test_a_mixture_is_not_planned_by_measurements(tmp_path: Path, capsys: pytest
     assert "a run has no experts or latent attention yet" in said(
         capsys, mixture_file(tmp_path), "--calibrate", code=2
     )
+
+
+def test_a_mixture_that_is_trained_is_planned_and_written_as_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 256, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 1000}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["OLMoE 1B-7B"] | sizes))
+    written = tmp_path / "run.toml"
+    arguments = [*CARD, "--cards-per-node", "2", "--sequence-length", "512", "--batch", "8"]
+    shown = said(capsys, str(tmp_path), *arguments, "--write", str(written))
+    assert "64 experts, 8 of them a token" in shown
+    flags = ["--data.source", "text.txt", "--tokenizer.vocab_size", "1000"]
+    shape = load_run(written, flags).config.shape(1000)
+    assert shape == shape_of(CONFIGS["OLMoE 1B-7B"] | sizes)
 
 
 def test_train_refuses_the_mixture_that_plan_knows(tmp_path: Path) -> None:

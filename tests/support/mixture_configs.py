@@ -7,6 +7,12 @@ what each publisher leaves out; the tests hold only those that count every table
 from collections.abc import Sequence
 from typing import Any
 
+from megalite.config.sections.schema import ModelConfig
+from megalite.config.sections.shape_settings import as_settings
+from megalite.families.registry import FAMILIES
+from megalite.planner.mixture_config import mixture_shape
+from megalite.topology.experts import MixtureShape
+
 Config = dict[str, Any]
 
 
@@ -202,3 +208,14 @@ CONFIGS: dict[str, Config] = {
         sliding_window=131072,
     ),
 }
+
+
+def shape_of(config: Config) -> MixtureShape:
+    """Return the shape of a mixture, which `megalite train` knows or the planner alone."""
+    family = FAMILIES.get(config["model_type"])
+    if family is None:
+        return mixture_shape(config)
+    settings = as_settings(family.read_config(config))
+    shape = ModelConfig(family=family.model_type, **settings).shape(0)
+    assert isinstance(shape, MixtureShape), settings
+    return shape

@@ -6,6 +6,8 @@ of a refusal.
 
 from typing import Any
 
+from tests.support.mixture_configs import CONFIGS
+
 Config = dict[str, Any]
 
 
@@ -288,6 +290,13 @@ def _other(model_type: str) -> tuple[Config, str]:
 
 
 _TIED = {"tie_word_embeddings": True}
+_MIXTURES = {
+    "Mixtral 8x7B": 46_702_792_704,
+    "Mixtral 8x22B": 140_630_071_296,
+    "Qwen3 30B-A3B": 30_532_122_624,
+    "Qwen3 235B-A22B": 235_093_634_560,
+    "OLMoE 1B-7B": 6_919_161_856,
+}
 
 PUBLISHED: dict[str, tuple[Config, int | str]] = {
     "Llama 2 7B": (_llama(4096, 11008, 32, 32, 32, 32000, 4096), 6_738_415_616),
@@ -441,7 +450,12 @@ PUBLISHED: dict[str, tuple[Config, int | str]] = {
         {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "hidden_size": 2560}},
         "it reads images too, which is not supported",
     ),
-    "Mixtral 8x7B": _other("mixtral"),
+    **{name: (CONFIGS[name], number) for name, number in _MIXTURES.items()},
+    "OLMoE with clipped queries": (
+        CONFIGS["OLMoE 1B-7B"] | {"clip_qkv": 8.0},
+        "has clip_qkv = 8.0; only null is supported",
+    ),
+    "Qwen1.5-MoE A2.7B": _other("qwen2_moe"),
     "DeepSeek V3": _other("deepseek_v3"),
     "Falcon 7B": _other("falcon"),
     "GPT-OSS 20B": _other("gpt_oss"),

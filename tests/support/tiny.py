@@ -5,7 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalite.families.fields import EXPERT_SETTINGS
 from megalite.families.registry import FAMILIES
+from megalite.topology.experts import ExpertShape, MixtureShape
 from megalite.topology.shape import ModelShape, RopeScaling
 
 if TYPE_CHECKING:
@@ -105,6 +107,40 @@ FAMILY_SHAPES = {
         rope_theta=1000.0,
         rope_scaling=RopeScaling("linear", 8.0),
         rope_local_base_freq=100.0,
+    ),
+}
+
+
+def _mixture(family: str, **changes: Any) -> ModelShape:
+    """Return a mixture of five experts; changes: fields of ModelShape and of ExpertShape."""
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    settings = {**vars(tiny_shape()), "family": family, **FAMILIES[family].defaults, **experts, **changes}
+    own = {name: settings.pop(setting) for name, setting in EXPERT_SETTINGS.items() if setting in settings}
+    return MixtureShape(**settings, experts=ExpertShape(**own))
+
+
+# Every family of mixtures, and every choice within one that its files can say.
+MIXTURE_SHAPES = {
+    "mixtral": _mixture("mixtral", intermediate_size=20, sliding_window=5),
+    "mixtral without window": _mixture("mixtral", intermediate_size=20, tie_word_embeddings=True),
+    "olmoe": _mixture("olmoe", intermediate_size=20),
+    "olmoe, weights that sum to 1, biases": _mixture(
+        "olmoe",
+        intermediate_size=20,
+        norm_topk_prob=True,
+        attention_bias=True,
+        attention_output_bias=True,
+    ),
+    "qwen3_moe": _mixture("qwen3_moe", head_dim=8),
+    "qwen3_moe, dense layers, windows, biases": _mixture(
+        "qwen3_moe",
+        mlp_only_layers=(3,),
+        decoder_sparse_step=2,
+        norm_topk_prob=False,
+        sliding_window=5,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        attention_output_bias=True,
     ),
 }
 

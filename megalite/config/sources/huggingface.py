@@ -17,7 +17,7 @@ from megalite.config.sources.hub import HubName, fetch_description
 from megalite.config.sources.quantisation import KEY, is_int8
 from megalite.errors import CheckpointError, ConfigError, listed
 from megalite.families.family import Family
-from megalite.families.inert import INERT
+from megalite.families.inert import BATCH_BALANCE, INERT
 from megalite.families.registry import FAMILIES
 from megalite.topology.shape import ModelShape
 
@@ -92,6 +92,11 @@ def notes_of(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"names code of its own ({listed(classes)}), which is not run: the model is transformers'"
             f" {family.model_type}"
+        )
+    if all(map(config.get, BATCH_BALANCE)):
+        yield (
+            f"has output_router_logits and router_aux_loss_coef = {shown(config[BATCH_BALANCE[1]])}, transformers' loss"
+            " on the experts of a whole batch, which is not computed; training.router_balance is that of each sequence"
         )
     padding, ends = config.get("pad_token_id"), config.get("eos_token_id")
     if (

@@ -180,7 +180,7 @@ def as_family_tensor(tensor: FamilyTensor, parts: Sequence[Tensor]) -> Tensor:
     else:
         grouped = [part.unflatten(0, (tensor.groups, -1)) for part in parts]
         fused = torch.cat(grouped, dim=1).flatten(0, 1)
-    return fused.t().contiguous() if tensor.transposed else fused
+    return fused.t().contiguous() if tensor.transposed else fused.reshape(tensor.shape)
 
 
 def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:

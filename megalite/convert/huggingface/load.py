@@ -19,8 +19,8 @@ from megalite.convert.huggingface.packed import is_packed, scale_of, unpacked
 from megalite.convert.huggingface.packed_header import SCALE, weights_of
 from megalite.data.tokenizers.tokenizer import copy_tokenizer, special_token
 from megalite.errors import CheckpointError
-from megalite.families.registry import FAMILIES, family_tensors
-from megalite.families.tensors import FamilyTensor
+from megalite.families.registry import FAMILIES
+from megalite.families.tensors import STACKED, FamilyTensor
 from megalite.topology.parameters import EMBEDDING, HEAD, HEAD_BIAS, canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
@@ -48,7 +48,6 @@ class HuggingFaceReader(WeightReader):
         self._means: dict[str, Tensor] = {}
         self._new_rows = new_rows
         self._folder, self._shapes = folder, canonical_tensors(shape)
-        self._tensors = {part: tensor for tensor in family_tensors(shape) for part in tensor.parts}
         by_file = headers(folder).items()
         self._files = [
             RegionReader(folder / name, dict(weights_of(header)) if int8 else header)
@@ -56,6 +55,9 @@ class HuggingFaceReader(WeightReader):
         ]
         self._where = {name: opened for opened in self._files for name in opened.header}
         names = FAMILIES[shape.family].names
+        stacked = any(name.endswith(STACKED) for name in self._where)
+        tensors = names.stacked(shape) if stacked else names.tensors(shape)
+        self._tensors = {part: tensor for tensor in tensors for part in tensor.parts}
         # Files of the bare model have none, as the first ones published.
         bare = not any(name.startswith(names.optional_prefix) for name in self._where)
         self._prefix, self._head = names.optional_prefix if bare else "", names.of(HEAD)
@@ -87,6 +89,8 @@ class HuggingFaceReader(WeightReader):
         else:
             pieces = [self._region(stored, each, transposed=tensor.transposed) for each in regions]
         values = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        if values.dim() > len(region.shape):
+            values = values.squeeze(0)  # of one expert
         if name == EMBEDDING and self._head_too and not torch.equal(self._region(self._head, region), values):
             raise CheckpointError(
                 f"{self._folder}: {self._head} differs from the embedding, but its config.json ties the two; set"

@@ -29,6 +29,7 @@ from megalite.convert.huggingface.packed_header import PACKED, PER_WORD, SCALE, 
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.ops.linear import quantise_rows
+from megalite.topology.experts import MixtureShape
 from megalite.topology.parameters import HEAD
 from megalite.topology.shape import ModelShape
 
@@ -99,6 +100,8 @@ def quantise_folder(source: Path, destination: Path) -> tuple[int, int]:
 
 def _chosen(shape: ModelShape) -> frozenset[str]:
     """Return the tensors of the family's folder to quantise."""
+    if isinstance(shape, MixtureShape):
+        raise CheckpointError("experts are not computed from int8 weights; export without --quantise")
     tensors = [tensor for tensor in family_tensors(shape) if is_packed(tensor)]
     if not tensors:
         raise CheckpointError(

@@ -21,11 +21,12 @@ from megalite.checkpoint.manifest import Manifest, PackedShards, Shard, Stream, 
 from megalite.checkpoint.manifest_json import from_json, to_json
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
+from megalite.topology.experts import MixtureShape
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.sharding import TensorSlice
 from megalite.topology.stages import balanced_split
 from tests.support.counting import python_calls
-from tests.support.tiny import tiny_shape
+from tests.support.tiny import MIXTURE_SHAPES, tiny_shape
 
 SHAPE = tiny_shape(layers=1)
 NAME = "model.layers.0.self_attn.q_proj.weight"
@@ -164,6 +165,36 @@ def test_an_unknown_field_is_refused() -> None:
     sha256 = hashlib.sha256(text.encode()).hexdigest()
     with pytest.raises(CheckpointError, match="mystery"):
         from_json([f'{{"manifest":{text},"sha256":"{sha256}"}}'], SOURCE)
+
+
+@pytest.mark.parametrize("name", MIXTURE_SHAPES)
+def test_a_mixture_survives_the_text_of_its_manifest(name: str) -> None:
+    whole_manifest = replace(manifest(), model=MIXTURE_SHAPES[name])
+    read = from_json(to_json(whole_manifest).splitlines(keepends=True), SOURCE).model
+    assert type(read) is MixtureShape and read == MIXTURE_SHAPES[name]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_experts", 2**40),
+        ("num_experts", True),
+        ("num_experts_per_tok", 6),
+        ("n_group", 0),
+        ("n_group", 2),
+        ("topk_group", 2),
+        ("decoder_sparse_step", 0),
+        ("mlp_only_layers", ["first"]),
+        ("router_scores", "tanh"),
+    ],
+)
+def test_experts_of_a_manifest_that_are_none_are_refused(field: str, value: object) -> None:
+    content = json.loads(to_json(replace(manifest(), model=MIXTURE_SHAPES["olmoe"])))["manifest"]
+    content["model"]["experts"][field] = value
+    text = json.dumps(content, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    with pytest.raises(CheckpointError, match="a field is missing, unknown or of the wrong type"):
+        from_json([f'{{"manifest":{text},"sha256":"{digest}"}}'], SOURCE)
 
 
 def test_a_manifest_of_one_line_is_read_as_one_of_many() -> None:

@@ -15,16 +15,18 @@ from megalite.config.sections.schema import ModelConfig
 from megalite.config.sections.shape_settings import rope_setting
 from megalite.convert.huggingface.export import as_family_tensor
 from megalite.errors import CheckpointError
+from megalite.families.fields import EXPERT_SETTINGS
 from megalite.families.registry import FAMILIES, family_tensors, hf_config
 from megalite.families.rope import SCALINGS
 from megalite.families.table import family_page
 from megalite.families.tensors import QKV, Fused, TensorNames
+from megalite.topology.experts import ExpertShape, MixtureShape
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.sharding import TensorSlice
 from tests.support.huggingface import names_in_files
 from tests.support.parity import FLOAT32_RTOL, assert_close
-from tests.support.tiny import FAMILY_SHAPES, tiny_shape
+from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES, tiny_shape
 
 SCALED_SHAPES = {
     "dynamic": replace(tiny_shape(), rope_scaling=RopeScaling("dynamic", 2.0)),
@@ -61,10 +63,11 @@ SCALED_SHAPES = {
         ),
     ),
 }
-READ_BACK = {**FAMILY_SHAPES, **{f"{name} scaling": shape for name, shape in SCALED_SHAPES.items()}}
+SHAPES = {**FAMILY_SHAPES, **MIXTURE_SHAPES}
+READ_BACK = {**SHAPES, **{f"{name} scaling": shape for name, shape in SCALED_SHAPES.items()}}
 
 
-@pytest.mark.parametrize("shape", FAMILY_SHAPES.values(), ids=FAMILY_SHAPES)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_tensor_lands_exactly_once(shape):
     landed = [part for tensor in family_tensors(shape) for part in tensor.parts]
     assert sorted(landed) == sorted(canonical_tensors(shape))
@@ -202,6 +205,12 @@ def test_every_field_of_a_shape_is_a_setting():
     assert {each.name for each in fields(ModelShape)} - settings.keys() == {"rope_scaling", "adapter"}
     used = {name for names in SCALINGS.values() for name in names}
     assert {"rope_type", *map(rope_setting, used)} <= settings.keys()
+    assert {each.name for each in fields(ExpertShape)} - EXPERT_SETTINGS.keys() == {
+        "shared_gate",
+        "router_bias",
+        "expert_bias",
+    }
+    assert {*EXPERT_SETTINGS.values()} <= settings.keys()
     assert used <= {each.name for each in fields(RopeScaling)}
 
 
@@ -276,6 +285,10 @@ def read(folder) -> ModelShape:
             {"rope_scaling": RopeScaling("longrope", 2.0, 1.0, 4.0, 16)},
             "model.rope_factor = 2.0 (phi3 has 4.0)",
         ),
+        ("mixtral", {"norm_topk_prob": False}, "model.norm_topk_prob = False (mixtral has True)"),
+        ("qwen3_moe", {"n_group": 5}, "model.n_group = 5 (qwen3_moe has 1)"),
+        ("qwen3_moe", {"correction_bias": True}, "model.router_correction_bias = True (qwen3_moe has False)"),
+        ("olmoe", {"moe_intermediate_size": 21}, "model.moe_intermediate_size = 21 (olmoe has 20)"),
         ("phi3", {"attention_bias": True}, "model.attention_bias = True (phi3 has False)"),
         (
             "gpt2",
@@ -285,7 +298,11 @@ def read(folder) -> ModelShape:
     ],
 )
 def test_what_a_family_cannot_express_is_refused_by_name(family, change, named):
-    shape = replace(FAMILY_SHAPES[family] if family != "llama" else tiny_shape(), **change)
+    shape = SHAPES[family] if family != "llama" else tiny_shape()
+    if isinstance(shape, MixtureShape):
+        assert shape.experts is not None
+        change = {"experts": replace(shape.experts, **change)}
+    shape = replace(shape, **change)
     with pytest.raises(CheckpointError) as refused:
         hf_config(shape, "float32", {})
     assert named in str(refused.value)
@@ -313,6 +330,10 @@ def test_the_page_of_all_tensors_is_that_of_the_code(capsys):
         " `model.layers.*.self_attn.{q, k, v}_proj.weight` | rows, by query heads; rows, by key-value heads | always |",
         "| `transformer.h.*.mlp.c_proj.weight` | F x H | `model.layers.*.mlp.down_proj.weight`, transposed |"
         " columns | always |",
+        "| `model.layers.*.block_sparse_moe.experts.*.w2.weight` | H x F |"
+        " `model.layers.*.mlp.experts.*.down_proj.weight` | columns, of each expert | always |",
+        "| `model.layers.*.mlp.experts.*.up_proj.weight` | M x H | the same | rows, of each expert |"
+        " layers with experts |",
         "| `transformer.wpe.weight` | P x H | `model.embed_positions.weight` | whole on every rank | always |",
     ],
 )
@@ -321,4 +342,4 @@ def test_lines_of_the_page(line):
 
 
 def test_every_family_has_a_tiny_shape():
-    assert {shape.family for shape in FAMILY_SHAPES.values()} == set(FAMILIES)
+    assert {shape.family for shape in SHAPES.values()} == set(FAMILIES)

@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.errors import ConfigError
-from megalite.families.registry import hf_config
+from megalite.families.registry import FAMILIES, hf_config
 from megalite.planner.mixture_config import MIXTURES, mixture_shape, read_mixture
 from megalite.planner.operations import ParameterCount, token_operations
-from tests.support.mixture_configs import CONFIGS, Config
+from tests.support.mixture_configs import CONFIGS, Config, shape_of
 from tests.support.selection import cases
-from tests.support.tiny import FAMILY_SHAPES
+from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES
 
 # Billions in all and active, as model cards and reports give them. gpt-oss leaves the embedding out of the active ones,
 # and so does Qwen3's card; DeepSeek-V2-Lite's 2.4 is neither with nor without one table.
@@ -87,20 +87,20 @@ def small(config: Config, seed: int) -> Config:
 
 @pytest.mark.parametrize("name", cases(CONFIGS, core=["Mixtral 8x7B", "DeepSeek-V3", "gpt-oss 20b"]))
 def test_published_mixtures_have_the_parameters_of_transformers(name: str) -> None:
-    assert ParameterCount.of(mixture_shape(CONFIGS[name])).total == transformers_count(CONFIGS[name])
+    assert ParameterCount.of(shape_of(CONFIGS[name])).total == transformers_count(CONFIGS[name])
 
 
 @pytest.mark.parametrize("name", cases(CONFIGS, core=["Qwen1.5-MoE A2.7B", "DeepSeek-V2", "Phi-3.5-MoE"]))
 def test_mixtures_of_any_size_have_the_parameters_of_transformers(name: str) -> None:
     for seed in range(4):
         config = small(CONFIGS[name], seed)
-        assert ParameterCount.of(mixture_shape(config)).total == transformers_count(config), config
+        assert ParameterCount.of(shape_of(config)).total == transformers_count(config), config
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_counts_are_those_of_the_publishers(name: str) -> None:
     total, active = PUBLISHED[name]
-    shape = mixture_shape(CONFIGS[name])
+    shape = shape_of(CONFIGS[name])
     count = ParameterCount.of(shape)
     assert rounded_like(count.total / 1e9, total) == total
     if active is not None:
@@ -111,7 +111,9 @@ def test_counts_are_those_of_the_publishers(name: str) -> None:
 
 
 def test_every_family_is_published_here() -> None:
-    assert {config["model_type"] for config in CONFIGS.values()} == MIXTURES.keys()
+    trained = {shape.family for shape in MIXTURE_SHAPES.values()}
+    assert {config["model_type"] for config in CONFIGS.values()} == MIXTURES.keys() | trained
+    assert not MIXTURES.keys() & FAMILIES.keys()
 
 
 @pytest.mark.parametrize("name", cases(FAMILY_SHAPES, core=["gemma2", "phi"]))
@@ -158,6 +160,6 @@ def test_windows_of_another_order_are_refused() -> None:
 def test_a_token_computes_with_the_experts_that_it_is_sent_to() -> None:
     """One token more a layer: three matrices of an expert, times two operations, times forward and backward."""
     config = CONFIGS["Mixtral 8x7B"]
-    two, three = (mixture_shape(config | {"num_experts_per_tok": number}) for number in (2, 3))
+    two, three = (shape_of(config | {"num_experts_per_tok": number}) for number in (2, 3))
     more = token_operations(three, 4096).model - token_operations(two, 4096).model
     assert more == 32 * 3 * 4096 * 14336 * 6

@@ -10,10 +10,9 @@ import pytest
 
 from megalite.config.sections.schema import ModelConfig
 from megalite.config.sources.presets import PRESETS
-from megalite.planner.mixture_config import mixture_shape
 from megalite.planner.operations import ParameterCount, published_batch_operations, token_operations
 from megalite.topology.shape import ModelShape
-from tests.support.mixture_configs import CONFIGS
+from tests.support.mixture_configs import CONFIGS, shape_of
 from tests.support.selection import cases
 from tests.unit.planner.test_operations import gpt
 
@@ -236,4 +235,4 @@ def test_deepseek(name: str, published: str) -> None:
 
     Its dense rows, 394 for Qwen-2.5 72B and 2,448 for Llama 405B, follow from neither convention: 445 and 2,473 here.
     """
-    assert error(token_operations(mixture_shape(CONFIGS[name]), 4096).model / 1e9, published) < WITHIN
+    assert error(token_operations(shape_of(CONFIGS[name]), 4096).model / 1e9, published) < WITHIN

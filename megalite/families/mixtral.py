@@ -1,0 +1,51 @@
+"""Mixtral (Jiang et al. 2024, "Mixtral of experts"): Mistral with experts in every layer, each as wide as its MLP."""
+
+from megalite.families.experts import TOP_K, ExpertCount
+from megalite.families.family import SILU, SIZES, Family, sizes
+from megalite.families.rope import Rope
+from megalite.families.tensors import TensorNames
+from megalite.families.windows import EveryLayer
+from megalite.families.words import Shared
+
+_MIXTRAL = {"rope_theta": 1000000.0, "num_experts": 8, "num_experts_per_tok": 2}
+
+FAMILY = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    published="2023-12",
+    keys={key: key for key in SIZES if key != "intermediate_size"} | TOP_K,
+    words=(
+        Rope(),
+        EveryLayer(),
+        Shared("intermediate_size", ("intermediate_size", "moe_intermediate_size")),
+        ExpertCount("num_local_experts", 8),
+    ),
+    required={**SILU, "router_jitter_noise": (0.0, None)},
+    absent={
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1000000.0,
+        "num_experts_per_tok": 2,
+    },
+    names=TensorNames(
+        modules={
+            "mlp.gate": "block_sparse_moe.gate",
+            "mlp.experts.*.gate_proj": "block_sparse_moe.experts.*.w1",
+            "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.w3",
+            "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
+        }
+    ),
+    presets={
+        "mixtral-8x7b": sizes(
+            *(4096, 14336, 32, 32, 8, 32768), vocab_size=32000, moe_intermediate_size=14336, **_MIXTRAL
+        ),
+        "mixtral-8x22b": sizes(
+            *(6144, 16384, 56, 48, 8, 65536), vocab_size=32768, moe_intermediate_size=16384, **_MIXTRAL
+        ),
+    },
+)

@@ -1,0 +1,140 @@
+"""Mixtures of experts in Hugging Face folders: both forms of transformers' files, and its words of config.json."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megalite.checkpoint.regions import full_slice
+from megalite.config.sources.huggingface import notes_of, shape_of_folder
+from megalite.convert.huggingface.export import as_family_tensor
+from megalite.convert.huggingface.load import HuggingFaceReader
+from megalite.errors import CheckpointError, ConfigError
+from megalite.families.registry import FAMILIES, family_tensors, hf_config
+from megalite.topology.experts import MixtureShape
+from megalite.topology.parameters import canonical_tensors
+from megalite.topology.sharding import TensorSlice
+from tests.support.selection import cases
+from tests.support.tiny import MIXTURE_SHAPES
+
+NAMES = cases(MIXTURE_SHAPES, core=["mixtral", "qwen3_moe, dense layers, windows, biases"])
+
+
+def their_model(shape: MixtureShape, folder: Path) -> torch.nn.Module:
+    """Return transformers' model of a shape with drawn weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    (folder / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    return model
+
+
+def expert_weight(model: torch.nn.Module, name: str) -> Tensor:
+    """Return the matrix of one expert from the parameters of transformers' model. name: canonical."""
+    block, expert, module, _ = name.rsplit(".", 3)
+    stacked = "down_proj" if module == "down_proj" else "gate_up_proj"
+    matrix = model.get_parameter(f"{block}.{stacked}")[int(expert)]
+    return matrix if module == "down_proj" else matrix.chunk(2)[module == "up_proj"]
+
+
+def of_experts(shape: MixtureShape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from ((name, size) for name, size in canonical_tensors(shape).items() if ".experts." in name)
+
+
+@pytest.mark.parametrize("of_each_expert", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_files_of_transformers_are_read(name: str, of_each_expert: bool, tmp_path: Path) -> None:
+    """Names and shapes of all tensors are those of the family's table, and each value is found in its place."""
+    shape = MIXTURE_SHAPES[name]
+    model = their_model(shape, tmp_path)
+    model.save_pretrained(tmp_path, save_original_format=of_each_expert)
+    theirs = {key: tuple(tensor.shape) for key, tensor in load_file(tmp_path / "model.safetensors").items()}
+    names = FAMILIES[shape.family].names
+    tensors = names.tensors(shape) if of_each_expert else names.stacked(shape)
+    assert {tensor.name: tensor.shape for tensor in tensors} == theirs
+    with HuggingFaceReader(tmp_path, shape) as reader:
+        assert list(of_experts(shape))
+        for part, size in of_experts(shape):
+            expected = expert_weight(model, part)
+            assert torch.equal(reader.read("weight", part, full_slice(size)), expected)
+            rows, columns = (slice(count // 3, count - 1) for count in size)
+            region = TensorSlice((rows.start, columns.start), expected[rows, columns].shape)
+            assert torch.equal(reader.read("weight", part, region), expected[rows, columns])
+        gate = next(part for part in canonical_tensors(shape) if part.endswith("mlp.gate.weight"))
+        read = reader.read("weight", gate, full_slice(canonical_tensors(shape)[gate]))
+        assert torch.equal(read, model.get_parameter(gate))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_of_each_expert_are_loaded_by_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    shape, generator = MIXTURE_SHAPES[name], torch.Generator().manual_seed(1)
+    ours = {part: torch.randn(size, generator=generator) for part, size in canonical_tensors(shape).items()}
+    files = {
+        tensor.name: as_family_tensor(tensor, [ours[part] for part in tensor.parts])
+        for tensor in family_tensors(shape)
+    }
+    save_file(files, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["unexpected_keys"] and not info["mismatched_keys"]
+    for part, _ in of_experts(shape):
+        assert torch.equal(expert_weight(model, part), ours[part]), part
+
+
+def test_a_folder_without_an_expert_is_refused(tmp_path: Path) -> None:
+    shape = MIXTURE_SHAPES["mixtral"]
+    their_model(shape, tmp_path).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.2.block_sparse_moe.experts.4.w3.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lacks.*layers\.2\.block_sparse_moe\.experts\.4\.w3"):
+        HuggingFaceReader(tmp_path, shape)
+
+
+@pytest.mark.parametrize("name", MIXTURE_SHAPES)
+def test_the_numbers_of_a_configuration_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    shape = MIXTURE_SHAPES[name]
+    assert shape.experts is not None
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
+    theirs = AutoConfig.from_pretrained(tmp_path)
+    width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    assert (theirs.num_experts, theirs.num_local_experts) == (5, 5)
+    assert (theirs.num_experts_per_tok, width, theirs.sliding_window) == (2, 20, shape.sliding_window)
+    # Mixtral's router always divides by the sum, and has no key for it.
+    assert getattr(theirs, "norm_topk_prob", True) == shape.experts.norm_topk_prob
+    assert tuple(getattr(theirs, "mlp_only_layers", ())) == shape.experts.mlp_only_layers
+    assert getattr(theirs, "decoder_sparse_step", 1) == shape.experts.decoder_sparse_step
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe"])
+def test_the_number_of_experts_has_two_names(model_type: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, key: 12}))
+    shape = shape_of_folder(str(tmp_path))
+    assert isinstance(shape, MixtureShape) and shape.experts is not None
+    assert shape.experts.num_experts == 12
+
+
+def test_noise_of_the_router_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "router_jitter_noise": 0.1}))
+    with pytest.raises(ConfigError, match=r"has router_jitter_noise = 0\.1"):
+        shape_of_folder(str(tmp_path))
+
+
+def test_a_loss_of_transformers_that_is_not_computed_is_told() -> None:
+    config = {"model_type": "olmoe", "router_aux_loss_coef": 0.01}
+    assert not list(notes_of(FAMILIES["olmoe"], config))
+    [note] = notes_of(FAMILIES["olmoe"], config | {"output_router_logits": True})
+    assert "router_aux_loss_coef = 0.01" in note and "training.router_balance" in note
