@@ -141,12 +141,12 @@ CONTEXT_FAULTS: dict[str, ContextFault] = {
 
 
 @contextmanager
-def planted_context_fault(name: str | None) -> Iterator[None]:
-    """Run with the named fault planted; None: without a fault."""
+def planted_context_fault(name: str | None, faults: Mapping[str, ContextFault] = CONTEXT_FAULTS) -> Iterator[None]:
+    """Run with the named fault of a table planted; None: without a fault."""
     if name is None:
         yield
         return
-    fault = CONTEXT_FAULTS[name]
+    fault = faults[name]
     original = vars(fault.target)[fault.attribute]
     with mock.patch.object(fault.target, fault.attribute, fault.replace(original)):
         yield

@@ -11,6 +11,7 @@ from megalite.config.rules import (
     context,
     data,
     expert_parallel,
+    experts,
     layout,
     megatron_order,
     model,
@@ -43,6 +44,7 @@ _SUBJECTS = (
     layout,
     expert_parallel,
     model,
+    experts,
     adapter,
     pipeline,
     batch,
@@ -56,10 +58,10 @@ _SUBJECTS = (
 )
 RULES = _functions_that_yield(Problem, *_SUBJECTS, preference, validation, monitor)
 _PLACE_RULES = _functions_that_yield(Problem, places)
-_NOTES = _functions_that_yield(str, computation, context, optimizer, adapter, monitor)
+_NOTES = _functions_that_yield(str, computation, context, experts, optimizer, adapter, monitor)
 
 _LAYOUT_RULES = _functions_that_yield(
-    Problem, layout, expert_parallel, pipeline, batch, computation, context, optimizer
+    Problem, layout, expert_parallel, pipeline, batch, computation, context, experts, optimizer
 )
 
 

@@ -9,6 +9,7 @@ from megalite.config.rules.batch import BatchProblem
 from megalite.config.rules.every import RULES
 from megalite.config.sections.checked import Unknown
 from megalite.topology.sharding import divisors
+from tests.unit.config.expert_cases import EXPERT_CASES
 from tests.unit.config.layout_cases import LAYOUT_CASES
 from tests.unit.config.rule_cases import (
     CURRICULUM_CASES,
@@ -30,6 +31,7 @@ CASES = [
     *PREFERENCE_CASES,
     *STREAMING_CASES,
     *MEGATRON_CASES,
+    *EXPERT_CASES,
     Case(
         "batch_numbers_agree",
         {"training.micro_batches": 3, "parallel.data": 2},

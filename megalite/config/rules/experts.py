@@ -1,0 +1,173 @@
+"""Rules over mixtures of experts: their sizes, what their layers cannot do, and the losses of their routers."""
+
+from collections.abc import Iterator
+
+from megalite.config.sections.adapter_section import described_adapter
+from megalite.config.sections.checked import CheckedRun
+from megalite.config.sections.schema import ModelConfig
+from megalite.config.sections.shape_settings import model_shape
+from megalite.config.sections.toml import shown
+from megalite.errors import Problem
+from megalite.families.fields import EXPERT_SETTINGS
+from megalite.topology.adapter import Lora
+from megalite.topology.parameters import model_parameters
+from megalite.topology.sharding import divisors
+
+_NUMBER = "model.num_experts"
+_OF_ROUTERS = ("router_balance", "router_z", "router_bias_rate")
+
+
+def settings_of_experts_have_experts(run: CheckedRun) -> Iterator[Problem]:
+    if run.model.num_experts:
+        return
+    remedy = f"set {_NUMBER}, or delete the setting"
+    for name in EXPERT_SETTINGS.values():
+        if getattr(run.model, name) != ModelConfig.model_fields[name].default:
+            yield Problem.reset(f"model.{name}", f"has no effect without {_NUMBER}", remedy)
+    for name in _OF_ROUTERS:
+        if getattr(run.training, name):
+            yield Problem.reset(f"training.{name}", f"has no effect without {_NUMBER}", remedy)
+
+
+def experts_have_their_sizes(run: CheckedRun) -> Iterator[Problem]:
+    number = run.model.num_experts
+    for name, usual in (
+        ("num_experts_per_tok", min(2, number)),
+        ("moe_intermediate_size", run.model.intermediate_size),
+    ):
+        if number and getattr(run.model, name) is None:
+            message = f"is required with {_NUMBER} = {number}"
+            yield Problem.reset(f"model.{name}", message, f"set it, as in {usual}", usual)
+
+
+def tokens_find_their_experts(run: CheckedRun) -> Iterator[Problem]:
+    model = run.model
+    number, top, groups, best = (
+        model.num_experts,
+        model.num_experts_per_tok,
+        model.n_group,
+        model.topk_group,
+    )
+    if not number or top is None:
+        return
+    # The score of a group of sigmoids is the sum of its two best experts.
+    least = 2 if model.router_scores == "sigmoid" and groups > 1 else 1
+    if top > number:
+        message = f"{top} is more than {_NUMBER} = {number}"
+        yield Problem.reset("model.num_experts_per_tok", message, f"use at most {number}", number)
+    elif number % groups or number // groups < least:
+        message = f"{groups} does not divide {_NUMBER} = {number} into groups of {least} or more"
+        fitting = [size for size in divisors(number) if number // size >= least]
+        nearest = max((size for size in fitting if size <= groups), default=1)
+        yield Problem.reset("model.n_group", message, f"use one of {fitting}", nearest)
+    elif best > groups:
+        message = f"{best} is more than model.n_group = {groups}"
+        yield Problem.reset("model.topk_group", message, f"use at most {groups}", groups)
+    elif top > (most := best * number // groups):
+        message = f"{top} is more than the {most} experts of model.topk_group = {best} groups"
+        yield Problem.reset("model.num_experts_per_tok", message, f"use at most {most}", most)
+
+
+def some_layers_have_experts(run: CheckedRun) -> Iterator[Problem]:
+    shape = model_shape(run.model, 1)
+    layers, dense = shape.num_hidden_layers, run.model.mlp_only_layers
+    if not run.model.num_experts:
+        return
+    if beyond := [layer for layer in dense if layer >= layers]:
+        message = f"{beyond[0]} is none of the layers 0 to {layers - 1}"
+        fewer = [layer for layer in dense if layer < layers]
+        yield Problem.reset("model.mlp_only_layers", message, f"use {shown(fewer)}", fewer)
+    elif not any(shape.has_experts(layer) for layer in range(layers)):
+        places = ("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step")
+        message = f"no layer of {layers} has experts: all keep the dense MLP"
+        remedy = f"delete {' and '.join(f'model.{name}' for name in places)}, or {_NUMBER}"
+        yield Problem(_NUMBER, message, remedy, {f"model.{name}": None for name in places})
+
+
+def experts_are_gated_by_silu(run: CheckedRun) -> Iterator[Problem]:
+    shape = model_shape(run.model, 1)
+    if not run.model.num_experts:
+        return
+    for name, built in (("gated_mlp", True), ("hidden_act", "silu"), ("mlp_bias", False)):
+        if (value := getattr(shape, name)) != built:
+            message = f"{shown(value)} does not work with {_NUMBER} = {run.model.num_experts}: an expert is "
+            message += "down(silu(gate(x)) * up(x)), without biases"
+            yield Problem.reset(f"model.{name}", message, f"use {shown(built)}", built)
+
+
+def experts_have_no_dropout(run: CheckedRun) -> Iterator[Problem]:
+    if run.model.num_experts and run.model.mlp_dropout:
+        message = f"{run.model.mlp_dropout} does not work with {_NUMBER} = {run.model.num_experts}"
+        remedy = "use model.residual_dropout, on the output of all experts together"
+        yield Problem.reset("model.mlp_dropout", message, remedy)
+
+
+def experts_have_whole_sequences(run: CheckedRun) -> Iterator[Problem]:
+    chunk = run.training.sequence_chunk
+    if run.model.num_experts and chunk:
+        message = (
+            f"{chunk} does not work with {_NUMBER} = {run.model.num_experts}: experts take whole sequences"
+        )
+        remedy = f"delete the setting, or set model.chunked_loss = {chunk} for the loss alone"
+        yield Problem.reset("training.sequence_chunk", message, remedy)
+
+
+def experts_are_not_compiled(run: CheckedRun) -> Iterator[Problem]:
+    if run.model.num_experts and run.training.compile:
+        message = f"true does not work with {_NUMBER} = {run.model.num_experts}: the sizes of the experts' products "
+        message += "change from step to step"
+        yield Problem.reset("training.compile", message, "use training.compile = false", False)
+
+
+def adapters_leave_experts_alone(run: CheckedRun) -> Iterator[Problem]:
+    adapter = described_adapter(run.adapter)
+    if not isinstance(adapter, Lora) or not run.model.num_experts:
+        return
+    modules = [
+        part.name.removesuffix(".weight").split(".", 3)[-1]
+        for parameter in model_parameters(model_shape(run.model, 1))
+        if parameter.layer is not None and parameter.is_hidden_matrix
+        for part in parameter.spec.parts
+    ]
+    refused = {module for module in modules if module == "mlp.gate" or module.startswith("mlp.experts.")}
+    named = next((module for module in modules if module in refused and adapter.adapts(module)), None)
+    if named is not None:
+        words = list(dict.fromkeys(_word(module) for module in modules if module not in refused))
+        message = f"{shown(run.adapter.targets)} names {named}: experts and their router have no adapters"
+        yield Problem.reset("adapter.targets", message, f"use {', '.join(words)}", words)
+
+
+def _word(module: str) -> str:
+    """self_attn.q_proj -> q_proj, which no expert has; mlp.up_proj -> mlp.up_proj, as experts have one too."""
+    block, _, last = module.rpartition(".")
+    return last if block == "self_attn" else f"{block.rpartition('.')[-1]}.{last}"
+
+
+def router_biases_are_there_to_change(run: CheckedRun) -> Iterator[Problem]:
+    rate = run.training.router_bias_rate
+    if not rate or not run.model.num_experts:
+        return
+    reason = ""
+    if not run.model.router_correction_bias:
+        reason = "has no effect without model.router_correction_bias = true"
+    elif run.adapter.kind != "none":
+        reason = f"changes a weight of the model, but adapter.kind = {shown(run.adapter.kind)} trains none"
+    if reason:
+        remedy = "use training.router_balance, or delete the setting"
+        yield Problem.reset("training.router_bias_rate", f"{rate} {reason}", remedy)
+
+
+def zero_knows_no_experts(run: CheckedRun) -> Iterator[Problem]:
+    if run.zero_stage and run.model.num_experts:
+        message = f"{run.zero_stage} does not work with {_NUMBER} = {run.model.num_experts}"
+        remedy = "use 0; parallel.expert divides experts and their states over ranks"
+        yield Problem.reset("deepspeed.zero_optimization.stage", message, remedy, 0)
+
+
+def routers_are_balanced(run: CheckedRun) -> Iterator[str]:
+    balanced = run.training.router_balance or run.training.router_bias_rate
+    if run.model.num_experts and not balanced and run.model.weights is None:
+        yield (
+            f"{_NUMBER} = {run.model.num_experts} without training.router_balance: a router that nothing balances "
+            "tends to send all tokens to a few experts; 0.01 is usual"
+        )

@@ -1,0 +1,180 @@
+"""Rules over mixtures of experts."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.unit.config.rule_cases import Case
+
+MIXTURE: dict[str, Any] = {
+    "model.family": "qwen3_moe",
+    "model.num_experts": 6,
+    "model.num_experts_per_tok": 2,
+    "model.moe_intermediate_size": 20,
+}
+_GROUPED = {**MIXTURE, "model.n_group": 3, "model.topk_group": 2, "checkpoint.export": False}
+_FOLDER = str(Path(__file__).parent / "small_llama")
+_ADAPTED = {**MIXTURE, "model.weights": _FOLDER, "adapter.kind": "lora", "checkpoint.export": False}
+_SHARED = {**_ADAPTED, "model.shared_intermediate_size": 10, "model.first_k_dense_replace": 1}
+_WITHOUT_WIDTH = {name: value for name, value in MIXTURE.items() if "moe_intermediate" not in name}
+
+
+def _case(rule: str, key: str, value: Any, said: str, cure: Any = None, **changes: Any) -> Case:
+    """Return a case of one bad setting in a mixture; cure: a good value, None: the setting is left out."""
+    base = {**MIXTURE, **{name.replace("__", "."): other for name, other in changes.items()}}
+    cured = {**base, key: cure} if cure is not None else base
+    return Case(rule, {**base, key: value}, f"{key}: {said}", cured)
+
+
+EXPERT_CASES = [
+    Case(
+        "settings_of_experts_have_experts",
+        {"model.num_experts_per_tok": 2},
+        "model.num_experts_per_tok: has no effect without model.num_experts; set model.num_experts, or delete the "
+        "setting",
+        MIXTURE,
+    ),
+    Case(
+        "settings_of_experts_have_experts",
+        {"training.router_balance": 0.01},
+        "training.router_balance: has no effect without model.num_experts; set model.num_experts, or delete the "
+        "setting",
+        {**MIXTURE, "training.router_balance": 0.01},
+    ),
+    Case(
+        "experts_have_their_sizes",
+        _WITHOUT_WIDTH,
+        "model.moe_intermediate_size: is required with model.num_experts = 6; set it, as in 76",
+        MIXTURE,
+    ),
+    _case(
+        "tokens_find_their_experts",
+        "model.num_experts_per_tok",
+        7,
+        "7 is more than model.num_experts = 6; use at most 6",
+        6,
+    ),
+    Case(
+        "tokens_find_their_experts",
+        {**_GROUPED, "model.n_group": 4},
+        "model.n_group: 4 does not divide model.num_experts = 6 into groups of 1 or more; use one of [1, 2, 3, 6]",
+        _GROUPED,
+    ),
+    Case(
+        "tokens_find_their_experts",
+        {**_GROUPED, "model.n_group": 6, "model.router_scores": "sigmoid"},
+        "model.n_group: 6 does not divide model.num_experts = 6 into groups of 2 or more; use one of [1, 2, 3]",
+        {**_GROUPED, "model.router_scores": "sigmoid"},
+    ),
+    Case(
+        "tokens_find_their_experts",
+        {**_GROUPED, "model.topk_group": 4},
+        "model.topk_group: 4 is more than model.n_group = 3; use at most 3",
+        _GROUPED,
+    ),
+    Case(
+        "tokens_find_their_experts",
+        {**_GROUPED, "model.topk_group": 1, "model.num_experts_per_tok": 3},
+        "model.num_experts_per_tok: 3 is more than the 2 experts of model.topk_group = 1 groups; use at most 2",
+        {**_GROUPED, "model.topk_group": 1},
+    ),
+    _case(
+        "some_layers_have_experts",
+        "model.mlp_only_layers",
+        [1, 4],
+        "4 is none of the layers 0 to 3; use [1]",
+        [1],
+    ),
+    Case(
+        "some_layers_have_experts",
+        {**MIXTURE, "model.decoder_sparse_step": 5},
+        "model.num_experts: no layer of 4 has experts: all keep the dense MLP; delete model.first_k_dense_replace and "
+        "model.mlp_only_layers and model.decoder_sparse_step, or model.num_experts",
+        MIXTURE,
+    ),
+    _case(
+        "experts_are_gated_by_silu",
+        "model.hidden_act",
+        "gelu",
+        '"gelu" does not work with model.num_experts = 6: an expert is down(silu(gate(x)) * up(x)), without biases; '
+        'use "silu"',
+        checkpoint__export=False,
+    ),
+    _case(
+        "experts_have_no_dropout",
+        "model.mlp_dropout",
+        0.1,
+        "0.1 does not work with model.num_experts = 6; use model.residual_dropout, on the output of all experts "
+        "together",
+    ),
+    _case(
+        "experts_have_whole_sequences",
+        "training.sequence_chunk",
+        8,
+        "8 does not work with model.num_experts = 6: experts take whole sequences; delete the setting, or set "
+        "model.chunked_loss = 8 for the loss alone",
+    ),
+    _case(
+        "experts_are_not_compiled",
+        "training.compile",
+        True,
+        "true does not work with model.num_experts = 6: the sizes of the experts' products change from step to step; "
+        "use training.compile = false",
+        False,
+    ),
+    Case(
+        "adapters_leave_experts_alone",
+        _ADAPTED,
+        'adapter.targets: "all" names mlp.experts.0.gate_proj: experts and their router have no adapters; '
+        "use q_proj, k_proj, v_proj, o_proj",
+        {**_ADAPTED, "adapter.targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    ),
+    Case(
+        "adapters_leave_experts_alone",
+        {**_SHARED, "adapter.targets": ["q_proj", "gate"]},
+        'adapter.targets: ["q_proj", "gate"] names mlp.gate: experts and their router have no adapters; '
+        "use q_proj, k_proj, v_proj, o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj, shared_experts.gate_proj, "
+        "shared_experts.up_proj, shared_experts.down_proj",
+        {**_SHARED, "adapter.targets": ["shared_experts.up_proj", "mlp.up_proj"]},
+    ),
+    _case(
+        "router_biases_are_there_to_change",
+        "training.router_bias_rate",
+        0.001,
+        "0.001 has no effect without model.router_correction_bias = true; use training.router_balance, or delete the "
+        "setting",
+    ),
+    Case(
+        "router_biases_are_there_to_change",
+        {
+            **_ADAPTED,
+            "adapter.targets": ["q_proj"],
+            "model.router_correction_bias": True,
+            "training.router_bias_rate": 0.001,
+        },
+        'training.router_bias_rate: 0.001 changes a weight of the model, but adapter.kind = "lora" trains none; '
+        "use training.router_balance, or delete the setting",
+        {**_ADAPTED, "adapter.targets": ["q_proj"], "model.router_correction_bias": True},
+    ),
+    _case(
+        "zero_knows_no_experts",
+        "deepspeed.zero_optimization.stage",
+        1,
+        "1 does not work with model.num_experts = 6; use 0; parallel.expert divides experts and their states over "
+        "ranks",
+        0,
+    ),
+    Case(
+        "family_can_be_exported",
+        {**MIXTURE, "model.family": "mixtral"},
+        "model.moe_intermediate_size: 20 cannot be written in a mixtral config.json, which has 76; use 76, choose "
+        "another model.family, or set checkpoint.export = false",
+        {**MIXTURE, "model.family": "mixtral", "model.intermediate_size": 20},
+    ),
+    Case(
+        "family_can_be_exported",
+        {"model.family": "olmoe", "model.num_key_value_heads": 8},
+        "model.num_experts: 0 cannot be written in a olmoe config.json, which has 64; use 64, choose another "
+        "model.family, or set checkpoint.export = false",
+        {**MIXTURE, "model.family": "olmoe", "model.intermediate_size": 20},
+    ),
+]
