@@ -6,6 +6,7 @@ from math import prod
 from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.derived import context_choice, vocabulary
 from megalite.config.sections.schema import RunConfig
+from megalite.topology.flops import active_numel
 from megalite.topology.parameters import (
     EMBEDDING,
     HEAD,
@@ -26,12 +27,14 @@ def shape_line(config: RunConfig) -> str:
     heads = f"{model.num_attention_heads} heads"
     if model.num_key_value_heads != model.num_attention_heads:
         heads += f" ({model.num_key_value_heads} key-value)"
+    if model.num_experts:
+        heads += f", {model.num_experts} experts ({model.num_experts_per_tok} a token)"
     words = "the tokenizer's vocabulary" if rows is None else f"vocabulary {rows:,}"
     return f"{model.family}, {model.num_hidden_layers} layers of {model.hidden_size}, {heads}, {words}"
 
 
 def parameters_line(config: RunConfig) -> str:
-    """Return the number of parameters, in all and without the embedding (and a head of its own)."""
+    """Return the number of parameters: in all, without embedding and head, and those of a mixture for one token."""
     rows = vocabulary(config)
     tables = (EMBEDDING, POSITIONS, HEAD)
     shape = config.model.shape(rows or _UNKNOWN_VOCABULARY)
@@ -45,7 +48,10 @@ def parameters_line(config: RunConfig) -> str:
         return f"{trained:,} trained of {whole:,} ({trained / whole:.2%})"
     if rows is None:
         return f"{inner:,} without embedding and head, whose size is the tokenizer's"
-    return f"{sum(each.numel for each in parameters):,} ({inner:,} without embedding and head)"
+    total = sum(each.numel for each in parameters)
+    active = sum(active_numel(each, shape) for each in parameters)
+    of_a_token = f", {active:,} active" if active != total else ""
+    return f"{total:,} ({inner:,} without embedding and head{of_a_token})"
 
 
 def memory_text(size_bytes: float) -> str:
