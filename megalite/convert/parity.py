@@ -24,7 +24,7 @@ from megalite.convert.average import AveragedWeights
 from megalite.convert.huggingface.files import headers, weight_map
 from megalite.convert.peft.merged import MergedCheckpoints
 from megalite.errors import CheckpointError
-from megalite.families.registry import FAMILIES, family_tensors
+from megalite.families.registry import FAMILIES, family_tensors, model_tensors
 from megalite.model.context import StepContext
 from megalite.model.embedding import embedding_scale
 from megalite.model.layer import DecoderLayer
@@ -32,7 +32,6 @@ from megalite.model.norms import build_norm
 from megalite.model.rope import LayerRotations
 from megalite.ops.activations import soft_capped
 from megalite.parallel.mesh import ParallelMesh
-from megalite.topology.experts import MixtureShape
 from megalite.topology.parameters import (
     EMBEDDING,
     FINAL_NORM,
@@ -233,13 +232,12 @@ class _TheirModules:
         self.config._attn_implementation = "eager"
         self.config._experts_implementation = "eager"
         self._files, self._names = files, FAMILIES[shape.family].names
-        # A mixture of transformers holds the experts of a layer in two tensors, and its files each expert's alone.
-        mixture = isinstance(shape, MixtureShape)
-        self._stacked = {tensor.name: tensor for tensor in self._names.stacked(shape)} if mixture else {}
+        # A mixture holds the experts of a layer in two tensors, and its files each expert's alone.
+        self._tensors = {tensor.name: tensor for tensor in model_tensors(shape)}
         self._stored = {part: tensor.name for tensor in family_tensors(shape) for part in tensor.parts}
         # Module -> its tensors.
         self._within: defaultdict[str, list[str]] = defaultdict(list)
-        for name in self._stacked or files.where:
+        for name in self._tensors:
             for outer in accumulate(name.split(".")[:-1], "{}.{}".format):
                 self._within[outer].append(name)
         with torch.device("meta"):
@@ -273,9 +271,9 @@ class _TheirModules:
         return module.eval()
 
     def _tensor(self, name: str) -> Tensor:
-        if name not in self._stacked:
+        if name in self._files.where:
             return self._files.tensor(name)
-        tensor = self._stacked[name]
+        tensor = self._tensors[name]
         parts = [self._files.tensor(self._stored[part]) for part in tensor.parts]
         return torch.cat(parts).reshape(tensor.shape)
 

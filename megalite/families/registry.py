@@ -11,6 +11,7 @@ from typing import Any
 import megalite.families
 from megalite.families.family import Family
 from megalite.families.tensors import FamilyTensor
+from megalite.topology.experts import MixtureShape
 from megalite.topology.shape import ModelShape
 
 
@@ -32,6 +33,12 @@ FAMILIES: Mapping[str, Family] = {
 def family_tensors(shape: ModelShape) -> tuple[FamilyTensor, ...]:
     """Return every tensor of the folder of the shape's family, in forward order."""
     return FAMILIES[shape.family].tensors(shape)
+
+
+def model_tensors(shape: ModelShape) -> tuple[FamilyTensor, ...]:
+    """Return every tensor in the form that a model of transformers 5 holds: a mixture's experts stacked by layer."""
+    names = FAMILIES[shape.family].names
+    return tuple(names.stacked(shape) if isinstance(shape, MixtureShape) else names.tensors(shape))
 
 
 def names_in_files(shape: ModelShape) -> dict[str, tuple[str, ...]]:

@@ -29,7 +29,7 @@ from megalite.convert.universal.folder import (
     ZERO,
 )
 from megalite.errors import CheckpointError
-from megalite.families.registry import FAMILIES, family_tensors, hf_config
+from megalite.families.registry import FAMILIES, hf_config, model_tensors
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.state import EMA, MASTER
 
@@ -95,7 +95,7 @@ def _write_tensors(reader: CheckpointReader, zero: Path) -> None:
     step, shapes = _step(reader.manifest), canonical_tensors(reader.manifest.model)
     # DeepSpeed looks for the parameters of the model in memory.
     in_models = FAMILIES[reader.manifest.model.family].names.in_models
-    for tensor in family_tensors(reader.manifest.model):
+    for tensor in model_tensors(reader.manifest.model):
         folder = zero / in_models.get(tensor.name, tensor.name)
         folder.mkdir()
         for name, state_key in zip(STATE_FILES, (WEIGHT, *MOMENTS), strict=True):

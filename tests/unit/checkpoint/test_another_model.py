@@ -11,8 +11,9 @@ from megalite.checkpoint.load import check_fits
 from megalite.checkpoint.manifest import Manifest
 from megalite.errors import CheckpointError
 from megalite.topology.adapter import Lora, Prefix
+from megalite.topology.experts import MixtureShape
 from megalite.topology.shape import ModelShape, RopeScaling
-from tests.support.tiny import tiny_shape
+from tests.support.tiny import MIXTURE_SHAPES, tiny_shape
 
 LORA = Lora(4, 8.0, ("q_proj", "v_proj"))
 YARN = RopeScaling("yarn", 4.0, original_max_position_embeddings=16)
@@ -82,3 +83,28 @@ def test_each_setting_that_differs_is_named_by_its_key(name: str) -> None:
     first, *rest = str(refused.value).splitlines()
     assert first == "step-000002 is a checkpoint of another model; use the settings of its model"
     assert [line.strip() for line in rest] == lines
+
+
+def test_experts_that_differ_are_named_by_their_settings() -> None:
+    shape = MIXTURE_SHAPES["qwen3_moe"]
+    assert isinstance(shape, MixtureShape) and shape.experts is not None
+    fits(shape, shape)
+    dense = replace(
+        tiny_shape(), **{name: getattr(shape, name) for name in ("family", "qk_norm", "head_dim")}
+    )
+    wider = replace(shape, experts=replace(shape.experts, moe_intermediate_size=24, correction_bias=True))
+    for written, here, lines in (
+        (dense, shape, ["model.num_experts: 5 here, 0 in the checkpoint"]),
+        (shape, dense, ["model.num_experts: 0 here, 5 in the checkpoint"]),
+        (
+            shape,
+            wider,
+            [
+                "model.moe_intermediate_size: 24 here, 20 in the checkpoint",
+                "model.router_correction_bias: true here, false in the checkpoint",
+            ],
+        ),
+    ):
+        with pytest.raises(CheckpointError) as refused:
+            fits(written, here)
+        assert [line.strip() for line in str(refused.value).splitlines()[1:]] == lines

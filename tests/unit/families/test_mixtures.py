@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
 from megalite.config.sources.huggingface import notes_of, shape_of_folder
 from megalite.convert.huggingface.export import as_family_tensor
-from megalite.convert.huggingface.load import HuggingFaceReader
+from megalite.convert.huggingface.load import HuggingFaceReader, import_checkpoint
 from megalite.errors import CheckpointError, ConfigError
-from megalite.families.registry import FAMILIES, family_tensors, hf_config
+from megalite.families.registry import FAMILIES, family_tensors, hf_config, model_tensors
 from megalite.topology.experts import MixtureShape
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.sharding import TensorSlice
@@ -58,7 +59,7 @@ def test_files_of_transformers_are_read(name: str, of_each_expert: bool, tmp_pat
     model.save_pretrained(tmp_path, save_original_format=of_each_expert)
     theirs = {key: tuple(tensor.shape) for key, tensor in load_file(tmp_path / "model.safetensors").items()}
     names = FAMILIES[shape.family].names
-    tensors = names.tensors(shape) if of_each_expert else names.stacked(shape)
+    tensors = names.tensors(shape) if of_each_expert else model_tensors(shape)
     assert {tensor.name: tensor.shape for tensor in tensors} == theirs
     with HuggingFaceReader(tmp_path, shape) as reader:
         assert list(of_experts(shape))
@@ -89,6 +90,17 @@ def test_files_of_each_expert_are_loaded_by_transformers(name: str, tmp_path: Pa
     assert not info["unexpected_keys"] and not info["mismatched_keys"]
     for part, _ in of_experts(shape):
         assert torch.equal(expert_weight(model, part), ours[part]), part
+
+
+def test_an_imported_folder_is_a_checkpoint_of_the_mixture(tmp_path: Path) -> None:
+    shape = MIXTURE_SHAPES["mixtral"]
+    model = their_model(shape, tmp_path)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    checkpoint = import_checkpoint(tmp_path, shape, tmp_path / "run")
+    with CheckpointReader(checkpoint) as reader:
+        assert reader.manifest.model == shape
+        for part, size in of_experts(shape):
+            assert torch.equal(reader.read("weight", part, full_slice(size)), expert_weight(model, part))
 
 
 def test_a_folder_without_an_expert_is_refused(tmp_path: Path) -> None:
