@@ -24,8 +24,10 @@ class RowOrder:
     @classmethod
     def of(cls, experts: Tensor) -> "RowOrder":
         """Return the order of the choices [T, k]."""
+        number, chosen = experts.shape
         order = experts.flatten().argsort(stable=True)
-        return cls(order // experts.shape[1], inverse(order).view_as(experts))
+        tokens = torch.arange(number, device=experts.device).repeat_interleave(chosen)
+        return cls(tokens.index_select(0, order), inverse(order).view_as(experts))
 
 
 def inverse(order: Tensor) -> Tensor:

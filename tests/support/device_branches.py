@@ -50,6 +50,10 @@ ON_THE_STANDIN = {
 # Test -> the functions whose branch for an accelerator, or for CUDA alone, it runs.
 TESTED = {
     (
+        "tests/standin/test_experts.py",
+        "test_one_product_for_all_experts_is_a_product_for_each",
+    ): ("ops/expert_products.py:_in_one_product",),
+    (
         "tests/unit/ops/test_context_ring.py",
         "test_the_host_does_not_wait_for_the_documents_of_a_device",
     ): ("ops/context_ring.py:BlockForm.first_key",),
