@@ -290,6 +290,8 @@ def _with_choice(checked: CheckedRun, config: RunConfig, choice: LayoutChoice) -
         "sequence": choice.sequence,
         "context": choice.context,
         "context_method": choice.context_method,
+        # `expert_problems` judges PlannedAxes.
+        **{"expert": 1, "expert_tensor": None},
         "pipeline": choice.pipeline,
         "data": choice.data,
         "schedule": choice.schedule,
