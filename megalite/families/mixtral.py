@@ -1,5 +1,7 @@
 """Mixtral (Jiang et al. 2024, "Mixtral of experts"): Mistral with experts in every layer, each as wide as its MLP."""
 
+from typing import Any
+
 from megalite.families.experts import TOP_K, ExpertCount
 from megalite.families.family import SILU, SIZES, Family, sizes
 from megalite.families.rope import Rope
@@ -7,7 +9,7 @@ from megalite.families.tensors import TensorNames
 from megalite.families.windows import EveryLayer
 from megalite.families.words import Shared
 
-_MIXTRAL = {"rope_theta": 1000000.0, "num_experts": 8, "num_experts_per_tok": 2}
+_MIXTRAL: dict[str, Any] = {"rope_theta": 1000000.0, "num_experts": 8, "num_experts_per_tok": 2}
 
 FAMILY = Family(
     "mixtral",
