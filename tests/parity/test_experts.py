@@ -9,11 +9,14 @@ from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape, MixtureShape
 from megalite.topology.shape import ModelShape
 from tests.parity.test_layouts import _assert_equal_to_one_process
+from tests.support.context_faults import planted_context_fault
+from tests.support.expert_faults import EXPERT_FAULTS
 from tests.support.options import Dropout, Recompute
-from tests.support.parity import OPERATOR_RTOL
+from tests.support.parity import OPERATOR_RTOL, about
+from tests.support.ranks import RankFailed, RanksHung
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
-from tests.support.training import Job, train_on_rank
+from tests.support.training import Job, RankResult, train_on_rank
 
 # Seven experts, which no number of ranks divides; with small weights the router's errors would hide.
 DENSE = {
@@ -104,8 +107,56 @@ ALONE: dict[str, Any] = {
 }
 
 
+def train_with_fault(job: Job, fault: str | None) -> RankResult:
+    with planted_context_fault(fault, EXPERT_FAULTS):
+        return train_on_rank(job)
+
+
+def _compare(ranks, reference, job: Job, fault: str | None = None) -> None:
+    results = ranks.run(train_with_fault, world_size=job.layout.world_size, job=job, fault=fault)
+    alone = reference(replace(job, **ALONE))
+    _assert_equal_to_one_process(job, results, alone, OPERATOR_RTOL)
+    for result in results:
+        assert result.loads == [about(load, OPERATOR_RTOL) for load in alone.loads]
+
+
 @pytest.mark.parametrize("name", cases(tuple(JOBS), core=CORE))
 def test_experts_equal_one_process(ranks, reference, name):
-    job = JOBS[name]
-    results = ranks.run(train_on_rank, world_size=job.layout.world_size, job=job)
-    _assert_equal_to_one_process(job, results, reference(replace(job, **ALONE)), OPERATOR_RTOL)
+    _compare(ranks, reference, JOBS[name])
+
+
+# The layouts of one curve: biases that move by a tenth a step change choices from the second step on.
+BIASED = replace(
+    JOB,
+    shape=MixtureShape(**DENSE, experts=replace(DEEPSEEK, correction_bias=True)),
+    router_bias_rate=0.1,
+    steps=4,
+)
+CURVES = {
+    "dp2 ep2": {"layout": Layout(data=2, expert=2)},
+    "dp4 ep4": {"layout": Layout(data=4, expert=4)},
+    "tp2": {"layout": Layout(tensor=2)},
+    "tp2, sequence": {"layout": Layout(tensor=2), **WHOLE},
+    "tp2 ep2, whole": {"layout": Layout(tensor=2, expert=2, expert_tensor=1), **WHOLE},
+    "cp2 ep2": {"layout": Layout(context=2, expert=2)},
+    "pp2": {"layout": Layout(pipeline=2), **_stages("zbv")},
+    "dp2 ep2, recompute": {"layout": Layout(data=2, expert=2), "recompute": Recompute("full")},
+}
+
+
+@pytest.mark.parametrize("name", cases(tuple(CURVES), core=("tp2", "dp2 ep2, recompute")))
+def test_biases_and_loads_follow_one_curve(ranks, reference, name):
+    job = replace(BIASED, **CURVES[name])
+    _compare(ranks, reference, job)
+    loads = [load["expert_load"] for load in reference(replace(job, **ALONE)).loads]
+    assert len(set(loads)) > 1, "no bias changed a choice"
+
+
+@pytest.mark.parametrize("name", cases(tuple(EXPERT_FAULTS), core=tuple(EXPERT_FAULTS)[::4]))
+def test_a_planted_fault_departs_from_one_process(ranks, reference, name):
+    changes = dict(EXPERT_FAULTS[name].changes)
+    eight = changes.pop("even", False) | changes.pop("shared", False)
+    job = replace(WITH_SHARED if eight else JOB, **changes)
+    with pytest.raises(AssertionError) as departed:
+        _compare(ranks, reference, job, name)
+    assert not isinstance(departed.value, RankFailed | RanksHung), departed.value

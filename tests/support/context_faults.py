@@ -141,7 +141,9 @@ CONTEXT_FAULTS: dict[str, ContextFault] = {
 
 
 @contextmanager
-def planted_context_fault(name: str | None, faults: Mapping[str, ContextFault] = CONTEXT_FAULTS) -> Iterator[None]:
+def planted_context_fault(
+    name: str | None, faults: Mapping[str, ContextFault] = CONTEXT_FAULTS
+) -> Iterator[None]:
     """Run with the named fault of a table planted; None: without a fault."""
     if name is None:
         yield

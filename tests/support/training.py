@@ -27,7 +27,7 @@ from megalite.parallel.step_batch import EVALUATION, WITHOUT_ADAPTER, StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.context import ContextMethod
 from megalite.topology.experts import EXPERT_AXIS, MixtureShape
-from megalite.topology.parameters import Parameter, canonical_tensors, trained_tensors
+from megalite.topology.parameters import Parameter, canonical_tensors, model_parameters
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
@@ -36,6 +36,7 @@ from megalite.train.assemble import StepSchedule, TrainingPlan, assemble
 from megalite.train.optimizer.protocol import Optimizer, Update
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.step.reference import is_without_adapter
+from megalite.train.step.router_load import RouterLoad
 from tests.support.options import NO_DROPOUT, NO_RECOMPUTE, Dropout, Recompute, options_of
 from tests.support.parity import assert_copies
 from tests.support.tiny import SEQUENCE_LENGTH, in_documents, tiny_batch
@@ -72,6 +73,7 @@ class Job:
     z_loss: float = 0.0
     router_balance: float = 0.0
     router_z: float = 0.0
+    router_bias_rate: float = 0.0  # evaluates in each step too, which must not count
     steps: int = 1
     seed: int = 7
     dropout: Dropout = NO_DROPOUT
@@ -116,6 +118,7 @@ class RankResult:
     without_gradient: list[str] = field(default_factory=list)
     initial: list[Shard] = field(default_factory=list)
     final: list[Shard] = field(default_factory=list)
+    loads: list[dict[str, float]] = field(default_factory=list)
 
 
 def train_on_rank(job: Job) -> RankResult:
@@ -123,6 +126,7 @@ def train_on_rank(job: Job) -> RankResult:
     parts = build(job)
     mesh, parameters, optimizer = parts.mesh, parts.replica.parameters, parts.optimizer
     tensors, trained = parts.replica.tensors, parts.replica.trained
+    load = RouterLoad(parts.replica, job.router_bias_rate)
     with whole_weights(job.zero_stage, tensors):
         result = RankResult(mesh.dense_gradients.rank, initial=shards_of(parameters, tensors, mesh))
     for step, batch in enumerate(batches(job, parts)):
@@ -135,6 +139,10 @@ def train_on_rank(job: Job) -> RankResult:
             parts.reduced.clear()
         optimizer.reduce_gradients()
         result.norms.append(parts.update(job.learning_rate).grad_norm)
+        if job.router_bias_rate:
+            parts.pipeline.evaluate(batch)
+            totals = mesh.reduce_over_world(load.take_share())
+            result.loads.append(load.stepped(totals, SEQUENCES, skipped=False))
     with whole_weights(job.zero_stage, tensors):
         result.final = shards_of(parameters, tensors, mesh)
     return result
@@ -402,7 +410,10 @@ def shards_of(
 
 def full_tensors(shape: ModelShape, shards: Sequence[Shard], *, add: bool) -> dict[str, Tensor]:
     """Assemble full tensors by name; overlapping shards are added (partial gradients) or must be equal (replicas)."""
-    sizes = trained_tensors(shape) if add else canonical_tensors(shape)
+    sizes = canonical_tensors(shape)
+    if add:
+        trained = (part.name for each in model_parameters(shape) if each.trained for part in each.spec.parts)
+        sizes = {name: sizes[name] for name in trained}
     whole = {name: torch.zeros(size, dtype=torch.float64) for name, size in sizes.items()}
     filled = {name: torch.zeros(size, dtype=torch.bool) for name, size in sizes.items()}
     for shard in shards:
