@@ -6,8 +6,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-FIGURES = ("reward_accuracy", "reward_margin")
-"""The names that StepMetrics.figures may have."""
+FIGURES = ("reward_accuracy", "reward_margin", "expert_load")
+"""The names that StepMetrics.figures may have, and that a line shows."""
+ROUTER_FIGURES = ("router_entropy", "idle_experts", "router_loss")
+"""Those that only records have."""
 AT_THE_START = ("parameters", "trained_parameters", "frozen_parameters", "total_steps")
 """The keys in the first record of every start: the values of the whole model with its adapter, the run's last step."""
 OF_RANKS = (
@@ -32,7 +34,8 @@ class StepMetrics:
     loss_scale: with fp16 only. skipped_steps: skipped since the start of the run; None if no step can be skipped.
     reserved_bytes: with a device only, the maximum over ranks of the bytes reserved by torch's allocator.
     group_rates: the learning rate of each [[optimizer.groups]] table, by its pattern; their names in files are
-    learning_rate/PATTERN. custom: metrics of callbacks, by name. figures: what the loss of preferences has besides.
+    learning_rate/PATTERN. custom: metrics of callbacks, by name. figures: what the loss of preferences has besides,
+    and the load of a mixture's experts.
     of_ranks: the fields of OF_RANKS, as of the last report. layers: the norms that monitor.layers_every records, by
     name. loss_spike: by how much a spike of the loss exceeds the running median. epoch, epoch_loss: the epoch that
     ends with this step, and the mean loss of its steps.
@@ -149,6 +152,7 @@ def is_own_metric(name: str) -> bool:
     """Whether a key of metrics.jsonl is built in, so that callbacks cannot use it."""
     return name in {
         *FIGURES,
+        *ROUTER_FIGURES,
         *AT_THE_START,
         *OF_RANKS,
         *(each.name for each in fields(StepMetrics)),

@@ -52,6 +52,8 @@ _CHARTS = (
     Chart("loss scale", "", ("loss_scale",)),
     Chart("skipped steps", "", ("skipped_steps",)),
     Chart("mean loss of an epoch", "", ("epoch_loss",)),
+    Chart("fullest expert over the mean", "", ("expert_load",)),
+    Chart("idle experts", "", ("idle_experts",)),
     Chart("reward accuracy", "%", ("reward_accuracy", "validation_reward_accuracy"), 100.0),
     Chart("reward margin", "", ("reward_margin", "validation_reward_margin")),
 )

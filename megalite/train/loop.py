@@ -15,6 +15,7 @@ from megalite.train.callbacks import ActiveRun, Callback, Callbacks
 from megalite.train.checkpoints.saving import RunSaver
 from megalite.train.interruption import NAMES, StopSignals
 from megalite.train.report import RunReporter
+from megalite.train.step.router_load import no_token
 from megalite.train.step.state import StepReport
 from megalite.train.step.train_step import TrainStep
 from megalite.train.time_budget import TimeBudget
@@ -86,6 +87,8 @@ class TrainingLoop:
             validation = self._validated(metrics)
             last = self._ends_here(self._flags_of_all(validates=False))
         self._reporter.step(report, validation, metrics, writes=any(report.flags[:1]))  # the first flag: busy
+        if dead := self._trainer.routers.newly_dead():
+            self._reporter.warn(f"step {report.step}: {no_token(dead)}")
         self._save(report, validation, last=last)
         empty_every = self._config.training.empty_cache_every
         if empty_every and report.step % empty_every == 0:

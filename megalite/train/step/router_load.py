@@ -4,15 +4,27 @@ The biases are those of Wang et al. 2024, "Auxiliary-loss-free load balancing st
 are whole numbers of the global batch, so that biases are the same in every layout.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from megalite.errors import listed
 from megalite.model.moe import Mixture, Router
 from megalite.model.replica import Replica
 from megalite.topology.experts import MixtureShape
 
 # Steps without a token after which an expert counts as dead: chance leaves none out so often.
 DEAD_STEPS = 100
+
+
+def no_token(dead: Sequence[str]) -> str:
+    """Return the warning about experts that died."""
+    which, they = (f"{dead[0]} has", "it") if len(dead) == 1 else (f"{listed(dead)} have", "them")
+    return (
+        f"{which} had no token in {DEAD_STEPS} steps, and nothing trains {they}; raise training.router_balance or"
+        " training.router_bias_rate, or lower optimizer.learning_rate"
+    )
 
 
 class RouterLoad:

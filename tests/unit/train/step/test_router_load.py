@@ -1,0 +1,63 @@
+"""The load of experts over steps: figures, biases that skipped steps leave, and experts that die."""
+
+from dataclasses import fields, replace
+
+import torch
+
+from megalite.model.moe import Mixture
+from megalite.model.options import ModelOptions
+from megalite.model.stages import build_replica
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.experts import ExpertShape, MixtureShape
+from megalite.topology.shape import ModelShape
+from megalite.topology.stages import pipeline_split
+from megalite.train.step.router_load import DEAD_STEPS, RouterLoad
+from tests.support.parity import about
+from tests.support.tiny import tiny_shape
+
+DENSE = {field.name: getattr(tiny_shape(layers=2), field.name) for field in fields(ModelShape)}
+EXPERTS = ExpertShape(4, 1, 6, correction_bias=True)
+
+
+def _replica(shape: ModelShape):
+    return build_replica(shape, ParallelMesh.single(), pipeline_split(2), ModelOptions(), seed=1)
+
+
+def _gates(replica):
+    return [module.gate for module in replica.stage.modules() if isinstance(module, Mixture)]
+
+
+def test_a_dense_model_has_no_load() -> None:
+    load = RouterLoad(_replica(tiny_shape(layers=2)), 0.1)
+    assert load.take_share().tolist() == []
+    assert load.stepped(load.take_share(), 8, skipped=False) == {}
+    assert load.newly_dead() == []
+
+
+def test_counts_become_figures_and_move_the_biases_once() -> None:
+    replica = _replica(MixtureShape(**DENSE, experts=EXPERTS))
+    load, gates = RouterLoad(replica, 0.5), _gates(replica)
+    for gate, counts in zip(gates, ([4, 2, 1, 1], [2, 2, 2, 2]), strict=True):
+        gate.counts.copy_(torch.tensor(counts))
+        gate.losses.fill_(3.0)
+    totals = load.take_share()
+    assert totals.tolist() == [4, 2, 1, 1, 2, 2, 2, 2, 6]
+    assert not any(gate.counts.any() or gate.losses for gate in gates), "they count anew"
+    figures = load.stepped(totals, 8, skipped=True)
+    assert not any(gate.e_score_correction_bias.any() for gate in gates), "the step was skipped"
+    entropy = (0.5 * 1 + 0.25 * 2 + 2 * 0.125 * 3) / 2  # in bits, of two
+    assert figures == about(
+        {"expert_load": 2.0, "router_entropy": entropy, "idle_experts": 0.0, "router_loss": 0.75}
+    )
+    load.stepped(totals, 8, skipped=False)
+    assert [gate.e_score_correction_bias.tolist() for gate in gates] == [[-0.5, 0, 0.5, 0.5], [0, 0, 0, 0]]
+
+
+def test_an_expert_without_tokens_is_named_once_and_may_come_back() -> None:
+    replica = _replica(MixtureShape(**DENSE, experts=replace(EXPERTS, first_k_dense_replace=1)))
+    load, named = RouterLoad(replica, 0.0), []
+    without, with_all = torch.tensor([3.0, 0, 2, 3, 0]), torch.tensor([3.0, 1, 2, 2, 0])
+    for step in range(1, 3 * DEAD_STEPS + 2):
+        load.stepped(with_all if step == 2 * DEAD_STEPS else without, 8, skipped=False)
+        named += [(step, dead) for dead in load.newly_dead()]
+    assert named == [(DEAD_STEPS, "expert 1 of layer 1"), (3 * DEAD_STEPS, "expert 1 of layer 1")]
