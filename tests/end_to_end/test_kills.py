@@ -197,8 +197,7 @@ def test_a_signal_before_the_first_step_ends_in_good_order(tmp_path, ranks, stag
     output, _ = process.communicate(timeout=PATIENCE)
     assert time.monotonic() - told_at < soon(30)
     assert process.returncode == 76, output
-    assert _recorded_steps(folder) == 0 and "error: " not in output, output
-    # A worker that was just started may complain behind it that its parent is gone.
+    assert _recorded_steps(folder) == 0 and "error: " not in output and "Traceback" not in output, output
     assert (
         f"interrupted: {folder / 'checkpoints'} has no checkpoint yet; the same command, or a requeue of the job, "
         "starts from the beginning"

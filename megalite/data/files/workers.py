@@ -1,12 +1,11 @@
 """An ordered map over worker processes, in bounded memory."""
 
-import multiprocessing
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection, wait
-from types import ModuleType
+from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any, Generic, TypeVar
 
 from megalite.errors import DataError
@@ -18,6 +17,9 @@ Result = TypeVar("Result")
 _LEAD = 4
 _STOP_SECONDS = 5.0
 _WAITING_SECONDS = 1.0
+# Not multiprocessing's own start of a process: that one imports the user's script, which would start training again,
+# and complains with a traceback where its parent is gone before it has begun.
+_CODE = "import sys; sys.path = sys.argv[2:]; from megalite.data.files.workers import serve; serve(int(sys.argv[1]))"
 
 
 def ordered_map(
@@ -29,9 +31,9 @@ def ordered_map(
 ) -> Iterator[Result]:
     """Yield function(item) for every item, in order, computed by `workers` processes; 0: in this process.
 
-    `function`, items and results must be picklable. Workers are spawned, which is safe with threads in this process;
-    they import only what `function` needs, and end with this process, however it ends. waiting: called each second
-    without a result.
+    `function`, items and results must be picklable. Workers are new interpreters, which is safe with threads in this
+    process; they import only what `function` needs, and end with this process, however it ends. waiting: called each
+    second without a result.
     Raises the exceptions of `function`, and WorkerDied if a worker process died.
     """
     if workers == 0:
@@ -57,19 +59,21 @@ class _Worker(Generic[Item, Result]):
     """A process that answers one item at a time over a pipe."""
 
     def __init__(self, function: Callable[[Item], Result]):
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(function, theirs), daemon=True)
+        self.connection, theirs = Pipe()
+        command = [sys.executable, "-c", _CODE, str(theirs.fileno()), *map(str, sys.path)]
+        # Ctrl-C reaches the whole process group, also a worker that is still to ignore it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         try:
-            with _without_main():
-                self._process.start()
+            self._process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
         except OSError as error:
             raise DataError(f"cannot start a worker process ({error.strerror}); use fewer workers") from error
         finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             # The child does not inherit our end, so closing either end gives the other process EOF.
             theirs.close()
+        self.send(function)
 
-    def send(self, item: Item) -> None:
+    def send(self, item: Item | Callable[[Item], Result]) -> None:
         try:
             self.connection.send(item)
         except (BrokenPipeError, ConnectionResetError) as error:
@@ -89,14 +93,16 @@ class _Worker(Generic[Item, Result]):
         self.connection.close()
 
     def join(self) -> None:
-        self._process.join(_STOP_SECONDS)
-        if self._process.is_alive():
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.join()
+            self._process.wait()
 
     def _died(self) -> WorkerDied:
-        self._process.join(_STOP_SECONDS)
-        code = self._process.exitcode
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_SECONDS)
+        code = self._process.returncode
         cause = f"killed by signal {-code}" if code is not None and code < 0 else f"exit code {code}"
         return WorkerDied(
             f"a worker process died ({cause}); if memory ran out, use fewer workers (data.workers, --workers)"
@@ -144,20 +150,16 @@ def _collect(
         idle.append(worker)
 
 
-@contextmanager
-def _without_main() -> Iterator[None]:
-    """Hide __main__ from a spawned process, which would import it: a user's script would start training again."""
-    main = sys.modules["__main__"]
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-
-
-def _serve(function: Callable[[Any], Any], connection: Connection) -> None:
-    # Ctrl-C reaches the whole process group, but the parent ends its workers by closing their pipes.
+def serve(handle: int) -> None:
+    """In a worker: answer items over the pipe with this file number until it closes, also before the function came."""
+    # The parent ends its workers by closing their pipes.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+    connection = Connection(handle)
+    try:
+        function = connection.recv()
+    except EOFError:
+        return
     while True:
         try:
             item = connection.recv()

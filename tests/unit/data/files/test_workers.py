@@ -121,3 +121,36 @@ def test_a_script_is_not_run_again_in_the_workers(tmp_path: Path) -> None:
         [sys.executable, script], env=environment, capture_output=True, text=True, timeout=PATIENCE
     )
     assert (ran.returncode, ran.stdout) == (0, "1\n"), ran.stderr
+
+
+STARTED = """
+import os, signal, subprocess
+from megalite.data.files.workers import ordered_map
+from tests.unit.data.files.test_workers import process_of
+
+start = subprocess.Popen.__init__
+
+def start_and_signal(self, *arguments, **settings):
+    start(self, *arguments, **settings)
+    os.kill({process}, signal.{name})
+
+subprocess.Popen.__init__ = start_and_signal
+print(len(set(ordered_map(process_of, range(4), workers=1))))
+"""
+
+
+@pytest.mark.parametrize(
+    ("process", "name", "code", "said"),
+    [("self.pid", "SIGINT", 0, "1\n"), ("os.getpid()", "SIGKILL", -signal.SIGKILL, "")],
+    ids=["interrupted", "left alone"],
+)
+def test_a_worker_that_still_starts_says_nothing(process: str, name: str, code: int, said: str) -> None:
+    """Ctrl-C reaches it before its first line of Python, or its parent is gone by then."""
+    ran = subprocess.run(
+        [sys.executable, "-c", STARTED.format(process=process, name=name)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[4])},
+        capture_output=True,  # until the worker has closed its end too
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (code, said, "")
