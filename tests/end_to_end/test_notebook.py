@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.jobs import ROOT, Job, running
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, wait_until
 
 nbformat = pytest.importorskip("nbformat", reason="jupyter is not installed: pip install nbclient ipykernel")
 nbclient = pytest.importorskip("nbclient", reason="jupyter is not installed: pip install nbclient ipykernel")
@@ -96,5 +96,6 @@ def test_an_interrupted_cell_saves_and_leaves_no_process(
     assert training.outputs[-1].ename == "KeyboardInterrupt"
     said = text_of(training)
     assert "stopped after step " in said and "saved step-" in said and "Traceback" not in said
-    assert running(json.loads(text_of(left))) == []
+    processes = json.loads(text_of(left))
+    wait_until(lambda: not running(processes), "processes of the cell run on")
     assert "nothing left to train" in text_of(again) and "step-" in text_of(again)

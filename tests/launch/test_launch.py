@@ -219,7 +219,8 @@ def test_a_signal_reaches_every_rank_and_75_stays_75(start, backend, number):
     job = start(backend, "waits")
     job.send(number)
     code, output, seconds = job.finish()
-    assert code == 75 and seconds < soon(10), output
+    # A launcher that took a rank for lost would wait a minute for it.
+    assert code == 75 and seconds < soon(30), output
     got = sorted(line for line in output if " got " in line)
     assert got == [f"rank {rank} got {number.name}" for rank in range(4)]
 

@@ -1,6 +1,6 @@
 """Planted faults: what a GPU would refuse or get wrong in silence turns a run on the stand-in accelerator red."""
 
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,10 +15,12 @@ from megalite.checkpoint.staging import Staging
 from megalite.data.batches.transfer import ArrivingBatch, BatchTransfer
 from megalite.model.kv_cache import CachedStep
 from megalite.parallel import pipeline
+from megalite.train.checkpoints.saving import RunSaver
 from megalite.train.step import train_step
 from tests.support.device_run import Seen, train, write_text
 from tests.support.ranks import RankFailed
 from tests.support.tiny_run import ranks_of, write_token_files
+from tests.support.waiting import PATIENCE
 
 CHANGES = {"model.kernels": "reference"}
 TWO = {**CHANGES, "parallel.data": 2}
@@ -61,15 +63,35 @@ def _start_too_early(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def train_with_a_slow_writer(**arguments: Any) -> Seen:
-    """The thread that writes a checkpoint looks at its copy when the next step has long reached its update."""
-    wait = Staging.wait_for_device
+    """The thread that writes a checkpoint looks at its copy when the update of the next step is on its way."""
+    begin, wait, stepped, finish = Staging.begin, Staging.wait_for_device, RunSaver.stepped, RunSaver.finish
+    updated = threading.Event()
+
+    def begin_anew(self: Staging, *tensors: Any) -> Any:
+        updated.clear()
+        return begin(self, *tensors)
 
     def wait_late(self: Staging) -> None:
-        time.sleep(0.3)
+        updated.wait(PATIENCE)
         wait(self)
 
-    with mock.patch.object(Staging, "wait_for_device", wait_late):
-        return train(**arguments)
+    def after_update(original: Callable[..., Any]) -> Callable[..., Any]:
+        def called(*arguments: Any) -> Any:
+            updated.set()
+            return original(*arguments)
+
+        return called
+
+    with (
+        mock.patch.object(Staging, "begin", begin_anew),
+        mock.patch.object(Staging, "wait_for_device", wait_late),
+        mock.patch.object(RunSaver, "stepped", after_update(stepped)),
+        mock.patch.object(RunSaver, "finish", after_update(finish)),
+    ):
+        try:
+            return train(**arguments)
+        finally:
+            updated.set()
 
 
 def _keep_on_the_host(extend: Callable[..., Any]) -> Callable[..., Any]:

@@ -138,12 +138,17 @@ class SlurmCluster:
     def wait(self, job: int | str, *states: str, within: float = PATIENCE) -> dict[str, str]:
         """Wait until a job is in one of `states` (default: it has ended); return what `job` says.
 
-        Fails at once, with what it says, if the job has ended in another state.
+        Fails at once, with what it says, if the job has ended in another state. within: the seconds without a change of
+        its state or of its log.
         """
         wanted = set(states) or ENDED
-        end = time.monotonic() + within
+        last: tuple[str, int] | None = None
         while True:
             seen = self.job(job)
+            log = Path(seen.get("StdOut", ""))
+            now = seen["JobState"], log.stat().st_size if log.is_file() else 0
+            if now != last:
+                last, end = now, time.monotonic() + within
             if seen["JobState"] in wanted:
                 return seen
             ended = seen["JobState"] in ENDED and not wanted & {"PENDING", "RUNNING"}
