@@ -164,6 +164,53 @@ EXPERT_CASES = [
         0,
     ),
     Case(
+        "expert_ranks_have_experts",
+        {"parallel.expert": 2, "parallel.data": 2},
+        "parallel.expert: 2 ranks divide experts, but the model has none; use 1",
+        {"parallel.expert": 1},
+    ),
+    Case(
+        "expert_ranks_have_experts",
+        {"parallel.expert_tensor": 1},
+        "parallel.expert_tensor: 1 ranks share each expert, but the model has none; leave it out",
+        {},
+    ),
+    _case(
+        "expert_ranks_have_experts",
+        "parallel.expert",
+        8,
+        "8 ranks cannot divide model.num_experts = 6; use at most 6",
+        2,
+        parallel__data=8,
+        training__global_batch_size=16,
+    ),
+    _case(
+        "expert_tensor_is_one_or_tensor",
+        "parallel.expert_tensor",
+        2,
+        "2 ranks cannot share each expert with parallel.tensor = 4; use 1, or 4 as by default",
+        1,
+        parallel__tensor=4,
+        parallel__sequence=True,
+    ),
+    _case(
+        "whole_experts_need_sequence_parallelism",
+        "parallel.expert_tensor",
+        1,
+        "1 leaves experts whole, and each tensor-parallel rank would send all tokens to them; use parallel.sequence "
+        "true, or parallel.expert_tensor 2",
+        2,
+        parallel__tensor=2,
+    ),
+    _case(
+        "experts_divide_the_ranks",
+        "parallel.expert",
+        3,
+        "3 does not divide the 4 ranks of a stage; use 1 or 2 or 4: ranks of data * context * tensor",
+        4,
+        parallel__data=4,
+    ),
+    Case(
         "family_can_be_exported",
         {**MIXTURE, "model.family": "mixtral"},
         "model.moe_intermediate_size: 20 cannot be written in a mixtral config.json, which has 76; use 76, choose "
