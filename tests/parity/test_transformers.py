@@ -10,16 +10,17 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megalite.convert.huggingface.export import as_family_tensor
-from megalite.families.registry import family_tensors, hf_config
+from megalite.families.registry import hf_config, model_tensors
 from megalite.model.stages import build_replica
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.experts import MixtureShape
 from megalite.topology.parameters import model_parameters
 from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.stages import pipeline_split
 from tests.support.huggingface import names_in_files
 from tests.support.parity import FLOAT32_GRADIENT_RTOL, FLOAT32_RTOL, assert_close, assert_same_tensors
-from tests.support.tiny import FAMILY_SHAPES, tiny_batch, tiny_shape
+from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES, tiny_batch, tiny_shape
 from tests.support.training import full_tensors, shards_of
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -68,6 +69,7 @@ SHAPES = {
         ),
     ),
     **FAMILY_SHAPES,
+    **MIXTURE_SHAPES,
 }
 
 
@@ -75,14 +77,22 @@ def _transformers_model(shape: ModelShape, folder: Path) -> nn.Module:
     """A model of transformers from our config.json, with eager attention, not the kernel that our side calls."""
     (folder / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
     config = AutoConfig.from_pretrained(folder)
+    config._experts_implementation = "eager"
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 def _in_their_names(shape: ModelShape, canonical: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
         tensor.name: as_family_tensor(tensor, [canonical[part] for part in tensor.parts])
-        for tensor in family_tensors(shape)
+        for tensor in model_tensors(shape)
     }
+
+
+def _names(shape: ModelShape, model: nn.Module) -> dict[str, str]:
+    """Return parameter of their model -> its name in `_in_their_names`: that of files, but for stacked experts."""
+    if isinstance(shape, MixtureShape):
+        return {name: name for name, _ in model.named_parameters()}
+    return names_in_files(model)
 
 
 def _canonical(stage: Stage, shape: ModelShape, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -102,7 +112,7 @@ def test_logits_and_gradients_equal_transformers(shape, tmp_path):
             tensor.mul_(2).add_(torch.randn(tensor.shape, generator=generator), alpha=0.03)
     model = _transformers_model(shape, tmp_path)
     weights = _in_their_names(shape, _canonical(stage, shape, dict(stage.named_parameters())))
-    names = names_in_files(model)
+    names = _names(shape, model)
     given = {name: weights[stored].float() for name, stored in names.items() if stored in weights}
     assert len(given) == len(weights)
     missing = model.load_state_dict(given, strict=False)
