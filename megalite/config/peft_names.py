@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.topology.adapter import Lora
-from megalite.topology.parameters import trained_tensors
+from megalite.topology.parameters import model_parameters, trained_tensors
 from megalite.topology.shape import ModelShape
 
 _BEFORE = "base_model.model."
@@ -24,6 +24,25 @@ def fused_with_others(shape: ModelShape) -> str | None:
         if adapted and (tensor.transposed or len(tensor.parts) > 1):
             return tensor.name
     return None
+
+
+def hidden_linears(shape: ModelShape) -> dict[str, bool]:
+    """Return linear of a layer, named within it -> whether it can be adapted: experts and their router cannot."""
+    modules = (
+        part.name.removesuffix(".weight").split(".", 3)[-1]
+        for parameter in model_parameters(shape.base)
+        if parameter.is_hidden_matrix
+        for part in parameter.spec.parts
+    )
+    return {module: module != "mlp.gate" and not module.startswith("mlp.experts.") for module in modules}
+
+
+def adapted_expert(shape: ModelShape) -> str | None:
+    """Return a linear that the adapter names, but that cannot be adapted; None: there is none."""
+    adapter = shape.adapter
+    assert isinstance(adapter, Lora)
+    linears = hidden_linears(shape).items()
+    return next((module for module, adaptable in linears if not adaptable and adapter.adapts(module)), None)
 
 
 def peft_names(shape: ModelShape) -> dict[str, str]:

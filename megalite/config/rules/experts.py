@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator
 
+from megalite.config.peft_names import adapted_expert, hidden_linears
 from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.checked import CheckedRun
+from megalite.config.sections.derived import adapted_shape
 from megalite.config.sections.schema import ModelConfig
 from megalite.config.sections.shape_settings import model_shape
 from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 from megalite.families.fields import EXPERT_SETTINGS
 from megalite.topology.adapter import Lora
-from megalite.topology.parameters import model_parameters
 from megalite.topology.sharding import divisors
 
 _NUMBER = "model.num_experts"
@@ -123,16 +124,9 @@ def adapters_leave_experts_alone(run: CheckedRun) -> Iterator[Problem]:
     adapter = described_adapter(run.adapter)
     if not isinstance(adapter, Lora) or not run.model.num_experts:
         return
-    modules = [
-        part.name.removesuffix(".weight").split(".", 3)[-1]
-        for parameter in model_parameters(model_shape(run.model, 1))
-        if parameter.layer is not None and parameter.is_hidden_matrix
-        for part in parameter.spec.parts
-    ]
-    refused = {module for module in modules if module == "mlp.gate" or module.startswith("mlp.experts.")}
-    named = next((module for module in modules if module in refused and adapter.adapts(module)), None)
-    if named is not None:
-        words = list(dict.fromkeys(_word(module) for module in modules if module not in refused))
+    shape = adapted_shape(run)
+    if (named := adapted_expert(shape)) is not None:
+        words = list(dict.fromkeys(_word(module) for module, fits in hidden_linears(shape).items() if fits))
         message = f"{shown(run.adapter.targets)} names {named}: experts and their router have no adapters"
         yield Problem.reset("adapter.targets", message, f"use {', '.join(words)}", words)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_checkpoint, require_whole
 from megalite.checkpoint.manifest import Base
-from megalite.config.peft_names import fused_with_others, peft_names
+from megalite.config.peft_names import adapted_expert, fused_with_others, peft_names
 from megalite.config.sources.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_of_folder
 from megalite.convert.huggingface.files import header_of, is_folder_of_weights
 from megalite.convert.peft.base import base_of, stated_base
@@ -55,6 +55,10 @@ def _of_peft(folder: Path, model: AdaptedModel) -> WeightSource:
     _require_low_ranks(shape, folder, f"name {folder} as MODEL, which merges it")
     if (fused := fused_with_others(shape)) is not None:
         raise CheckpointError(f"{folder} adapts {fused}, which holds several linears; merge it with PEFT")
+    if (expert := adapted_expert(shape)) is not None:
+        raise CheckpointError(
+            f"{folder} adapts {expert}, which no request can have alone; merge it with PEFT"
+        )
     _require_base(stated_base(folder), model, folder)
     names = peft_names(shape)
     expected = {names[theirs]: size for theirs, size in trained_tensors(shape).items()}

@@ -14,6 +14,8 @@ from megalite.checkpoint.regions import full_slice
 from megalite.config.sources.huggingface import notes_of, shape_of_folder
 from megalite.convert.huggingface.export import as_family_tensor, export
 from megalite.convert.huggingface.load import HuggingFaceReader, import_checkpoint
+from megalite.convert.huggingface.quantise import quantise_folder
+from megalite.convert.peft.named import AdaptedModel, find_adapter
 from megalite.errors import CheckpointError, ConfigError
 from megalite.families.registry import FAMILIES, family_tensors, hf_config, model_tensors
 from megalite.topology.experts import MixtureShape
@@ -118,6 +120,20 @@ def test_a_folder_without_an_expert_is_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"lacks.*layers\.2\.block_sparse_moe\.experts\.4\.w3"):
         HuggingFaceReader(tmp_path, shape)
+
+
+def test_an_adapter_of_experts_is_refused(tmp_path: Path) -> None:
+    settings = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "w1"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    model = AdaptedModel(tmp_path, MIXTURE_SHAPES["mixtral"], int8=False)
+    with pytest.raises(CheckpointError, match=r"adapts mlp\.experts\.0\.gate_proj.*merge it with PEFT"):
+        find_adapter("own", tmp_path, model)
+
+
+def test_experts_are_not_quantised(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(MIXTURE_SHAPES["olmoe"], "float32", {})))
+    with pytest.raises(CheckpointError, match="export without --quantise"):
+        quantise_folder(tmp_path, tmp_path / "int8")
 
 
 @pytest.mark.parametrize("name", MIXTURE_SHAPES)
