@@ -44,8 +44,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def picture_of(step: TracedStep) -> str:
     """Return the picture of the slowest pipeline of a traced step, SVG."""
-    timeline = pipeline_timelines(step)[0]
-    return timeline_svg(timeline, _title(timeline), [_sizes(timeline), _bubbles(timeline)])
+    timelines = pipeline_timelines(step)
+    lines = [_sizes(timelines[0]), _bubbles(timelines[0]), *_others(timelines)]
+    return timeline_svg(timelines[0], _title(timelines[0]), lines)
 
 
 def command_parser() -> Parser:
@@ -98,15 +99,29 @@ def _bubbles(timeline: PipelineTimeline) -> str:
     return f"bubble: {timeline.formula:.1%} {formula}, {simulated:.1%} simulated, {measured:.1%} measured"
 
 
+def _others(timelines: Sequence[PipelineTimeline]) -> Iterator[str]:
+    """Yield which of several pipelines, one for each place on the other axes, is shown, and the bubbles of all."""
+    places = [_place(timeline) for timeline in timelines]
+    if len(places) > 1:
+        place = ", ".join(
+            f"{axis} {at}" for axis, at in places[0].items() if any(each[axis] != at for each in places)
+        )
+        ranks = ", ".join(str(rank.rank) for rank in timelines[0].ranks)
+        bubbles = sorted(each.measured.bubble for each in timelines)
+        spread = f"{bubbles[0]:.1%} to {bubbles[-1]:.1%}"
+        yield f"the slowest of {len(places)} pipelines: {place}, ranks {ranks}; measured in all: {spread}"
+
+
+def _place(timeline: PipelineTimeline) -> dict[str, int]:
+    """Return axis -> the coordinate that all ranks of a pipeline share."""
+    return {axis: at for axis, at in timeline.ranks[0].place.items() if axis != "pp"}
+
+
 def _lines(step: TracedStep, timelines: list[PipelineTimeline], run: Path) -> Iterator[str]:
     timeline = timelines[0]
     yield f"{run}, {_title(timeline)}, {_sizes(timeline)}"
     yield _bubbles(timeline)
-    if len(timelines) > 1:
-        ranks = ", ".join(str(rank.rank) for rank in timeline.ranks)
-        bubbles = sorted(each.measured.bubble for each in timelines)
-        spread = f"{bubbles[0]:.1%} to {bubbles[-1]:.1%}"
-        yield f"the slowest of {len(timelines)} pipelines, ranks {ranks}; measured in all: {spread}"
+    yield from _others(timelines)
     yield ""
     yield "stage   rank  computes     waits   between     after"
     for stage, shares in enumerate(timeline.stages):
@@ -156,6 +171,7 @@ def _pipeline_report(timeline: PipelineTimeline) -> dict[str, Any]:
         costs.setdefault(action.kind, {})[action.chunk] = timeline.simulated.costs.of(action)
     return {
         "ranks": [rank.rank for rank in timeline.ranks],
+        "place": _place(timeline),
         "bubble": {
             "formula": timeline.formula,
             "simulated": timeline.simulated.bubble,

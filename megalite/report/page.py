@@ -289,6 +289,7 @@ def _layout(layout: Mapping[str, Any] | None) -> dict[str, Any] | None:
         "text": f"{layout['ranks']:,} {'rank' if layout['ranks'] == 1 else 'ranks'}: {layout['text']}{zero}",
         "stages": [f"stage {at}: {_layers(layers)}" for at, layers in enumerate(layout["layers"])],
         "rows": [{"name": f"replica {at}", "cells": row} for at, row in enumerate(cells)],
+        "context": layout["context"],
         "note": f"{hidden:,} more replicas with the same stages" if hidden else "",
     }
 

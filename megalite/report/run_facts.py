@@ -12,7 +12,7 @@ from typing import Any
 from megalite.checkpoint.folder import BEST, LATEST, named_by, published_checkpoints
 from megalite.config.load import load_run
 from megalite.config.output.dotted_keys import flat
-from megalite.config.output.summary import parameters_line
+from megalite.config.output.summary import context_line, parameters_line
 from megalite.config.sections.derived import vocabulary
 from megalite.config.sections.describe import section_models
 from megalite.config.sections.schema import RunConfig
@@ -157,6 +157,7 @@ def _layout(config: RunConfig) -> dict[str, Any]:
         "ranks": layout.world_size,
         "sizes": layout.sizes,
         "zero_stage": config.zero_stage,
+        "context": context_line(config),
         "layers": [[*split.layers_of(stage)] for stage in range(layout.pipeline)],
         "places": [layout.named_places(rank) for rank in range(layout.world_size)],
     }

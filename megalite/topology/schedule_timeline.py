@@ -58,7 +58,7 @@ class Timeline:
     def bubble(self) -> float:
         """The idle share of the time of all stages, from the first start to the last end."""
         busy = sum(self.costs.of(action) for _, action in self.starts)
-        return 1 - busy / (self.stages * self.length)
+        return max(0.0, 1 - busy / (self.stages * self.length))  # rounding alone makes it negative
 
 
 def orders_of(name: str, stages: int, micro_batches: int, chunks: int) -> list[tuple[Action, ...]]:

@@ -9,6 +9,7 @@ import pytest
 
 from megalite.cli import main
 from megalite.config.load import load_run
+from megalite.config.output.summary import context_line
 from megalite.config.output.write import write_resolved
 from megalite.planner.memory import largest_rank
 from megalite.planner.planned_run import PlannedRun
@@ -93,6 +94,19 @@ def test_the_data_has_differences_origins_layout_and_memory(
     predicted = largest_rank(PlannedRun.of(config, config.model.vocab_size, on_cpu=True))
     assert recorded["memory"]["peak"] == predicted.peak and recorded["memory"]["weights"] == predicted.weights
     assert [run["name"] for run in data["runs"]] == ["a", "b"] and recorded["records"] == 3
+
+
+def test_the_layout_says_how_ranks_share_sequences_and_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = resolved_run(tmp_path / "a", parallel_context=2)
+    report(capsys, folder)
+    page = (folder / "report.html").read_text()
+    assert "rank 1: cp 1" in page
+    assert f"<p>context: {context_line(load_run(folder / 'run.toml').config)}</p>" in page
+    plain = resolved_run(tmp_path / "b")
+    report(capsys, plain)
+    assert "<p>context: " not in (plain / "report.html").read_text()
 
 
 def test_alarms_checkpoints_and_restarts_are_shown(

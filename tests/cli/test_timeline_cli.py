@@ -126,6 +126,23 @@ def test_events_have_a_process_a_stage_and_a_thread_a_rank(
     assert any(event["name"] == "wait for F0 of stage 0" for event in events)
 
 
+def test_several_pipelines_are_named_by_the_axes_in_which_they_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two context ranks, each of which is a pipeline of one stage; the second one computes for longer."""
+    ranks = [
+        replace(played("1f1b", 1, 2, 1, costs)[0], rank=rank, world_size=2)
+        for rank, costs in enumerate((Costs(0.03, 0.06), Costs(0.04, 0.06)))
+    ]
+    ranks = [replace(trace, place=trace.place | {"cp": trace.rank}) for trace in ranks]
+    folder = write_run(tmp_path / "run", ranks)
+    said_of_them = "the slowest of 2 pipelines: cp 1, ranks 1; measured in all: 0.0% to 0.0%"
+    assert said_of_them in said(capsys, folder)
+    assert said_of_them in (step_folder(folder / TRACES, STEP) / "timeline.svg").read_text()
+    pipelines = json.loads(said(capsys, folder, "--json"))["pipelines"]
+    assert [pipeline["place"] for pipeline in pipelines] == [{"dp": 0, "cp": at, "tp": 0} for at in (1, 0)]
+
+
 def test_json_has_all_figures(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = sorted(traced.rglob("*"))
     report = json.loads(said(capsys, traced, "--json"))
