@@ -3,6 +3,7 @@
 import argparse
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from megalite.config.output.summary import memory_text, shape_line, tokens_text
@@ -13,8 +14,8 @@ from megalite.planner.fit import BAND_LENGTH, card_fits, memory_bands, on_one_ca
 from megalite.planner.memory import kinds_text, stage_memory
 from megalite.planner.operations import ParameterCount, token_operations
 from megalite.planner.planned_run import PlannedRun
-from megalite.planner.search import LayoutSearch, PlannedLayout, needs_too_much
-from megalite.planner.step_time import StepTime
+from megalite.planner.search import LayoutSearch, PlannedLayout, context_methods, needs_too_much
+from megalite.planner.step_time import step_time
 from megalite.topology.experts import MixtureShape
 from megalite.topology.shape import ModelShape
 
@@ -60,7 +61,7 @@ def _best_lines(
     yield f"          {kinds_text(memory, config.optimizer.name)}"
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in vars(time).items() if seconds >= 0.005)
     yield f"  step    {time.total:.2f} s: {parts}"
-    yield from _axes_lines(best.run, best.time)
+    yield from _axes_lines(best, config, cluster)
     yield f"  speed   {speed:,.0f} tokens/s, {speed / cluster.cards:,.0f} a card, MFU {share:.0%}"
     if options.tokens:
         seconds = options.tokens / speed
@@ -86,15 +87,24 @@ def _model_text(config: RunConfig, shape: ModelShape) -> str:
     return ", ".join(words)
 
 
-def _axes_lines(run: PlannedRun, time: StepTime) -> Iterator[str]:
+def _axes_lines(best: PlannedLayout, config: RunConfig, cluster: Machine) -> Iterator[str]:
     """Yield what a card sends for its experts and its part of the sequences, in a layer and micro batch."""
+    run, time = best.run, best.time
     if run.axes.expert > 1:
         sent = exchanged_values(run, recomputed=run.training.recompute == "full") * run.weight_bytes
         words = "of tokens sent by a card a layer and micro batch"
         yield f"  experts {memory_text(sent)} {words}, {time.experts:.2f} s a step"
     if run.layout.context > 1:
         words = "of keys and values sent by a card a layer and micro batch"
-        yield f"  context {memory_text(context_bytes(run))} {words}, {time.context:.2f} s a step"
+        others = [
+            method
+            for method in context_methods(config, run.shape, run.layout)
+            if method != run.context_method
+        ]
+        runs = {method: replace(run, context_method=method) for method in others}
+        waits = {method: step_time(each, cluster, best.memory).context for method, each in runs.items()}
+        instead = "".join(f", by {method} {seconds:.2f}" for method, seconds in waits.items())
+        yield f"  context {memory_text(context_bytes(run))} {words}, {time.context:.2f} s a step{instead}"
 
 
 def _refusal_lines(found: LayoutSearch, cluster: Machine) -> Iterator[str]:

@@ -91,11 +91,16 @@ def exchanged_values(run: PlannedRun, *, recomputed: bool = False) -> float:
 
 
 def exchange_seconds(run: PlannedRun, cluster: Cluster) -> float:
-    """Return the time of a layer's all-to-alls in a micro batch: the slower of links and network."""
+    """Return the time of a layer's all-to-alls of tokens in a micro batch."""
     ranks, stride = run.axes.expert, run.axes.expert_tensor
     if ranks == 1:
         return 0.0
     size = exchanged_values(run, recomputed=run.training.recompute == "full") * run.weight_bytes
+    return _all_to_all_seconds(size, cluster, ranks, stride)
+
+
+def _all_to_all_seconds(size: float, cluster: Cluster, ranks: int, stride: int) -> float:
+    """Return the time in which each rank sends `size` bytes to the others: the slower of links and network."""
     inside = min(ranks, max(1, cluster.cards_per_node // stride))
     leaving = (ranks - inside) / (ranks - 1)
     link = (1 - leaving) * size / cluster.bandwidth(inside, stride)
@@ -113,11 +118,25 @@ def context_bytes(run: PlannedRun) -> float:
     return sent * run.weight_bytes + sizes.ranks * sizes.tokens * sizes.key_value * wider
 
 
-def context_seconds(run: PlannedRun, cluster: Cluster) -> float:
-    """Return the time of a layer's keys and values on their way in a micro batch."""
-    if run.layout.context == 1:
+def context_seconds(run: PlannedRun, cluster: Cluster, attention: float = 0.0) -> float:
+    """Return the time for which a layer waits for keys and values, or heads, of other ranks in a micro batch.
+
+    attention: seconds that its attention computes. The ring's messages travel meanwhile, but for the first part of it,
+    for which nothing is under way, and for the last sums of gradients on their way home. The others wait for theirs.
+    """
+    ranks, stride, sent = run.layout.context, run.layout.tensor, context_bytes(run)
+    if ranks == 1:
         return 0.0
-    return context_bytes(run) / cluster.bandwidth(run.layout.context, run.layout.tensor)
+    if run.context_method == "ulysses":
+        return _all_to_all_seconds(sent, cluster, ranks, stride)
+    if run.context_method == "gather":
+        return sent / cluster.bandwidth(ranks, stride)
+    sizes, rate = (
+        ContextSizes.of(run.shape, run.layout, run.tokens),
+        cluster.bandwidth(ranks, stride, ring=False),
+    )
+    last = sizes.tokens * sizes.key_value * run.exact_bytes / rate
+    return last + max(0.0, sent / rate - last - attention * (ranks - 1) / ranks)
 
 
 def layers_with_experts(run: PlannedRun) -> int:

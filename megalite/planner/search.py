@@ -23,7 +23,7 @@ from megalite.planner.memory import CARD_BASE_BYTES, RankMemory, stage_memory
 from megalite.planner.planned_run import PlannedAxes, PlannedRun
 from megalite.planner.step_time import StepTime, step_time
 from megalite.topology.axes import Layout
-from megalite.topology.context import ContextMethod, choose_method
+from megalite.topology.context import CONTEXT_METHODS, ContextMethod
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import divisors
@@ -124,13 +124,10 @@ class LayoutSearch:
         return min(self.fitting, key=lambda layout: layout.choice.distance(choice), default=None)
 
 
-def every_choice(
-    cluster: Machine, contexts: Sequence[int], method: Callable[[Layout, RecomputeMode], ContextMethod]
-) -> Iterator[LayoutChoice]:
-    """Yield the layouts of all cards. Tensor parallelism goes as far as two nodes.
+def every_choice(cluster: Machine, contexts: Sequence[int]) -> Iterator[LayoutChoice]:
+    """Yield the layouts of all cards, without a context method. Tensor parallelism goes as far as two nodes.
 
     contexts: the numbers of ranks that may share a sequence. A cut sequence is a micro batch, unless all are cut.
-    method: how they do it in a layout.
     """
     tensors = [size for size in divisors(cluster.cards) if size <= 2 * cluster.cards_per_node]
     for tensor, context in product(tensors, contexts):
@@ -150,13 +147,8 @@ def every_choice(
             kinds = product((False, True) if tensor > 1 else (False,), schedules, zeros)
             for sequence, (name, chunks), zero in kinds:
                 for size, recompute in product(sizes, _RECOMPUTE):
-                    choice = LayoutChoice(
+                    yield LayoutChoice(
                         tensor, sequence, pipeline, data, name, chunks, zero, size, recompute, context
-                    )
-                    yield (
-                        replace(choice, context_method=method(choice.layout, recompute))
-                        if context > 1
-                        else choice
                     )
 
 
@@ -175,14 +167,12 @@ def search(
     base = replace(PlannedRun.of(config, vocab_size, on_cpu=cluster.on_cpu), axes=axes)
     checked = checked_run(config, cluster.cards)
     contexts = _contexts(config, cluster) if context is None else (context,)
-    choices = list(every_choice(cluster, contexts, partial(_method, config, base.shape)))
+    choices = list(every_choice(cluster, contexts))
     judged = _on_all_cores(partial(_judge, base, checked, config, cluster), choices)
     planned = [layout for layout in judged if isinstance(layout, PlannedLayout)]
     refused = [layout for layout in judged if isinstance(layout, RefusedLayout)]
     fitting = sorted((layout for layout in planned if layout.fits), key=_time_and_memory)
-    too_large = sorted(
-        (layout for layout in planned if not layout.fits), key=lambda layout: layout.memory.peak
-    )
+    too_large = sorted((layout for layout in planned if not layout.fits), key=_memory)
     return LayoutSearch(fitting, too_large, refused)
 
 
@@ -197,23 +187,32 @@ def _contexts(config: RunConfig, cluster: Machine) -> tuple[int, ...]:
     )
 
 
-def _method(config: RunConfig, shape: ModelShape, layout: Layout, recompute: RecomputeMode) -> ContextMethod:
-    """Return the method of the settings, for "auto" that of this layout."""
-    method = config.parallel.context_method
-    if method != "auto":
-        return method
-    return choose_method(shape, layout, ring=may_go_round(config), recomputed=recompute != "none").method
+def context_methods(config: RunConfig, shape: ModelShape, layout: Layout) -> Sequence[ContextMethod]:
+    """Return the method of the settings, for "auto" those among which memory and links decide in this layout."""
+    asked = config.parallel.context_method
+    if layout.context == 1:
+        return ("gather",)
+    if asked != "auto":
+        return (asked,)
+    divides = shape.num_attention_heads // layout.tensor % layout.context == 0
+    legal = {"gather": True, "ring": may_go_round(config), "ulysses": divides}
+    return [method for method in CONTEXT_METHODS if legal[method]]
 
 
 def _judge(
     base: PlannedRun, checked: CheckedRun, config: RunConfig, cluster: Machine, choice: LayoutChoice
 ) -> PlannedLayout | RefusedLayout:
+    methods = context_methods(config, base.shape, choice.layout)
+    choice = replace(choice, context_method=methods[0])
     # These take less time than the rules of a run.
     problem = next(expert_problems(base, choice.layout, sequence_parallel=choice.sequence), None)
     problem = problem or next(layout_problems(_with_choice(checked, config, choice)), None)
     if problem is not None:
         return RefusedLayout(choice, problem)
-    return plan_layout(base, choice, config.batch.global_batch_size, cluster)
+    by_methods = (replace(choice, context_method=method) for method in methods)
+    planned = [plan_layout(base, each, config.batch.global_batch_size, cluster) for each in by_methods]
+    fitting = [layout for layout in planned if layout.fits]
+    return min(fitting, key=_time_and_memory) if fitting else min(planned, key=_memory)
 
 
 def _on_all_cores(
@@ -232,6 +231,10 @@ def _on_all_cores(
 
 def _time_and_memory(layout: PlannedLayout) -> tuple[float, float]:
     return layout.time.total, layout.memory.peak
+
+
+def _memory(layout: PlannedLayout) -> float:
+    return layout.memory.peak
 
 
 def plan_layout(

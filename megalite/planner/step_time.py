@@ -55,8 +55,8 @@ def step_time(run: PlannedRun, machine: Machine, memory: RankMemory) -> StepTime
 def _assumed_time(run: PlannedRun, cluster: Cluster, memory: RankMemory) -> StepTime:
     """Return the time of a step by the assumptions of a cluster.
 
-    Tensor-parallel sums are not hidden. The sums of gradients run beside the last backward, the first and the last
-    transfer of a pipeline wait for nobody.
+    Tensor-parallel sums are not hidden. The sums of gradients run beside the last backward, a ring's messages beside
+    attention, the first and the last transfer of a pipeline wait for nobody.
     """
     peak = cluster.peak(run.precision)
     if peak is None:
@@ -70,7 +70,8 @@ def _assumed_time(run: PlannedRun, cluster: Cluster, memory: RankMemory) -> Step
     micro_batch = operations * run.tokens / run.layout.tensor / (peak * cluster.efficiency)
     sums = _tensor_seconds(run, cluster) * layers
     compute, tensor = run.micro_batches * micro_batch, run.micro_batches * sums
-    context = run.micro_batches * context_seconds(run, cluster) * layers
+    attention = _attention_operations(run) * run.tokens / run.layout.tensor / (peak * cluster.efficiency)
+    context = run.micro_batches * context_seconds(run, cluster, attention) * layers
     experts = run.micro_batches * exchange_seconds(run, cluster) * layers_with_experts(run)
     traffic = tensor + context + experts
     idle = bubble(run.schedule, run.split.stages, run.micro_batches, run.split.chunks_per_stage)
@@ -112,6 +113,12 @@ def _stage_operations(run: PlannedRun, stage: int) -> float:
         }
         again += repeated[mode] * chosen / len(layers)
     return factor * forward + again
+
+
+def _attention_operations(run: PlannedRun) -> float:
+    """Return the operations of a token in the attention of a layer, forward and backward, with what is recomputed."""
+    _, attention, _, factor = _operations(run.shape, run.sequence_length)
+    return (factor + (run.training.recompute != "none")) * attention[-1] / run.shape.num_hidden_layers
 
 
 def _tensor_seconds(run: PlannedRun, cluster: Cluster) -> float:

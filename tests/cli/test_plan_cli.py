@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -303,6 +304,8 @@ def test_sequences_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
         assert "of keys and values sent by a card a layer and micro batch" in shown
     found = json.loads(said(capsys, *SMALL, "--context", "2", "--json"))["layouts"]
     assert {layout["settings"]["parallel.context"] for layout in found} == {2}
+    [line] = re.findall("^  context .* s a step.*$", said(capsys, *SMALL, "--context", "2"), re.M)
+    assert line.count(", by ") == 2, "the seconds of the other methods"
     assert "3 does not divide 4 cards" in said(capsys, *SMALL, "--context", "3", code=2)
     assert "the model has no experts" in said(capsys, *SMALL, "--expert", "2", code=1)
 

@@ -6,8 +6,9 @@ from itertools import product
 
 import pytest
 
+from megalite.config.sections.training_section import ComputeSettings
 from megalite.planner.cluster import Cluster
-from megalite.planner.experts import block_activations, context_seconds
+from megalite.planner.experts import block_activations, context_bytes, context_seconds
 from megalite.planner.memory import stage_memory
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.step_time import step_time
@@ -154,11 +155,40 @@ def test_zero_partitions_over_the_ranks_of_a_sequence_too() -> None:
     assert shared.moments == plain.moments / 4
 
 
+NODE = Cluster("H100 80GB HBM3", nodes=1, cards_per_node=8, efficiency=0.5, link_efficiency=1.0)
+KEYS = BATCH * LENGTH // 4 * 2 * HEADS * DIM  # values of a rank's keys and values, with four of them
+
+
 def test_the_step_waits_for_every_layer_s_keys() -> None:
-    cluster = Cluster("H100 80GB HBM3", nodes=1, cards_per_node=8, efficiency=0.5, link_efficiency=1.0)
+    run = cut(4)
+    time = step_time(run, NODE, stage_memory(run, 0))
+    assert time.context == about(4 * 8 * 6 * 2 * KEYS / 450e9)
+    assert time.context == about(4 * 8 * context_seconds(run, NODE))
+    assert time.compute == about(step_time(plan(), NODE, stage_memory(plan(), 0)).compute / 4)
+
+
+def test_a_ring_sends_beside_attention() -> None:
     run = cut(4, "ring")
-    time = step_time(run, cluster, stage_memory(run, 0))
-    in_bf16, in_fp32 = 6 * 2, 4 * 4  # sends of keys and values, and of their gradients
-    assert time.context == about(4 * 8 * (in_bf16 + in_fp32) * BATCH * 8 * 2 * 64 / 450e9)
-    assert time.context == about(4 * 8 * context_seconds(run, cluster))
-    assert time.compute == about(step_time(plan(), cluster, stage_memory(plan(), 0)).compute / 4)
+    last = 4 * KEYS / 450e9  # the sums of gradients go home in fp32
+    every = (6 * 2 * KEYS + 4 * 4 * KEYS) / 450e9
+    assert context_seconds(run, NODE) == about(every)
+    assert context_seconds(run, NODE, attention=every / 2) == about(every - 3 / 4 * every / 2)
+    assert context_seconds(run, NODE, attention=1.0) == about(last)
+    for method in ("gather", "ulysses"):
+        assert context_seconds(cut(4, method), NODE, attention=1.0) == context_seconds(cut(4, method), NODE)
+    # 6 products of 2 operations in the causal half of all scores; backward computes selective recompute's two again.
+    attention = 6 * BATCH * HEADS * DIM * LENGTH**2 / 4 / (NODE.peak("bf16") or 0) / 0.5
+    for mode, share in (("none", 1), ("selective", 4 / 3)):
+        run = cut(4, "ring", training=ComputeSettings(recompute=mode))
+        time = step_time(run, NODE, stage_memory(run, 0))
+        assert time.context == about(4 * 8 * context_seconds(run, NODE, share * attention))
+
+
+def test_between_nodes_a_ring_and_an_exchange_have_one_network_card() -> None:
+    """A gather's rings leave each node by all of its cards, a message from rank to rank by one."""
+    nodes = replace(NODE, nodes=2, cards_per_node=2, network=10)
+    traffic = {method: context_bytes(cut(4, method)) for method in CONTEXT_METHODS}
+    seconds = {method: context_seconds(cut(4, method), nodes) for method in CONTEXT_METHODS}
+    assert seconds["gather"] == about(traffic["gather"] / 20e9)
+    assert seconds["ring"] == about(traffic["ring"] / 10e9)
+    assert seconds["ulysses"] == about(2 / 3 * traffic["ulysses"] / 10e9)

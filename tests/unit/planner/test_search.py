@@ -89,6 +89,21 @@ def test_a_wish_for_context_ranks_fixes_them(tmp_path: Path) -> None:
     assert any("20 is not divisible by 2 * parallel.context 4" in str(each.problem) for each in odd.refused)
 
 
+def test_attention_and_links_decide_how_ranks_share_a_sequence(tmp_path: Path) -> None:
+    """Slow products leave the ring time to send; on slow links the fewest bytes win; documents rule the ring out."""
+    busy, waiting = replace(CLUSTER, efficiency=1e-6), replace(CLUSTER, link_efficiency=1e-6)
+    documents = {**LONG, "data.document_mask": True}
+    for settings, cluster, expected in (
+        (LONG, busy, "ring"),
+        (LONG, waiting, "gather"),
+        (documents, busy, "gather"),
+        ({**LONG, "parallel.context_method": "ulysses"}, busy, "ulysses"),
+    ):
+        found = search(load(tmp_path, settings).config, 300, cluster, context=2)
+        assert {layout.run.context_method for layout in found.fitting} == {expected}
+        assert {layout.choice.flags["parallel.context_method"] for layout in found.fitting} == {expected}
+
+
 def test_layouts_are_ranked_by_time(layouts: LayoutSearch) -> None:
     seconds = [layout.time.total for layout in layouts.fitting]
     assert seconds == sorted(seconds)
