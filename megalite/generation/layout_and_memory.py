@@ -75,7 +75,8 @@ def cache_problems(
         message = f"{source.folder} does not fit: its weights need {memory_text(weights)} in {kind}"
         smaller = [] if source.int8 else ["an int8 export"]
         smaller += ["--dtype bfloat16"] if kind == "float32" else []
-        remedy = " or ".join(["use a smaller model", *smaller])
+        fewer = ["fewer context or data ranks"] if copies > 1 else []
+        remedy = "use " + " or ".join([*fewer, "a smaller model", *smaller])
         yield Problem("MODEL", f"{message}, and this machine has {memory_text(total)}{copy_of_it}", remedy)
         return
     flag, value = max(slots, tokens, key=lambda named: named[1])

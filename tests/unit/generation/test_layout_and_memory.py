@@ -58,6 +58,8 @@ def test_weights_alone_are_named_as_the_model(machine: pytest.MonkeyPatch, token
     assert problem.endswith("use a smaller model or an int8 export or --dtype bfloat16")
     [problem] = problems(1, tokens, "bfloat16")
     assert problem.endswith("use a smaller model or an int8 export")
+    [problem] = problems(1, tokens, "bfloat16", copies=4)
+    assert "for each of 4 copies; use fewer context or data ranks or a smaller model" in problem
     machine.setattr(memory, "has_accelerator", lambda: True)
     assert problems(1, 10**9) == []
 
