@@ -42,6 +42,7 @@ class GradientBuckets:
         copies: Mapping[nn.Parameter, RankGroup],
         late: Collection[nn.Parameter],
         *,
+        uneven: Collection[nn.Parameter] = (),
         bucket_bytes: int = 0,
         dtype: torch.dtype | None = None,
     ):
@@ -50,6 +51,8 @@ class GradientBuckets:
         copies: parameter of the rank -> the ranks with the same shard. late: the parameters that other ranks' parts are
         added to before `finish`. bucket_bytes: of the weights of a bucket, at least; 0: about DDP's.
         Above COLLECTIVE_BYTES, into which larger ones are cut anyway, a bucket would only start later.
+        uneven: those of other sizes on other ranks, which the size of a bucket leaves out: ranks with the same dense
+        weights must sum the same ones together.
         dtype: the type in which gradients are summed; by default their own.
         """
         self._copies, self._dtype = copies, dtype
@@ -57,6 +60,7 @@ class GradientBuckets:
         self._watched = False
         self._pending = deque[Pending]()
         self._started: set[_Bucket] = set()
+        self._uneven = {id(tensor) for tensor in uneven}
         kept_back = {id(tensor) for tensor in late}
         self._chunks = {chunk: [*self._fill(layers, kept_back)] for chunk, layers in chunks.items()}
 
@@ -87,7 +91,8 @@ class GradientBuckets:
         gathered: list[nn.Parameter] = []
         for layer in reversed(layers):
             gathered += [each for each in layer.parameters() if id(each) not in kept_back]
-            full = sum(each.numel() * each.element_size() for each in gathered) >= self._bucket_bytes
+            counted = (each for each in gathered if id(each) not in self._uneven)
+            full = sum(each.numel() * each.element_size() for each in counted) >= self._bucket_bytes
             if gathered and (full or layer is layers[0]):
                 bucket = _Bucket(tuple(gathered))
                 layer.register_forward_pre_hook(partial(self._enter, bucket))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from megalite.model.replica import Replica
 from megalite.parallel.gradient_buckets import GradientBuckets
 from megalite.parallel.gradients import waits_for_other_ranks
+from megalite.topology.experts import EXPERT_AXIS
 from megalite.topology.state import EMA
 from megalite.train.optimizer.rule import OptimizerParts, ensure_state
 from megalite.train.optimizer.settings import OptimizerSettings
@@ -68,6 +69,7 @@ def gradient_buckets(
         {chunk.index: tuple(chunk.layers) for chunk in replica.stage.chunks},
         copies,
         [tensors[each.name] for each in replica.trained if waits_for_other_ranks(each, mesh)],
+        uneven=[tensors[each.name] for each in replica.trained if each.spec.axis == EXPERT_AXIS],
         bucket_bytes=bucket_bytes,
         dtype=dtype,
     )
