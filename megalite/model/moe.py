@@ -4,7 +4,6 @@ Shazeer et al. 2017, "Outrageously large neural networks". No token is dropped, 
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -68,7 +67,7 @@ class Router(nn.Module):
             if losses is not None:
                 self.losses += losses.detach().sum()
         return (
-            routing if losses is None else replace(routing, weights=with_loss(routing.weights, losses, scale))
+            routing if losses is None else routing._replace(weights=with_loss(routing.weights, losses, scale))
         )
 
     def _losses(self, logits: Tensor, routing: Routing) -> Tensor | None:
@@ -152,6 +151,6 @@ class Mixture(nn.Module):
         if mesh.splits_sequence:
             chosen = gather_ranks(chosen.view(*rows, -1), mesh.tp).transpose(0, 1).flatten(0, 2)
         counts = sequence_counts(chosen.unsqueeze(0), self.number).squeeze(0)
-        return replace(routing, experts=chosen, weights=weights, counts=counts), column_input(
+        return routing._replace(experts=chosen, weights=weights, counts=counts), column_input(
             hidden_states, mesh
         )

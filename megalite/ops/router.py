@@ -8,8 +8,7 @@ The losses are those of single sequences, in parts: each rank's part of its own 
 sequence is the sequence's loss. So no layout and no micro batch changes them.
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ from megalite.topology.experts import ExpertShape
 _SMALLEST_SUM = 1e-20
 
 
-@dataclass(frozen=True)
-class Routing:
+class Routing(NamedTuple):
     """Where T tokens go.
 
     experts: [T, k] int64, the best first. weights: [T, k] of their outputs, of the type of the logits.

@@ -117,3 +117,50 @@ def test_no_other_name_is_used():
 def test_deepspeed_is_pinned_to_the_version_that_is_tested():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert f"deepspeed=={version('deepspeed')}" in project["dependencies"]
+
+
+# ------------------------------------------------------------------------------------------------------------- experts
+
+EXPERT_GROUPS = {
+    "_EXPERT_PARALLEL_GROUP",
+    "_EXPERT_PARALLEL_GROUP_RANKS",
+    "_EXPERT_DATA_PARALLEL_GROUP",
+    "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
+}
+OF_EXPERTS = {"_gradient_reduction_buffer_dtype", "_grad_norm_counts_every_rank"}
+
+
+def test_what_experts_stand_on_is_there():
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.runtime import engine
+    from deepspeed.runtime.zero import stage3, stage_1_and_2
+    from deepspeed.utils import groups
+
+    assert all(isinstance(getattr(groups, name), dict) for name in EXPERT_GROUPS)
+    first, last = stage_1_and_2.DeepSpeedZeroOptimizer, stage3.DeepSpeedZeroOptimizer_Stage3
+    assert "dtype=self._gradient_reduction_buffer_dtype()" in inspect.getsource(first.setup_buckets)
+    counts = inspect.signature(last._grad_norm_counts_every_rank).parameters
+    assert [*counts] == ["self", "params", "process_group"]
+    # Two norms, of gradients on the device and of those that were offloaded.
+    assert inspect.getsource(last).count("= self._grad_norm_counts_every_rank(") == 2
+    marks = inspect.getsource(first._configure_moe_settings)
+    assert all(key in marks for key in ("group['name']", "self.contiguous_gradients", "self.reduce_scatter"))
+    assert "isinstance(module, MoE)" in inspect.getsource(engine.DeepSpeedEngine._configure_distributed_model)
+    assert hasattr(MoE, "set_deepspeed_parallelism")
+    placement = inspect.getsource(engine.DeepSpeedEngine._resolve_zero3_param_placement)
+    for name in ("ds_zero_placement_family", "autoep_expert", "ds_zero_partition_group_name"):
+        assert name in placement
+    tensor = torch.nn.Parameter(torch.ones(1))
+    assert not is_moe_param(tensor)
+    tensor.allreduce = False  # type: ignore[attr-defined]
+    assert is_moe_param(tensor)
+
+
+def test_no_other_name_is_used_for_experts():
+    path = Path(optimizer.__file__).parent / "deepspeed_experts.py"
+    used: dict[str, set[str]] = {"groups": set(), "zero": set()}
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in used:
+            used[ast.unparse(node.value)].add(node.attr)
+    assert used == {"groups": EXPERT_GROUPS, "zero": OF_EXPERTS}

@@ -153,7 +153,7 @@ EFFECTS: dict[str, KeyEffect] = {
     "dump_state": Idle(_REPORTS),
     "eigenvalue": Removed("remove it"),
     "elasticity": Removed("set the batch sizes themselves"),
-    "expert_parallel": Refused("remove it"),
+    "expert_parallel": Refused("remove it, and set parallel.expert"),
     "flops_profiler": Idle(
         _REPORTS,
         keys="detailed enabled module_depth output_file profile_step recompute_fwd_factor top_modules",
@@ -212,7 +212,7 @@ EFFECTS: dict[str, KeyEffect] = {
     "torch_autocast.enabled": Refused("remove it, and set training.precision", (False,)),
     "train_batch_size": Read(),
     "train_micro_batch_size_per_gpu": Read(),
-    "use_data_before_expert_parallelism": Idle("the models have no experts"),
+    "use_data_before_expert_parallelism": Idle("megalite lays out the ranks of experts"),
     "vocabulary_size": Idle("the vocabulary is the tokenizer's"),
     "wall_clock_breakdown": Idle(_REPORTS),
     "wandb": Read(keys="enabled group project team"),

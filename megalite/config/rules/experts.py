@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.config.peft_names import adapted_expert, hidden_linears
+from megalite.config.rules.pipeline import split_of
 from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.derived import adapted_shape
@@ -12,6 +13,8 @@ from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 from megalite.families.fields import EXPERT_SETTINGS
 from megalite.topology.adapter import Lora
+from megalite.topology.experts import EXPERT_AXIS
+from megalite.topology.parameters import stage_parameters
 from megalite.topology.sharding import divisors
 
 _NUMBER = "model.num_experts"
@@ -151,11 +154,54 @@ def router_biases_are_there_to_change(run: CheckedRun) -> Iterator[Problem]:
         yield Problem.reset("training.router_bias_rate", f"{rate} {reason}", remedy)
 
 
-def zero_knows_no_experts(run: CheckedRun) -> Iterator[Problem]:
-    if run.zero_stage and run.model.num_experts:
-        message = f"{run.zero_stage} does not work with {_NUMBER} = {run.model.num_experts}"
-        remedy = "use 0; parallel.expert divides experts and their states over ranks"
-        yield Problem.reset("deepspeed.zero_optimization.stage", message, remedy, 0)
+def zero_finds_as_many_experts_on_every_rank(run: CheckedRun) -> Iterator[Problem]:
+    number, ranks, stage = run.model.num_experts, run.parallel.expert, run.zero_stage
+    if stage >= 2 and number and number % ranks:
+        message = (
+            f"{ranks} ranks cannot have as many of {_NUMBER} = {number} each, but ZeRO {stage} reduces buckets of "
+            "gradients that must be the same on all"
+        )
+        fitting = divisors(number)
+        nearest = max(size for size in fitting if size <= ranks)
+        remedy = f"use one of {fitting}, or deepspeed.zero_optimization.stage 1"
+        yield Problem.reset("parallel.expert", message, remedy, nearest)
+
+
+def zero_finds_experts_on_every_stage(run: CheckedRun) -> Iterator[Problem]:
+    """DeepSpeed's norm is one collective per group over all stages, as the groups of `optimizer.groups`."""
+    stages, split = run.parallel.pipeline, split_of(run)
+    if not run.zero_stage or stages == 1 or split is None or not _apart(run):
+        return
+    shape = model_shape(run.model, 1)
+    for stage in range(stages):
+        if all(each.spec.axis != EXPERT_AXIS for each in stage_parameters(shape, split, stage)):
+            message = (
+                f"{run.zero_stage} needs experts on each of the {stages} stages of the pipeline, but stage "
+            )
+            message += f"{stage} has dense layers only"
+            remedy = "use 0, or other stages (parallel.pipeline, parallel.layers_per_stage)"
+            yield Problem.reset("deepspeed.zero_optimization.stage", message, remedy, 0)
+            return
+
+
+def zero_2_scatters_sums_of_experts(run: CheckedRun) -> Iterator[Problem]:
+    zero = run.deepspeed.get("zero_optimization", {})
+    if run.zero_stage == 2 and zero.get("reduce_scatter", True) is False and _apart(run):
+        message = f"false does not work with {_NUMBER} = {run.model.num_experts}: DeepSpeed sums experts over other "
+        message += "ranks than dense weights only where it scatters"
+        yield Problem.reset("deepspeed.zero_optimization.reduce_scatter", message, "use true", True)
+
+
+def zero_3_has_no_router_biases(run: CheckedRun) -> Iterator[Problem]:
+    if run.zero_stage == 3 and run.model.num_experts and run.model.router_correction_bias:
+        message = "3 partitions model.router_correction_bias, which no optimizer changes"
+        yield Problem.reset("deepspeed.zero_optimization.stage", message, "use 1 or 2", 1)
+
+
+def _apart(run: CheckedRun) -> bool:
+    """Return whether experts have copies on other ranks than dense weights: DeepSpeed gets them as groups apart."""
+    whole = run.parallel.expert_tensor == 1 and run.parallel.tensor > 1
+    return bool(run.model.num_experts) and (run.parallel.expert > 1 or whole)
 
 
 def routers_are_balanced(run: CheckedRun) -> Iterator[str]:

@@ -29,6 +29,12 @@ from megalite.parallel.gradients import (
 from megalite.parallel.mesh import ParallelMesh, ProcessGroup
 from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
+from megalite.train.optimizer.deepspeed_experts import (
+    count_cut_experts,
+    experts_marked,
+    partitioned_apart,
+    reduce_in_float32,
+)
 from megalite.train.optimizer.deepspeed_gather import gather_in_shards
 from megalite.train.optimizer.deepspeed_ops import load_operators, native_optimizer, operators
 from megalite.train.optimizer.loss_scale import LossScale
@@ -59,8 +65,12 @@ class DeepSpeedOptimizer:
         sum_in_fp32 = low_precision and settings.training.accumulation == "fp32"
         if sum_in_fp32:
             accumulate_in_float32(self._tensors)
-        handed, once_a_step = _handed(config, sum_in_fp32=sum_in_fp32)
+        apart = bool(partitioned_apart(parameters, mesh))
+        handed, once_a_step = _handed(config, sum_in_fp32=sum_in_fp32, apart=apart)
         numel = sum(tensor.numel() for tensor in self._tensors.values())
+        if apart:
+            # Buckets of dense weights must be the same on all ranks, which may hold other numbers of experts.
+            numel = int(mesh.max_over_world(numel))
         asked = handed["zero_optimization"]
         zero = with_zero_defaults(asked, numel=numel, data=mesh.dense_gradients.size)
         handed["zero_optimization"] = zero
@@ -80,15 +90,19 @@ class DeepSpeedOptimizer:
                 tensor.register_post_accumulate_grad_hook(
                     lambda tensor, parameter=parameter: self._finite.see(parameter, tensor.grad)
                 )
-        self._engine, self._zero, *_ = deepspeed.initialize(
-            model=replica.stage,
-            optimizer=optimizer,
-            mpu=_ModelParallelUnit(mesh),
-            config=handed,
-        )
+        with experts_marked(replica, optimizer, zero["stage"]):
+            self._engine, self._zero, *_ = deepspeed.initialize(
+                model=replica.stage,
+                optimizer=optimizer,
+                mpu=_ModelParallelUnit(mesh),
+                config=handed,
+            )
         if zero["stage"] == 3:
             # DeepSpeed's key for sums is refused under ZeRO 3. The divisor of its mean is 1 for sums.
             self._zero._gradient_averaging_world_size = lambda parameters, ranks: 1
+            count_cut_experts(self._zero, mesh)
+        elif apart and sum_in_fp32 and not once_a_step:
+            reduce_in_float32(self._zero)
         self._once_a_step = ZeroOneGradients(replica, self._zero, asked) if once_a_step else None
         self.buckets: GradientBuckets | None = None
         if self._once_a_step is not None:
@@ -169,10 +183,11 @@ class DeepSpeedOptimizer:
         return losses
 
 
-def _handed(config: Mapping[str, Any], *, sum_in_fp32: bool) -> tuple[dict[str, Any], bool]:
+def _handed(config: Mapping[str, Any], *, sum_in_fp32: bool, apart: bool) -> tuple[dict[str, Any], bool]:
     """What DeepSpeed is given to do what `config` asks for; and whether it reduces gradients once a step.
 
-    sum_in_fp32: gradients of low-precision parameters are summed and reduced in float32.
+    sum_in_fp32: gradients of low-precision parameters are summed and reduced in float32. apart: there are experts,
+    which DeepSpeed reduces over other ranks than dense weights.
     """
     zero = dict(config["zero_optimization"])
     stage = zero["stage"]
@@ -194,6 +209,9 @@ def _handed(config: Mapping[str, Any], *, sum_in_fp32: bool) -> tuple[dict[str, 
             # Stage 1 would become BF16_Optimizer, which cannot reduce once a step: stage 2's optimizer can, and is then
             # the same. Its contiguous buckets have 16 bits.
             zero |= {"stage": 2, "contiguous_gradients": False}
+    if apart and stage < 3:
+        # The only settings with which DeepSpeed reduces experts apart; sums once a step are ours.
+        zero |= {"contiguous_gradients": True, "reduce_scatter": True}
     if not once_a_step:
         # It is ours to say when a step ends; until then DeepSpeed sums what each backward brings.
         handed["managed_gradient_accumulation"] = False

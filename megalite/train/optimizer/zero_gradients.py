@@ -19,7 +19,7 @@ class ZeroOneGradients:
 
     def __init__(self, replica: Replica, zero: Any, config: Mapping[str, Any]):
         """config: `zero_optimization` of DeepSpeed's JSON, as the user wrote it."""
-        self._zero, self._rank = zero, replica.mesh.dense_gradients.rank
+        self._zero, self._mesh = zero, replica.mesh
         size = max(tensor.element_size() for tensor in replica.trained_tensors.values())
         self._sums = gradient_buckets(
             replica,
@@ -70,12 +70,12 @@ class ZeroOneGradients:
 
     def _parts(self, group: int) -> Iterator[tuple[nn.Parameter, int, Tensor]]:
         """Yield each parameter with gradients in this rank's partition, its first element there, and its gradients."""
-        starts = self._zero.grad_start_offset[group][self._rank]
         gradients = [
             each.view(-1) for each in self._handed_over[group] if not getattr(each, "_zero_padding", False)
         ]
         for tensor, gradient in zip(self._zero.params_in_partition[group], gradients, strict=True):
-            yield tensor, starts[self._zero.get_param_id(tensor)], gradient
+            rank = self._mesh.copies(self._parameters[id(tensor)]).rank
+            yield tensor, self._zero.grad_start_offset[group][rank][self._zero.get_param_id(tensor)], gradient
 
 
 def _free(tensors: Sequence[nn.Parameter]) -> None:

@@ -15,6 +15,9 @@ MIXTURE: dict[str, Any] = {
 _GROUPED = {**MIXTURE, "model.n_group": 3, "model.topk_group": 2, "checkpoint.export": False}
 _FOLDER = str(Path(__file__).parent / "small_llama")
 _ADAPTED = {**MIXTURE, "model.weights": _FOLDER, "adapter.kind": "lora", "checkpoint.export": False}
+_SPREAD = {**MIXTURE, "parallel.data": 2, "parallel.expert": 2}
+_ZERO = "deepspeed.zero_optimization.stage"
+_STAGES = {**_SPREAD, "parallel.pipeline": 2, "checkpoint.export": False, _ZERO: 1}
 _SHARED = {**_ADAPTED, "model.shared_intermediate_size": 10, "model.first_k_dense_replace": 1}
 _WITHOUT_WIDTH = {name: value for name, value in MIXTURE.items() if "moe_intermediate" not in name}
 
@@ -155,13 +158,36 @@ EXPERT_CASES = [
         "use training.router_balance, or delete the setting",
         {"training.router_bias_rate": REMOVED},
     ),
-    _case(
-        "zero_knows_no_experts",
-        "deepspeed.zero_optimization.stage",
-        1,
-        "1 does not work with model.num_experts = 6; use 0; parallel.expert divides experts and their states over "
-        "ranks",
-        0,
+    Case(
+        "zero_finds_as_many_experts_on_every_rank",
+        {**_SPREAD, "parallel.expert": 4, "parallel.data": 4, _ZERO: 2},
+        "parallel.expert: 4 ranks cannot have as many of model.num_experts = 6 each, but ZeRO 2 reduces buckets of "
+        "gradients that must be the same on all; use one of [1, 2, 3, 6], or deepspeed.zero_optimization.stage 1",
+        {**_SPREAD, "parallel.expert": 4, "parallel.data": 4, _ZERO: 1},
+        world_size=4,
+    ),
+    Case(
+        "zero_finds_experts_on_every_stage",
+        {**_STAGES, "model.first_k_dense_replace": 2},
+        "deepspeed.zero_optimization.stage: 1 needs experts on each of the 2 stages of the pipeline, but stage 0 has "
+        "dense layers only; use 0, or other stages (parallel.pipeline, parallel.layers_per_stage)",
+        {**_STAGES, "model.first_k_dense_replace": 1},
+        world_size=4,
+    ),
+    Case(
+        "zero_2_scatters_sums_of_experts",
+        {**_SPREAD, _ZERO: 2, "deepspeed.zero_optimization.reduce_scatter": False},
+        "deepspeed.zero_optimization.reduce_scatter: false does not work with model.num_experts = 6: DeepSpeed sums "
+        "experts over other ranks than dense weights only where it scatters; use true",
+        {**_SPREAD, _ZERO: 2, "deepspeed.zero_optimization.reduce_scatter": True},
+        world_size=2,
+    ),
+    Case(
+        "zero_3_has_no_router_biases",
+        {**MIXTURE, "model.router_correction_bias": True, "checkpoint.export": False, _ZERO: 3},
+        "deepspeed.zero_optimization.stage: 3 partitions model.router_correction_bias, which no optimizer changes; "
+        "use 1 or 2",
+        {**MIXTURE, "model.router_correction_bias": True, "checkpoint.export": False, _ZERO: 2},
     ),
     Case(
         "expert_ranks_have_experts",

@@ -1,0 +1,112 @@
+"""Mixtures of experts under ZeRO 1, 2 and 3 train to the numbers of one process, or of the torch path in 16 bits."""
+
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megalite.checkpoint.folder import find_latest
+from megalite.topology.axes import Layout
+from megalite.topology.experts import ExpertShape, MixtureShape
+from megalite.topology.state import MASTER
+from tests.distributed.test_zero_precision import ADAMW, contents, train_and_save
+from tests.parity.test_experts import ALONE, DENSE, JOB, WHOLE
+from tests.parity.test_layouts import _assert_equal_to_one_process
+from tests.support.options import changed
+from tests.support.parity import ZERO_RTOL, assert_close, assert_same_tensors
+from tests.support.selection import cases
+from tests.support.training import SGD, train_on_rank
+
+# Under ZeRO 2 and 3 as many experts on each rank.
+EIGHT = replace(JOB, shape=MixtureShape(**DENSE, experts=ExpertShape(8, 2, 22, first_k_dense_replace=1)))
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2 ep2": {"layout": Layout(data=2, expert=2)},
+    "dp4 ep2": {"layout": Layout(data=4, expert=2)},
+    "cp2 ep2": {"layout": Layout(context=2, expert=2)},
+    "tp2 dp2 ep2, cut": {"layout": Layout(tensor=2, data=2, expert=2)},
+    "tp2 dp2 ep2, whole": {"layout": Layout(tensor=2, data=2, expert=2, expert_tensor=1), **WHOLE},
+}
+JOBS = {
+    f"ZeRO {stage}, {name}": replace(JOB if stage == 1 else EIGHT, zero_stage=stage, **changes)
+    for stage in (1, 2, 3)
+    for name, changes in LAYOUTS.items()
+}
+JOBS["ZeRO 1, pp2 dp2 ep2"] = replace(JOB, zero_stage=1, layout=Layout(pipeline=2, data=2, expert=2))
+# The layers of one rank fill a bucket of this size, those of another, with fewer experts, would not.
+JOBS["ZeRO 1, dp2 ep2, small buckets"] = replace(
+    JOBS["ZeRO 1, dp2 ep2"], deepspeed_keys={"zero_optimization": {"reduce_bucket_size": 18_500}}
+)
+for stage, offload in ((1, "optimizer"), (2, "optimizer"), (3, "parameters")):
+    JOBS[f"ZeRO {stage}, dp4 ep2, offloaded"] = replace(JOBS[f"ZeRO {stage}, dp4 ep2"], offload=offload)
+CORE = (
+    "ZeRO 1, pp2 dp2 ep2",
+    "ZeRO 1, dp2 ep2, small buckets",
+    "ZeRO 2, dp4 ep2",
+    "ZeRO 3, tp2 dp2 ep2, cut",
+)
+
+
+@pytest.mark.parametrize("name", cases(tuple(JOBS), core=CORE))
+def test_experts_under_zero_equal_one_process(ranks, reference, name):
+    job = JOBS[name]
+    results = ranks.run(train_on_rank, world_size=job.layout.world_size, job=job)
+    alone = replace(job, zero_stage=0, offload="none", deepspeed_keys={}, **ALONE)
+    _assert_equal_to_one_process(job, results, reference(alone), ZERO_RTOL)
+
+
+# ------------------------------------------------------------------------------------------- 16 bits, and checkpoints
+
+BF16 = replace(EIGHT, dtype=torch.bfloat16, optimizer=changed(SGD, precision="bf16"), steps=1)
+NARROW = {
+    "ZeRO 1, pp2 dp2 ep2": replace(BF16, zero_stage=1, layout=Layout(pipeline=2, data=2, expert=2)),
+    "ZeRO 1, dp4 ep2": replace(BF16, zero_stage=1, **LAYOUTS["dp4 ep2"]),
+    "ZeRO 2, dp4 ep2": replace(BF16, zero_stage=2, **LAYOUTS["dp4 ep2"]),
+    "ZeRO 3, dp4 ep2": replace(BF16, zero_stage=3, **LAYOUTS["dp4 ep2"]),
+}
+
+
+@pytest.mark.parametrize("name", cases(tuple(NARROW), core=("ZeRO 2, dp4 ep2",)))
+def test_masters_in_bf16_are_those_of_the_torch_path(ranks, tmp_path, name):
+    """Sums that a bucket rounds to bf16 would be 1e-3 off."""
+    job, held = NARROW[name], {}
+    for stage in (job.zero_stage, 0):
+        folder = tmp_path / str(stage)
+        one = replace(job, zero_stage=stage)
+        ranks.run(train_and_save, world_size=job.layout.world_size, job=one, folder=str(folder))
+        tensors = contents(find_latest(folder))
+        held[stage] = {name: values for name, values in tensors.items() if name.startswith(MASTER)}
+    assert held[0]
+    assert_same_tensors(held[job.zero_stage], held[0], rtol=ZERO_RTOL)
+
+
+LAYOUTS_IN_TURN = (
+    {"zero_stage": 0, "layout": Layout(tensor=2, expert=2, expert_tensor=1), **WHOLE},
+    {"zero_stage": 1, "layout": Layout(data=4, expert=2)},
+    {"zero_stage": 0, "layout": Layout(context=2, expert=2)},
+    {"zero_stage": 2, "layout": Layout(data=2, expert=2)},
+)
+
+
+def test_a_run_of_experts_changes_stage_and_layout_without_losing_a_digit(ranks, tmp_path):
+    """Each loads what the one before has saved, trains nothing, and saves; the last ones train on alike."""
+    first = replace(
+        EIGHT, zero_stage=3, layout=Layout(data=4, expert=2), dtype=torch.float32, optimizer=ADAMW
+    )
+    first = replace(first, learning_rate=1e-3)
+
+    def run(job, place: int) -> list[list[float]]:
+        folder = str(tmp_path / str(place))
+        return ranks.run(train_and_save, world_size=job.layout.world_size, job=job, folder=folder)
+
+    run(first, 0)
+    expected = contents(find_latest(tmp_path / "0"))
+    for place, changes in enumerate(LAYOUTS_IN_TURN, start=1):
+        shutil.copytree(tmp_path / str(place - 1), tmp_path / str(place))
+        run(replace(first, **changes), place)
+        assert_same_tensors(contents(find_latest(tmp_path / str(place))), expected, rtol=0)
+    last = replace(first, steps=3)
+    [[alone]] = run(replace(last, zero_stage=0, layout=Layout()), len(LAYOUTS_IN_TURN))
+    for [loss] in run(last, 0):
+        assert_close(loss, alone, rtol=ZERO_RTOL, what="loss after the checkpoint")
