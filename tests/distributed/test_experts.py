@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from megalite.parallel.mesh import ALONE
-from tests.support.mixtures import NAMES, ExpertCase, alone, experts_on_rank, of_rank
-from tests.support.parity import OPERATOR_RTOL, assert_close
+from tests.support.mixtures import (
+    EXPERT_FAULTS,
+    NAMES,
+    ExpertCase,
+    alone,
+    experts_on_rank,
+    faulty_on_rank,
+    of_rank,
+)
+from tests.support.parity import LAYOUT_RTOL, OPERATOR_RTOL, assert_close, relative_error
 
 TOKENS = (9, 5, 12)
 CASES = {
@@ -38,3 +46,13 @@ def test_one_rank_exchanges_nothing(name: str) -> None:
     case = replace(CASES[name], tokens=(9,))
     for what, ours, expected in zip(NAMES, of_rank(case, ALONE), alone(case), strict=True):
         assert_close(ours, expected, rtol=OPERATOR_RTOL, what=f"{name}: {what}")
+
+
+def test_planted_faults_are_seen(ranks) -> None:
+    case = ExpertCase(TOKENS[:2])
+    results = ranks.run(faulty_on_rank, world_size=2, case=case)
+    expected = alone(case)
+    for name, of_ranks in zip(EXPERT_FAULTS, zip(*results, strict=True), strict=True):
+        whole = [torch.cat(shards) for shards in zip(*of_ranks, strict=True)]
+        errors = [relative_error(*pair) for pair in zip(whole, expected, strict=True)]
+        assert max(errors) > 1e6 * LAYOUT_RTOL, f"{name}: {errors}"

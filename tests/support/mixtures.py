@@ -1,8 +1,10 @@
 """Experts on a few ranks, and a plain loop over tokens and experts in one process."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.ops.activations import swiglu
+from megalite.ops.expert_rows import RowOrder
 from megalite.ops.router import Routing, route
+from megalite.parallel import experts
 from megalite.parallel.experts import expert_mlp, through_experts
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.axes import Layout
@@ -107,3 +111,46 @@ def experts_on_rank(cases: Sequence[ExpertCase]) -> list[list[Tensor]]:
     """Return this rank's output and gradients in each case."""
     mesh = ParallelMesh.over_world(Layout(data=dist.get_world_size()))
     return [of_rank(case, mesh.batch) for case in cases]
+
+
+# --------------------------------------------------------------------------------------------------- planted faults
+
+
+def _left_in_order(_: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda rows, *_orders: rows
+
+
+def _of_another_choice(tokens_of_rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda rows, weights, order: tokens_of_rows(rows, weights.flip(1), order)
+
+
+def _half_the_weights_gradient(tokens_of_rows: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda rows, weights, order: tokens_of_rows(rows, (weights + weights.detach()) / 2, order)
+
+
+class _ForgetfulOrder(RowOrder):
+    """The rows' places are taken for the order that made them: right only where a permutation is its own inverse."""
+
+    @classmethod
+    def of(cls, experts: Tensor) -> RowOrder:
+        order = experts.flatten().argsort(stable=True)
+        return RowOrder(order // experts.shape[1], order.view_as(experts))
+
+
+EXPERT_FAULTS: dict[str, dict[str, Callable[..., Any]]] = {
+    "rows by rank, not by expert, after the exchange": {"reordered": _left_in_order},
+    "weights of another choice": {"tokens_of_rows": _of_another_choice},
+    "half the gradient of the weights": {"tokens_of_rows": _half_the_weights_gradient},
+    "an order for its inverse": {"RowOrder": lambda _: _ForgetfulOrder},
+}
+"""Fault -> name in parallel/experts.py -> what makes its replacement of it."""
+
+
+def faulty_on_rank(case: ExpertCase) -> list[list[Tensor]]:
+    """Return this rank's output and gradients with each fault of EXPERT_FAULTS."""
+    mesh, results = ParallelMesh.over_world(Layout(data=dist.get_world_size())), []
+    for faults in EXPERT_FAULTS.values():
+        changed = {name: change(getattr(experts, name)) for name, change in faults.items()}
+        with mock.patch.multiple(experts, **changed):
+            results.append(of_rank(case, mesh.batch))
+    return results

@@ -130,3 +130,12 @@ def test_checkpoint(tmp_path: Path) -> None:
     # 16.9 million parameters, each with its two moments in float32.
     assert row["megabytes"] == 203 and row["staging_mib"] == 194
     assert row["steps_beside"] >= 1 and row["stall_ms"] < row["step_ms"]
+
+
+@pytest.mark.extended
+def test_expert_products(tmp_path: Path) -> None:
+    rows = quick_rows("expert_products", tmp_path)
+    assert {(row["type"], row["moment"]) for row in rows} == set(
+        product(("float32", "bfloat16"), ("first", "later"))
+    )
+    assert all(row[form] > 0 for row in rows for form in ("ms", "eager", "grouped_mm"))
