@@ -18,7 +18,6 @@ from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.environment import variables
 from megalite.planner.calibration import DEFAULT_FILE
 from megalite.planner.cluster import Cluster, Machine, card_named
-from megalite.planner.planned_run import PlannedAxes
 from megalite.planner.search import search
 from megalite.topology.context import CONTEXT_METHODS
 from megalite.topology.sharding import divisors
@@ -48,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     if options.write is not None:
         _require_new(options.write)
     base = base_flags(options)
-    axes = _axes(options, base)
+    _require_axes(options, base)
     config = base.load()
     if options.context_method is not None:
         parallel = config.parallel.model_copy(update={"context_method": options.context_method})
@@ -64,7 +63,8 @@ def run(arguments: Sequence[str]) -> int:
     if options.fit:
         _print(fit_lines(config, rows, cluster))
         return 0
-    found = search(config, rows, cluster, axes, options.context)
+    asked = {name: getattr(options, name) for name in ("context", "expert", "expert_tensor")}
+    found = search(config, rows, cluster, **asked)
     report(**plan_report(found, config, cluster))
     for line in plan_lines(found, config, rows, cluster, options):
         print(line)
@@ -79,27 +79,25 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _axes(options: argparse.Namespace, base: PlanBase) -> PlannedAxes:
-    """Return the axes of experts. Raises ConfigError where the cards or other options cannot have them or --context."""
-    axes = PlannedAxes(options.expert, options.expert_tensor)
-    context = options.context or 1
-    formulas = bool(axes.text) or base.mixture is not None
+def _require_axes(options: argparse.Namespace, base: PlanBase) -> None:
+    """Raise ConfigError where the cards or other options cannot have --context or the axes of experts."""
+    context, experts = options.context or 1, bool(options.expert or options.expert_tensor)
+    formulas = base.mixture is not None
     for name in ("write", "calibrate", "calibration"):
         if formulas and getattr(options, name):
-            message = "a run has no experts or latent attention yet"
+            message = "megalite train does not know this model yet"
             raise ConfigError([Problem(f"--{name}", message, f"plan without --{name}")])
         if context > 1 and name != "write" and getattr(options, name):
             message = "has no times of context parallelism"
             raise ConfigError([Problem(f"--{name}", message, f"plan without --{name}, or without --context")])
-    if (axes.text or context > 1) and options.fit:
+    if (experts or context > 1) and options.fit:
         message = "has no effect on one card, which --fit plans for"
-        raise ConfigError([Problem("--expert" if axes.text else "--context", message, "leave it out")])
+        raise ConfigError([Problem("--expert" if experts else "--context", message, "leave it out")])
     cards = (options.nodes or 1) * (options.cards_per_node or 8)  # a measured machine has no number of nodes
     if cards % context:
         message = f"{context} does not divide {cards:,} cards"
         fits = max(size for size in divisors(cards) if size <= context)
         raise ConfigError([Problem.reset("--context", message, f"use {fits}", fits)])
-    return axes
 
 
 def _require_new(file: Path) -> None:
@@ -176,5 +174,5 @@ def command_parser() -> argparse.ArgumentParser:
         ("expert", "ranks that share a layer's experts"),
         ("expert-tensor", "ranks that share each expert"),
     ):
-        add(f"--{name}", type=whole_number(1), default=1, metavar="N", help=f"{text} (planned only; 1)")
+        add(f"--{name}", type=whole_number(1), metavar="N", help=f"{text} (default: searched)")
     return parser

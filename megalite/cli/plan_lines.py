@@ -90,7 +90,7 @@ def _model_text(config: RunConfig, shape: ModelShape) -> str:
 def _axes_lines(best: PlannedLayout, config: RunConfig, cluster: Machine) -> Iterator[str]:
     """Yield what a card sends for its experts and its part of the sequences, in a layer and micro batch."""
     run, time = best.run, best.time
-    if run.axes.expert > 1:
+    if run.layout.expert > 1:
         sent = exchanged_values(run, recomputed=run.training.recompute == "full") * run.weight_bytes
         words = "of tokens sent by a card a layer and micro batch"
         yield f"  experts {memory_text(sent)} {words}, {time.experts:.2f} s a step"
@@ -127,7 +127,11 @@ def _layout_text(layout: PlannedLayout) -> str:
     choice, run = layout.choice, layout.run
     method = f" ({run.context_method})"
     sizes = [f"{name} {size}{method * (name == 'context')}" for name, size in run.layout.named_sizes.items()]
-    words = [" x ".join(sizes) + run.axes.text]
+    if run.layout.expert > 1:
+        sizes.append(f"expert {run.layout.expert}")
+    if choice.expert_tensor is not None:
+        sizes.append(f"expert tensor {choice.expert_tensor}")
+    words = [" x ".join(sizes)]
     words.append(f"micro batch {run.micro_batch_size} x {run.micro_batches}")
     if choice.pipeline > 1:
         words.append(choice.schedule + (f" of {choice.chunks} chunks" if choice.chunks > 1 else ""))
@@ -141,7 +145,6 @@ def plan_report(found: LayoutSearch, config: RunConfig, cluster: Machine) -> dic
     layouts = [
         {
             "settings": layout.choice.flags,
-            "axes": vars(layout.run.axes),
             "tokens_per_second": tokens / layout.time.total,
             "step_seconds": vars(layout.time),
             "memory_bytes": {**layout.memory.kinds, "host": layout.memory.host, "peak": layout.memory.peak},

@@ -26,8 +26,17 @@ _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim"),
 )
+_EXPERT_SIZES = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 _REPLACED = {
-    "parallel": ("schedule", "virtual_stages", "layers_per_stage", "context", "context_method"),
+    "parallel": (
+        "schedule",
+        "virtual_stages",
+        "layers_per_stage",
+        "context",
+        "context_method",
+        "expert",
+        "expert_tensor",
+    ),
     "training": ("micro_batches", "recompute_layers", "recompute_ratio"),
     "deepspeed": ("zero_optimization",),
 }
@@ -55,6 +64,8 @@ class PlanBase:
             settings: dict[str, Any] = {"parallel.tensor": 1, "parallel.pipeline": 1, "parallel.data": 1}
             settings |= {
                 "parallel.context": 1,
+                "parallel.expert": 1,
+                "parallel.expert_tensor": "unset",
                 "parallel.schedule": "1f1b",
                 "parallel.virtual_stages": "auto",
             }
@@ -98,6 +109,8 @@ def base_flags(options: argparse.Namespace) -> PlanBase:
     batch = options.batch or max(1, _TOKENS_A_STEP // length)
     training = {"steps": 1, "sequence_length": length, "micro_batch_size": 1, "global_batch_size": batch}
     tables: dict[str, dict[str, Any]] = {"model": model, "training": training, "data": {"source": "text/"}}
+    if mixture is not None:
+        tables["checkpoint"] = {"export": "false"}  # no family has these sizes alone
     config = PlanBase(None, tables, mixture).load()
     if vocabulary(config) is None:
         tables["tokenizer"] = {"vocab_size": PLANNED_ROWS}
@@ -110,6 +123,8 @@ def base_flags(options: argparse.Namespace) -> PlanBase:
 def _dense_sizes(mixture: MixtureShape) -> dict[str, Any]:
     """Return the settings of [model] that the rules of a layout read."""
     sizes = {name: getattr(mixture, name) for name in _SIZES}
+    if mixture.experts is not None:
+        sizes |= {name: getattr(mixture.experts, name) for name in _EXPERT_SIZES}
     return sizes | {"tie_word_embeddings": str(mixture.tie_word_embeddings).lower()}
 
 

@@ -8,7 +8,7 @@ from math import ceil
 from megalite.errors import ConfigError, Problem
 from megalite.planner.calibration import Calibration, LinkKind, MeasuredLinks, MeasuredRanks, WholeStepTime
 from megalite.planner.machine_rates import LayerWork, Passes, RankRates, link_seconds
-from megalite.planner.planned_run import PlannedAxes, PlannedRun
+from megalite.planner.planned_run import PlannedRun
 from megalite.planner.shared_cores import makespan
 from megalite.planner.stage_parameters import stage_counts
 from megalite.topology.collective_sizes import BUCKET_BYTES
@@ -88,7 +88,7 @@ def calibrated_seconds(run: PlannedRun, machine: CalibratedMachine) -> Mapping[s
 
     That is another precision, experts, latent attention and context parallelism.
     """
-    if isinstance(run.shape, MixtureShape) or run.axes != PlannedAxes() or run.layout.context > 1:
+    if isinstance(run.shape, MixtureShape) or run.layout.context > 1:
         message = "has no times of experts, latent attention and context parallelism"
         raise ConfigError([Problem("--calibration", message, "leave it out: plan with --card")])
     return _Step(run, machine).parts

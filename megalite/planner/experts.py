@@ -5,19 +5,15 @@ The data, context and tensor ranks of a stage are laid out again as copies x exp
 al. 2020, "GShard".
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from megalite.config.sections.training_section import RecomputeMode
-from megalite.errors import Problem
 from megalite.planner.activations import Activations, layer_activations
 from megalite.planner.cluster import Cluster
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import ZeroShares, stage_counts
-from megalite.topology.axes import Layout
 from megalite.topology.context import ContextSizes, context_kept, context_traffic, context_working
 from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
-from megalite.topology.sharding import divisors
 
 IMBALANCE = 1.3
 """The rows of the fullest rank over the mean, once the router is trained; before, up to the number of expert ranks."""
@@ -48,7 +44,7 @@ def block_activations(run: PlannedRun, mode: RecomputeMode, layer: int) -> Activ
 
 def routed_tokens(run: PlannedRun) -> float:
     """Return the tokens that a rank sends to experts: with a cut of each expert all tokens of its tensor group."""
-    return run.tokens / (run.layout.tensor if run.axes.expert_tensor == 1 else 1)
+    return run.tokens / (run.layout.tensor if run.cut_of_experts == 1 else 1)
 
 
 def expert_values(run: PlannedRun, experts: ExpertShape) -> dict[str, float]:
@@ -56,8 +52,8 @@ def expert_values(run: PlannedRun, experts: ExpertShape) -> dict[str, float]:
     hidden = run.shape.hidden_size
     tokens = routed_tokens(run)
     rows = tokens * experts.num_experts_per_tok
-    arrived = rows * (IMBALANCE if run.axes.expert > 1 else 1)
-    inner = 3 * experts.moe_intermediate_size / run.axes.expert_tensor
+    arrived = rows * (IMBALANCE if run.layout.expert > 1 else 1)
+    inner = 3 * experts.moe_intermediate_size / run.cut_of_experts
     return {
         "rows": rows * hidden,
         "arrived rows": arrived * hidden,
@@ -85,14 +81,14 @@ def exchanged_values(run: PlannedRun, *, recomputed: bool = False) -> float:
 
     Rows go to their experts and back, and their gradients the same ways. recomputed: the forward's once more.
     """
-    experts, ranks = _experts(run), run.axes.expert
+    experts, ranks = _experts(run), run.layout.expert
     rows = routed_tokens(run) * experts.num_experts_per_tok * run.shape.hidden_size
     return (6 if recomputed else 4) * rows * (ranks - 1) / ranks
 
 
 def exchange_seconds(run: PlannedRun, cluster: Cluster) -> float:
     """Return the time of a layer's all-to-alls of tokens in a micro batch."""
-    ranks, stride = run.axes.expert, run.axes.expert_tensor
+    ranks, stride = run.layout.expert, run.cut_of_experts
     if ranks == 1:
         return 0.0
     size = exchanged_values(run, recomputed=run.training.recompute == "full") * run.weight_bytes
@@ -171,35 +167,6 @@ def reduction_factors(run: PlannedRun) -> tuple[float, float]:
         factor(counts.weights, experts.weights, shares.weights, 3),
         factor(counts.trained, experts.trained, shares.gradients, 2),
     )
-
-
-def expert_problems(run: PlannedRun, layout: Layout, *, sequence_parallel: bool) -> Iterator[Problem]:
-    """Yield why experts cannot be laid out as planned in this layout."""
-    axes, shape = run.axes, run.shape
-    experts = shape.experts if isinstance(shape, MixtureShape) else None
-    if experts is None:
-        if axes.expert * axes.expert_tensor > 1:
-            yield Problem("--expert", "the model has no experts", "plan without --expert and --expert-tensor")
-        return
-    ranks, size = layout.data * layout.context * layout.tensor, axes.expert * axes.expert_tensor
-    if ranks % size:
-        message = f"expert {axes.expert} x expert tensor {axes.expert_tensor} does not divide a stage's {ranks} ranks"
-        fits = [
-            size
-            for size in divisors(ranks)
-            if size <= axes.expert and ranks % (size * axes.expert_tensor) == 0
-        ]
-        remedy = f"use {fits[-1]}" if fits else "use --expert 1 and --expert-tensor 1"
-        yield Problem("--expert", message, remedy)
-    if axes.expert > experts.num_experts:
-        message = f"{axes.expert} ranks cannot share {experts.num_experts} experts"
-        yield Problem("--expert", message, f"use at most {experts.num_experts}")
-    if axes.expert_tensor not in (1, layout.tensor):
-        message = f"{axes.expert_tensor} is neither 1 nor parallel.tensor = {layout.tensor}"
-        yield Problem("--expert-tensor", message, f"use 1 or {layout.tensor}")
-    if layout.tensor > 1 and not sequence_parallel:
-        message = f"without it each of {layout.tensor} tensor-parallel ranks routes every token"
-        yield Problem("parallel.sequence", message, "set parallel.sequence = true")
 
 
 def _experts(run: PlannedRun) -> ExpertShape:

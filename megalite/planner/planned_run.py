@@ -17,24 +17,6 @@ from megalite.topology.stages import PipelineSplit
 
 
 @dataclass(frozen=True)
-class PlannedAxes:
-    """Axes that are planned by formula; no run has them yet.
-
-    expert: ranks that share the experts of a layer, and expert_tensor: each expert; both among the data, context and
-    tensor ranks of a stage.
-    """
-
-    expert: int = 1
-    expert_tensor: int = 1
-
-    @property
-    def text(self) -> str:
-        """ " x expert 8 x expert tensor 2", without those of size 1."""
-        sizes = {"expert": self.expert, "expert tensor": self.expert_tensor}
-        return "".join(f" x {name} {size}" for name, size in sizes.items() if size > 1)
-
-
-@dataclass(frozen=True)
 class PlannedRun:
     """A resolved run with a known vocabulary and precision.
 
@@ -63,7 +45,6 @@ class PlannedRun:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     plain_torch: bool = False
     on_cpu: bool = False
-    axes: PlannedAxes = field(default_factory=PlannedAxes)
     context_method: ContextMethod = "gather"
 
     @classmethod
@@ -125,9 +106,14 @@ class PlannedRun:
         return prod(self.layout.sizes[axis] for axis in ROLES["dense_gradients"])
 
     @cached_property
-    def expert_copies(self) -> float:
+    def expert_copies(self) -> int:
         """The number of ranks with the same experts."""
-        return self.copies * self.layout.tensor / (self.axes.expert * self.axes.expert_tensor)
+        return self.layout.expert_sizes["edp"]
+
+    @cached_property
+    def cut_of_experts(self) -> int:
+        """The ranks that share each expert."""
+        return self.layout.expert_sizes["etp"]
 
     @property
     def tokens(self) -> int:

@@ -18,12 +18,12 @@ from megalite.config.sections.training_section import ComputeSettings, Recompute
 from megalite.errors import Problem
 from megalite.launcher.process import available_cores
 from megalite.planner.cluster import Cluster, Machine
-from megalite.planner.experts import expert_problems
 from megalite.planner.memory import CARD_BASE_BYTES, RankMemory, stage_memory
-from megalite.planner.planned_run import PlannedAxes, PlannedRun
+from megalite.planner.planned_run import PlannedRun
 from megalite.planner.step_time import StepTime, step_time
 from megalite.topology.axes import Layout
 from megalite.topology.context import CONTEXT_METHODS, ContextMethod
+from megalite.topology.experts import MixtureShape
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import divisors
@@ -34,7 +34,6 @@ _SCHEDULES = tuple(name for name, schedule in SCHEDULES.items() if not schedule.
 # The origin that messages name.
 _ORIGINS = {"deepspeed.zero_optimization": "planned"}
 _MOST_STAGES = 64
-_NO_AXES = PlannedAxes()
 _MICRO_BATCHES = (1, 2, 4, 8)
 _LEAST_PART = 4096  # tokens of a sequence on a rank
 # Choices that take longer to judge than processes take to start, and those that a process takes at a time.
@@ -46,7 +45,7 @@ _RECOMPUTE: tuple[RecomputeMode, ...] = ("none", "selective", "full")
 class LayoutChoice:
     """The settings of one layout. data: replicas; sequence: sequence parallelism.
 
-    context: ranks that share a sequence, by context_method.
+    context: ranks that share a sequence, by context_method. expert, expert_tensor: as in a `Layout`.
     """
 
     tensor: int
@@ -60,10 +59,13 @@ class LayoutChoice:
     recompute: RecomputeMode
     context: int = 1
     context_method: ContextMethod = "gather"
+    expert: int = 1
+    expert_tensor: int | None = None
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.pipeline, self.data, self.tensor, self.context)
+        sizes = self.pipeline, self.data, self.tensor, self.context
+        return Layout(*sizes, self.expert, self.expert_tensor)
 
     @property
     def flags(self) -> dict[str, object]:
@@ -78,6 +80,10 @@ class LayoutChoice:
         }
         if self.context > 1:
             settings |= {"parallel.context": self.context, "parallel.context_method": self.context_method}
+        if self.expert > 1:
+            settings["parallel.expert"] = self.expert
+        if self.expert_tensor is not None:
+            settings["parallel.expert_tensor"] = self.expert_tensor
         if self.pipeline > 1:
             settings |= {"parallel.schedule": self.schedule, "parallel.virtual_stages": self.chunks}
         if self.zero:
@@ -86,9 +92,9 @@ class LayoutChoice:
 
     def distance(self, other: "LayoutChoice") -> float:
         """Return how much one has to change to become the other: doublings of sizes, and other settings."""
-        sizes = ("tensor", "context", "pipeline", "data", "micro_batch_size")
+        sizes = ("tensor", "context", "pipeline", "data", "expert", "micro_batch_size")
         doublings = sum(abs(log2(getattr(self, name) / getattr(other, name))) for name in sizes)
-        others = ("sequence", "schedule", "zero", "recompute")
+        others = ("sequence", "schedule", "zero", "recompute", "expert_tensor")
         return doublings + sum(getattr(self, name) != getattr(other, name) for name in others)
 
 
@@ -156,18 +162,25 @@ def search(
     config: RunConfig,
     vocab_size: int,
     cluster: Machine,
-    axes: PlannedAxes = _NO_AXES,
+    *,
     context: int | None = None,
+    expert: int | None = None,
+    expert_tensor: int | None = None,
 ) -> LayoutSearch:
     """Plan every layout of a resolved run over the cards of a cluster, with the run's own global batch.
 
-    axes: those beside the layout, equal in all of them. context: the ranks that share a sequence; None: whatever
-    leaves each enough of it.
+    context: the ranks that share a sequence; None: whatever leaves each enough of it. expert, expert_tensor: as in a
+    `Layout`; None: one set of all experts, the most that a node can divide, and the most that a stage can.
     """
-    base = replace(PlannedRun.of(config, vocab_size, on_cpu=cluster.on_cpu), axes=axes)
+    base = PlannedRun.of(config, vocab_size, on_cpu=cluster.on_cpu)
     checked = checked_run(config, cluster.cards)
     contexts = _contexts(config, cluster) if context is None else (context,)
-    choices = list(every_choice(cluster, contexts))
+    dense = every_choice(cluster, contexts)
+    choices = [
+        replace(choice, expert=size, expert_tensor=shared)
+        for choice in dense
+        for size, shared in _experts(base.shape, cluster, choice, (expert, expert_tensor))
+    ]
     judged = _on_all_cores(partial(_judge, base, checked, config, cluster), choices)
     planned = [layout for layout in judged if isinstance(layout, PlannedLayout)]
     refused = [layout for layout in judged if isinstance(layout, RefusedLayout)]
@@ -187,6 +200,27 @@ def _contexts(config: RunConfig, cluster: Machine) -> tuple[int, ...]:
     )
 
 
+def _experts(
+    shape: ModelShape, cluster: Machine, choice: LayoutChoice, asked: tuple[int | None, int | None]
+) -> Sequence[tuple[int, int | None]]:
+    """Return how the experts of a layout may be laid out: (`expert`, `expert_tensor`).
+
+    With sequence parallelism each rank sends its own positions to whole experts, whose products stay large.
+    """
+    expert, shared = asked
+    if not isinstance(shape, MixtureShape) or shape.experts is None:
+        return [(expert or 1, shared)]
+    if shared is None and choice.sequence:
+        shared = 1
+    if expert is not None:
+        return [(expert, shared)]
+    cut = choice.tensor if shared is None else shared
+    stage = choice.data * choice.context * choice.tensor
+    sizes = [size for size in divisors(max(1, stage // cut)) if size <= shape.experts.num_experts]
+    in_a_node = max((size for size in sizes if size * cut <= cluster.cards_per_node), default=1)
+    return [(size, shared) for size in sorted({1, in_a_node, sizes[-1]})]
+
+
 def context_methods(config: RunConfig, shape: ModelShape, layout: Layout) -> Sequence[ContextMethod]:
     """Return the method of the settings, for "auto" those among which memory and links decide in this layout."""
     asked = config.parallel.context_method
@@ -204,9 +238,7 @@ def _judge(
 ) -> PlannedLayout | RefusedLayout:
     methods = context_methods(config, base.shape, choice.layout)
     choice = replace(choice, context_method=methods[0])
-    # These take less time than the rules of a run.
-    problem = next(expert_problems(base, choice.layout, sequence_parallel=choice.sequence), None)
-    problem = problem or next(layout_problems(_with_choice(checked, config, choice)), None)
+    problem = next(layout_problems(_with_choice(checked, config, choice)), None)
     if problem is not None:
         return RefusedLayout(choice, problem)
     by_methods = (replace(choice, context_method=method) for method in methods)
@@ -293,8 +325,8 @@ def _with_choice(checked: CheckedRun, config: RunConfig, choice: LayoutChoice) -
         "sequence": choice.sequence,
         "context": choice.context,
         "context_method": choice.context_method,
-        # `expert_problems` judges PlannedAxes.
-        **{"expert": 1, "expert_tensor": None},
+        "expert": choice.expert,
+        "expert_tensor": choice.expert_tensor,
         "pipeline": choice.pipeline,
         "data": choice.data,
         "schedule": choice.schedule,

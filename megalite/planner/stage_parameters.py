@@ -86,7 +86,7 @@ def stage_counts(run: PlannedRun, stage: int) -> ValueCounts:
 def chunk_counts(run: PlannedRun, chunk: int) -> ValueCounts:
     """Return the values of the decoder layers of a chunk on the first rank of its stage."""
     kept, layers = _kept(run.optimizer), run.split.layers[chunk]
-    ranks = (run.layout.tensor, run.axes.expert, run.axes.expert_tensor)
+    ranks = (run.layout.tensor, run.layout.expert, run.cut_of_experts)
     if run.shape.adapter is None and not isinstance(run.shape, MixtureShape):
         return _layer_counts(run.shape, 0, ranks, kept).times(len(layers))
     counts = ValueCounts()

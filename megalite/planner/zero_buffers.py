@@ -157,7 +157,7 @@ def largest_of_layer(run: PlannedRun) -> int:
 
 def _ranks(run: PlannedRun) -> tuple[int, int]:
     """Return over how many ranks a dense weight and the experts of a layer are cut."""
-    return run.layout.tensor, run.axes.expert * run.axes.expert_tensor
+    return run.layout.tensor, run.layout.expert * run.cut_of_experts
 
 
 @lru_cache(maxsize=256)

@@ -291,10 +291,19 @@ def test_a_mixture_is_planned_with_its_experts(tmp_path: Path, capsys: pytest.Ca
     assert f"{count.active:,} of them active" in shown
     assert " x expert 4, micro batch" in shown and "of tokens sent by a card a layer and micro batch" in shown
     layout = json.loads(said(capsys, *small, "--expert", "4", "--json"))["layouts"][0]
-    assert layout["axes"]["expert"] == 4 and layout["step_seconds"]["experts"] > 0
+    assert layout["settings"]["parallel.expert"] == 4 and layout["step_seconds"]["experts"] > 0
     assert "8 experts, 2 of them a token, bf16, adamw" in said(capsys, *small, "--fit")
     written = ["--write", str(tmp_path / "run.toml")]
-    assert "a run has no experts or latent attention yet" in said(capsys, *small, *written, code=2)
+    assert "megalite train does not know this model yet" in said(capsys, *small, *written, code=2)
+
+
+def test_the_experts_of_a_run_are_laid_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.toml"
+    small = ["olmoe-1b-7b", *CARD, "--cards-per-node", "4", "--sequence-length", "1024", "--batch", "16"]
+    said(capsys, *small, "--expert", "4", "--write", str(file))
+    assert load_run(file, ["--data.source", "text"], 4).config.layout.expert == 4
+    found = json.loads(said(capsys, *small, "--json"))["layouts"]
+    assert {layout["settings"].get("parallel.expert", 1) for layout in found} >= {2, 4}
 
 
 def test_sequences_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
@@ -307,13 +316,12 @@ def test_sequences_are_cut(capsys: pytest.CaptureFixture[str]) -> None:
     [line] = re.findall("^  context .* s a step.*$", said(capsys, *SMALL, "--context", "2"), re.M)
     assert line.count(", by ") == 2, "the seconds of the other methods"
     assert "3 does not divide 4 cards" in said(capsys, *SMALL, "--context", "3", code=2)
-    assert "the model has no experts" in said(capsys, *SMALL, "--expert", "2", code=1)
+    assert "divide experts, but the model has none" in said(capsys, *SMALL, "--expert", "2", code=1)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--expert", "2", "--calibrate"], "--calibrate: a run has no experts or latent attention yet"),
         (
             ["--context", "2", "--calibration", "none.json"],
             "--calibration: has no times of context parallelism",
@@ -329,7 +337,7 @@ def test_axes_that_are_planned_only_go_without_other_options(
 
 
 def test_a_mixture_is_not_planned_by_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "a run has no experts or latent attention yet" in said(
+    assert "megalite train does not know this model yet" in said(
         capsys, mixture_file(tmp_path), "--calibrate", code=2
     )
 

@@ -22,7 +22,7 @@ GROUP = "experts"
 """DeepSpeed's name of the process groups of experts."""
 
 
-class _ExpertMarker(MoE):  # type: ignore[misc]
+class _ExpertMarker(MoE):
     """The layer by which DeepSpeed's stages 1 and 2 learn that there are experts; it has no parameters."""
 
     def __init__(self) -> None:

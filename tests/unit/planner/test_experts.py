@@ -12,13 +12,12 @@ from megalite.planner.experts import (
     block_activations,
     exchange_seconds,
     exchanged_values,
-    expert_problems,
     expert_values,
     layers_with_experts,
     reduction_factors,
 )
 from megalite.planner.memory import stage_memory
-from megalite.planner.planned_run import PlannedAxes, PlannedRun
+from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import stage_counts
 from megalite.planner.step_time import step_time
 from megalite.topology.axes import Layout
@@ -34,8 +33,8 @@ CLUSTER = Cluster("H100 80GB HBM3", nodes=2, cards_per_node=4, efficiency=0.5, l
 
 
 def mixed(expert: int = 1, *, tensor: int = 1, data: int = 1, cut: int = 1, **changes: object) -> PlannedRun:
-    run = plan(MIXTURE, layout=Layout(tensor=tensor, data=data), sequence_parallel=tensor > 1)
-    return replace(run, axes=PlannedAxes(expert=expert, expert_tensor=cut), **changes)  # type: ignore[arg-type]
+    layout = Layout(tensor=tensor, data=data, expert=expert, expert_tensor=cut)
+    return replace(plan(MIXTURE, layout=layout, sequence_parallel=tensor > 1), **changes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -49,7 +48,7 @@ def test_an_exchange_sends_the_rows_of_other_ranks_experts(ranks: int) -> None:
     run = mixed(ranks, data=ranks)
     assert exchanged_values(run) == 4 * sent
     assert exchanged_values(run, recomputed=True) == 6 * sent
-    assert exchanged_values(replace(run, axes=PlannedAxes())) == 0
+    assert exchanged_values(replace(run, layout=Layout(data=ranks))) == 0
 
 
 def test_tensor_parallel_ranks_route_their_own_tokens_or_with_cut_experts_all() -> None:
@@ -167,22 +166,3 @@ def test_latent_attention_keeps_its_heads_and_latent_vectors() -> None:
     found = block_activations(plan(shape), "none", 0).kept - block_activations(wide, "none", 0).kept
     heads = 8 * (2 * 32 + 2 * 16) - 8 * (4 * 32)
     assert found == 2 * TOKENS * (heads + 2 * (20 + 12))
-
-
-@pytest.mark.parametrize(
-    ("run", "layout", "message"),
-    [
-        (mixed(3), Layout(data=4), "expert 3 x expert tensor 1 does not divide a stage's 4 ranks"),
-        (mixed(16), Layout(data=16), "16 ranks cannot share 8 experts"),
-        (mixed(cut=4), Layout(tensor=2, data=2), "4 is neither 1 nor parallel.tensor = 2"),
-        (replace(mixed(2), shape=SHAPE), Layout(data=2), "the model has no experts"),
-    ],
-)
-def test_experts_that_cannot_be_laid_out_are_refused(run: PlannedRun, layout: Layout, message: str) -> None:
-    assert message in str(next(expert_problems(run, layout, sequence_parallel=True)))
-
-
-def test_tensor_parallelism_with_experts_needs_sequence_parallelism() -> None:
-    problems = list(expert_problems(mixed(2), Layout(tensor=2), sequence_parallel=False))
-    assert [problem.key for problem in problems] == ["parallel.sequence"]
-    assert not list(expert_problems(mixed(2), Layout(tensor=2), sequence_parallel=True))
