@@ -10,7 +10,7 @@ ranks are seen.
 """
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -28,26 +28,25 @@ _CUT = ("input_ids", "position_ids", "labels", "loss_mask")
 class ContextRows:
     """The rows of a micro batch, each cut into blocks over the ranks of a group.
 
-    table: the block table [rows, blocks] int64. length: S. blocks: those of this rank, where all rows have the same;
-    None: they differ. prefix: keys and values of a layer's virtual tokens, [tokens, 2, kv heads, D]; they are no part
-    of S.
+    table: the block table [rows, blocks] int64. length: S. blocks: this rank's of each row; of all rows, if there is
+    one entry. prefix: keys and values of a layer's virtual tokens, [tokens, 2, kv heads, D]; they are no part of S.
     """
 
     ranks: RankGroup
     table: Tensor = field(repr=False)
     length: int
-    blocks: tuple[int, ...] | None = None
+    blocks: tuple[tuple[int, ...], ...]
     prefix: Tensor | None = None
 
     @classmethod
     def of(cls, rows: int, length: int, mesh: ParallelMesh, table: Tensor | None = None) -> "ContextRows":
-        """Return the cut of rows of `length` tokens; table: that of a batch, None: zig-zag."""
+        """Return the cut of rows of `length` tokens; table: that of a batch, in host memory; None: zig-zag."""
         ranks = mesh.cp_ring if mesh.context_method == "ring" else mesh.cp
-        if table is not None:
-            return cls(ranks, table, length)
-        cut = zig_zag(mesh.cp.size)
-        flat = torch.tensor([block for blocks in cut for block in blocks], device=mesh.device)
-        return cls(ranks, flat.expand(rows, -1), length, cut[mesh.cp.rank])
+        if table is None:
+            same = _zig_zag_table(mesh.cp.size, mesh.device).expand(rows, -1)
+            return cls(ranks, same, length, (zig_zag(mesh.cp.size)[mesh.cp.rank],))
+        own = table.chunk(mesh.cp.size, dim=1)[mesh.cp.rank].tolist()
+        return cls(ranks, table.to(mesh.device, non_blocking=True), length, tuple(map(tuple, own)))
 
     @property
     def block_length(self) -> int:
@@ -57,19 +56,9 @@ class ContextRows:
     @cached_property
     def positions(self) -> Tensor:
         """The place in its row of each token of this rank: [rows, S / c] int64."""
-        own = self._own
+        own = self.table.chunk(self.ranks.size, dim=1)[self.ranks.rank]
         within = torch.arange(self.block_length, device=own.device)
         return (own.unsqueeze(2) * self.block_length + within).flatten(1)
-
-    @cached_property
-    def blocks_of_rows(self) -> list[list[int]]:
-        """This rank's blocks of each row, on the host, which waits for a table on an accelerator."""
-        blocks: list[list[int]] = self._own.tolist()
-        return blocks
-
-    @property
-    def _own(self) -> Tensor:
-        return self.table.chunk(self.ranks.size, dim=1)[self.ranks.rank]
 
     @cached_property
     def order(self) -> Tensor:
@@ -108,6 +97,12 @@ class ContextRows:
         rest = stacked.shape[3:]
         blocks = stacked.reshape(self.order.shape[0], self.block_length, *rest)
         return reordered(blocks, self.order, self.inverse).view(len(self.table), self.length, *rest)
+
+
+@cache
+def _zig_zag_table(ranks: int, device: torch.device) -> Tensor:
+    """Return a row of the block table, [2 * ranks] int64; made once, since the host waits for a copy to a device."""
+    return torch.tensor(zig_zag(ranks), device=device).flatten()
 
 
 class _Reordered(torch.autograd.Function):

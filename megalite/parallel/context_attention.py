@@ -12,7 +12,7 @@ from megalite.ops.documents import documents_of_block, documents_of_row, first_k
 from megalite.ops.dropout import CountedMask
 from megalite.parallel.context import ContextRows
 from megalite.parallel.context_ring import ring_attention
-from megalite.topology.context import ContextMethod, key_value_copies
+from megalite.topology.context import ContextMethod, key_value_copies, zig_zag
 
 ContextAttention = Callable[..., Tensor]
 """Attention of this rank's tokens: (ops, query [B, S / c, heads, D], key, value [B, S / c, kv heads, D], form, rows)
@@ -33,8 +33,8 @@ def gather_attention(
     packed = rows.gathered(torch.cat((key, value), dim=2))
     if rows.prefix is not None:
         packed = torch.cat((rows.prefix.flatten(1, 2).expand(len(packed), -1, -1, -1), packed), dim=1)
-    if rows.blocks is not None:
-        return _attend_blocks(ops, query, packed, form, rows, rows.blocks)
+    if len(rows.blocks) == 1:
+        return _attend_blocks(ops, query, packed, form, rows, rows.blocks[0])
     attended = [
         _attend_blocks(
             ops,
@@ -42,9 +42,9 @@ def gather_attention(
             packed[row : row + 1],
             _form_of_row(form, rows.length, row),
             rows,
-            tuple(blocks),
+            blocks,
         )
-        for row, blocks in enumerate(rows.blocks_of_rows)
+        for row, blocks in enumerate(rows.blocks)
     ]
     return torch.cat(attended)
 
@@ -142,7 +142,7 @@ def through_ring(
 
     For rows that are cut zig-zag and have no prefix.
     """
-    if rows.blocks is None or rows.prefix is not None:
+    if rows.blocks != (zig_zag(rows.ranks.size)[rows.ranks.rank],) or rows.prefix is not None:
         raise ValueError("ring attention is for rows that are all cut zig-zag, without a prefix")
     return ring_attention(query, key, value, ops.blocks(query, form, rows.length), rows.ranks)
 

@@ -19,7 +19,8 @@ class StepBatch:
     cu_seqlens: [M * b, documents] int32, the same documents for an accelerator (ops.documents.row_cu_seqlens): each
     document's start in its row; S for padding documents without tokens. max_seqlen: at least the tokens of the longest
     one.
-    blocks: [M * b, blocks] int64, how each row is cut over context-parallel ranks (parallel/context.py); None: zig-zag.
+    blocks: [M * b, blocks] int64, in host memory always: how each row is cut over context-parallel ranks
+    (parallel/context.py); None: zig-zag.
     reference, row_weights: [M * b] float64, for preferences: each row's loss sum under the reference model, and its
     weight in the loss.
     """
@@ -46,6 +47,10 @@ class StepBatch:
         """Return the batch with `change` applied to each tensor."""
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in self.tensors.items()}
         return replace(self, **changed)
+
+    def on_device(self, copy: Callable[[Tensor], Tensor]) -> "StepBatch":
+        """Return the batch with `copy` applied to each tensor but `blocks`, which the host reads."""
+        return replace(replace(self, blocks=None).map(copy), blocks=self.blocks)
 
     def micro_batches(self, count: int) -> list["StepBatch"]:
         pieces = {name: tensor.chunk(count) for name, tensor in self.tensors.items()}

@@ -17,12 +17,15 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.config.sections.schema import OptimizerConfig
+from megalite.data.batches.context_blocks import windows_of, with_blocks
+from megalite.ops.documents import row_cu_seqlens
+from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.options import Dropout, Recompute
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
-from tests.support.training import SGD, Job, build, global_batch, whole_loss
+from tests.support.training import SGD, Job, build, global_batch, rows_of, whole_loss
 
 ADAMW = OptimizerSettings(OptimizerConfig(name="adamw", gradient_clipping=0.5, clip_value=1.0, ema_decay=0.9))
 EVERYTHING_DROPS = Dropout(embedding=0.1, residual=0.1, mlp=0.1, attention=0.1)
@@ -47,11 +50,23 @@ def rank_of(layout: Layout, rank: int) -> Iterator[None]:
         with (
             mock.patch.multiple(dist, new_group=without_peers, all_gather_object=mock.DEFAULT),
             mock.patch.multiple(dist, isend=transfer, irecv=transfer),
+            mock.patch.multiple(dist, P2POp=mock.DEFAULT, batch_isend_irecv=lambda messages: []),
             mock.patch("megalite.parallel.mesh.accelerator_id"),  # there is none
         ):
             yield
     finally:
         dist.destroy_process_group()
+
+
+def batch_on_meta(job: Job) -> StepBatch:
+    """A batch as a trainer gives it: what the host must know of its documents was computed in host memory."""
+    batch = global_batch(job, 0)
+    batch = rows_of(batch, slice(0, len(batch.input_ids) // job.layout.data))
+    if batch.document_ids is not None:
+        batch = replace(batch, cu_seqlens=row_cu_seqlens(batch.document_ids))
+        if job.context_method == "gather":
+            batch = with_blocks(batch, job.layout.context, windows_of(job.shape))
+    return batch.on_device(lambda tensor: tensor.to("meta"))
 
 
 def step_on_meta(job: Job) -> list[str]:
@@ -69,8 +84,7 @@ def step_on_meta(job: Job) -> list[str]:
             mock.patch.multiple(torch.Tensor, item=number, __float__=number),
         ):
             parts = build(replace(job, device="meta"))
-            share = slice(0, global_batch(job, 0).input_ids.shape[0] // job.layout.data)
-            batch = global_batch(job, 0).map(lambda tensor, rows=share: tensor[rows].to("meta"))
+            batch = batch_on_meta(job)
             asked.clear()
             loss = whole_loss(parts.pipeline, batch, parts.mesh)
             parts.optimizer.reduce_gradients()
@@ -83,6 +97,7 @@ def step_on_meta(job: Job) -> list[str]:
     return asked
 
 
+CONTEXT = Layout(context=2)
 JOBS: dict[str, dict[str, Any]] = {
     "1f1b": {"layout": Layout(pipeline=2)},
     "gpipe, tensor": {"layout": Layout(pipeline=2, tensor=2), "schedule": "gpipe"},
@@ -105,6 +120,9 @@ JOBS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": torch.float32, "optimizer": ADAMW},
     "loss terms": {"label_smoothing": 0.1, "z_loss": 0.01},
     "chunked loss": {"layout": Layout(tensor=2), "chunked_loss": 8},
+    "gathered keys, rows cut by work": {"layout": CONTEXT, "documents": True, "dropout": EVERYTHING_DROPS},
+    "ulysses": {"layout": CONTEXT, "documents": True, "context_method": "ulysses"},
+    "ring": {"layout": CONTEXT, "documents": True, "context_method": "ring", "recompute": Recompute("full")},
 }
 
 

@@ -1,5 +1,7 @@
 """An accelerator receives the host's batch, with documents in the form that attention needs without a device sync."""
 
+from dataclasses import replace
+
 import torch
 
 from megalite.data.batches.transfer import BatchTransfer
@@ -23,6 +25,19 @@ def longest_of_every_micro_batch() -> list[int | None]:
     moved = BatchTransfer(torch.device("standin", 0)).start(batch).ready()
     assert batch.max_seqlen is None
     return [each.max_seqlen for each in moved.micro_batches(2)]
+
+
+def tables_of_micro_batches() -> list[tuple[str, list[list[int]]]]:
+    """Return where each micro batch's block table is, and its numbers."""
+    batch = replace(tiny_batch(tiny_shape(), 4), blocks=torch.arange(16).view(4, 4))
+    moved = BatchTransfer(torch.device("standin", 0)).start(batch).ready()
+    tables = [each.blocks for each in moved.micro_batches(2)]
+    return [(table.device.type, table.tolist()) for table in tables if table is not None]
+
+
+def test_the_block_table_stays_where_the_host_reads_it(devices) -> None:
+    rows = torch.arange(16).view(4, 4).tolist()
+    assert devices.run(tables_of_micro_batches, world_size=1) == [[("cpu", rows[:2]), ("cpu", rows[2:])]]
 
 
 def test_a_batch_arrives_whole(devices) -> None:

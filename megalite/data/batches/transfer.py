@@ -25,7 +25,7 @@ class ArrivingBatch:
         if self.arrived is not None:
             stream = torch.accelerator.current_stream(self.batch.input_ids.device)
             stream.wait_event(self.arrived)
-            for tensor in self.batch.tensors.values():
+            for tensor in replace(self.batch, blocks=None).tensors.values():
                 # The allocator must not reuse the copy stream's memory while this stream reads it.
                 tensor.record_stream(stream)
         return self.batch
@@ -49,7 +49,7 @@ class BatchTransfer:
             batch = replace(batch, cu_seqlens=places, max_seqlen=longest)
         with self._stream:
             on_host = batch.map(Tensor.pin_memory)
-            moved = on_host.map(self._copy)
+            moved = on_host.on_device(self._copy)
             return ArrivingBatch(moved, self._stream.record_event(), on_host)
 
     def _copy(self, tensor: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def test_each_position_is_on_one_rank_and_order_finds_it(size, table):
 
 def test_zig_zag_pairs_the_first_blocks_with_the_last():
     assert _rows(1, 4, None).positions[0].tolist() == [3, 4, 5, 18, 19, 20]
-    assert _rows(1, 4, None).blocks == (1, 6)
+    assert _rows(1, 4, None).blocks == ((1, 6),)
 
 
 @pytest.mark.parametrize(("size", "table"), CUTS, ids=["2 ranks", "4 ranks", "each row its own"])
