@@ -35,16 +35,11 @@ def gather_attention(
         packed = torch.cat((rows.prefix.flatten(1, 2).expand(len(packed), -1, -1, -1), packed), dim=1)
     if len(rows.blocks) == 1:
         return _attend_blocks(ops, query, packed, form, rows, rows.blocks[0])
+    # Split: each slice would have a gradient as large as the whole.
+    each_row = zip(query.split(1), packed.split(1), rows.blocks, strict=True)
     attended = [
-        _attend_blocks(
-            ops,
-            query[row : row + 1],
-            packed[row : row + 1],
-            _form_of_row(form, rows.length, row),
-            rows,
-            blocks,
-        )
-        for row, blocks in enumerate(rows.blocks)
+        _attend_blocks(ops, own, seen, _form_of_row(form, rows.length, row), rows, blocks)
+        for row, (own, seen, blocks) in enumerate(each_row)
     ]
     return torch.cat(attended)
 
