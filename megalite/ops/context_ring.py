@@ -16,7 +16,7 @@ from torch import Tensor
 from megalite.ops.activations import cap_with_slope
 from megalite.ops.attention_form import AttentionForm
 from megalite.ops.chunked_attention import group_heads, pieces, ungroup_heads
-from megalite.ops.documents import CuSeqlens, block_cu_seqlens, equal_cu_seqlens, numbered
+from megalite.ops.documents import CuSeqlens, block_cu_seqlens, equal_cu_seqlens, first_key, numbered
 from megalite.ops.dropout import CountedMask, Mask, dropout
 from megalite.ops.packed_attention import BlockPositions, PackedForm, packed_block, packed_gradients
 
@@ -53,17 +53,12 @@ class BlockForm:
         return numbered(documents, self.rows, self.length) if isinstance(documents, CuSeqlens) else None
 
     def first_key(self, queries: range) -> int:
-        """Return a position before which these queries see no key: that of the window or of their documents.
-
-        The documents count on a CPU only: on an accelerator the host would wait for them.
-        """
+        """Return a position before which these queries see no key: that of the window or of their documents."""
         window, documents = self.form.window, self.form.documents
         first = 0 if window is None else max(0, queries.start - window + 1)
-        if not isinstance(documents, CuSeqlens) or documents.cu_seqlens.device.type != "cpu":
+        if documents is None:
             return first
-        rows = torch.arange(self.rows) * self.length
-        number = torch.searchsorted(documents.cu_seqlens, rows.int() + queries.start, right=True)
-        return max(first, int((documents.cu_seqlens[number - 1] - rows).min()))
+        return max(first, first_key(documents, self.rows, self.length, queries.start))
 
     def sees(self, block: AttentionBlock) -> bool:
         """Return whether a query of the block may see a key of it."""

@@ -119,23 +119,22 @@ def documents_of_block(
         return documents[:, :, block.start : block.stop, first : prefix + block.stop]
     if isinstance(documents, tuple):
         return tuple(_spans_of_block(documents, length, block, first))
-    row, place = documents.cu_seqlens // length, documents.cu_seqlens % length
-    queries = row * len(block) + place.clamp(block.start, block.stop) - block.start
-    keys = row * (block.stop - first) + place.clamp(first, block.stop) - first
+    keys = range(first, block.stop)
+    of_queries, of_keys = (block_cu_seqlens(documents.cu_seqlens, length, each) for each in (block, keys))
     longest = documents.max_seqlen
-    return CuSeqlens(
-        queries.int(), min(longest, len(block)), CuSeqlens(keys.int(), min(longest, block.stop - first))
-    )
+    return CuSeqlens(of_queries, min(longest, len(block)), CuSeqlens(of_keys, min(longest, len(keys))))
 
 
-def first_key(documents: Documents, start: int) -> int:
-    """Return a key before which a row's queries from `start` on see none: the first of their document, or 0.
+def first_key(documents: Documents, rows: int, length: int, start: int) -> int:
+    """Return a key before which no row's queries from `start` on see one: the earliest first key of their documents.
 
-    0 where an answer would be a device sync.
+    0 where an answer would be a device sync, and for spans or masks of several rows.
     """
     if isinstance(documents, CuSeqlens) and documents.cu_seqlens.device.type == "cpu":
-        return int(documents.cu_seqlens[documents.cu_seqlens <= start].max())
-    if isinstance(documents, tuple):
+        begins = torch.arange(rows, dtype=torch.int32) * length
+        number = torch.searchsorted(documents.cu_seqlens, begins + start, right=True)
+        return int((documents.cu_seqlens[number - 1] - begins).min())
+    if isinstance(documents, tuple) and rows == 1:
         starts = accumulate((span.length for span in documents), initial=0)
         return max(place for place in starts if place <= start)
     return 0

@@ -55,7 +55,10 @@ def _attend_blocks(
     """Attend from these blocks of queries. packed: keys over values of whole rows, [B, prefix + S, 2 * kv heads, D]."""
     attended = []
     queries = [range(number * rows.block_length, (number + 1) * rows.block_length) for number in blocks]
-    keys = [range(_first_key(form, block, len(packed)), form.prefix + block.stop) for block in queries]
+    keys = [
+        range(_first_key(form, block, len(packed), rows.length), form.prefix + block.stop)
+        for block in queries
+    ]
     seen = _KeyRanges.apply(packed, keys)  # type: ignore[no-untyped-call]
     parts = query.split(rows.block_length, dim=1)
     for part, block, own, keys_and_values in zip(parts, queries, keys, seen, strict=True):
@@ -68,15 +71,14 @@ def _attend_blocks(
     return torch.cat(attended, dim=1)
 
 
-def _first_key(form: AttentionForm, block: range, rows: int) -> int:
+def _first_key(form: AttentionForm, block: range, rows: int, length: int) -> int:
     """Return the first key that a block of queries sees, where the host knows it; else 0."""
     if form.mask is not None or form.prefix:
         return 0  # dropout counts keys from the row's start
-    first = 0 if form.window is None else max(0, block.start - form.window + 1)
-    if form.documents is None:
-        return first
-    # Not the window's: a document must keep all its keys, by whose end its queries are aligned.
-    return first_key(form.documents, block.start) if rows == 1 else 0
+    if form.documents is not None:
+        # Not the window's: a document must keep all its keys, by whose end its queries are aligned.
+        return first_key(form.documents, rows, length, block.start)
+    return 0 if form.window is None else max(0, block.start - form.window + 1)
 
 
 class _KeyRanges(torch.autograd.Function):

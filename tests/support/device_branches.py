@@ -54,10 +54,6 @@ TESTED = {
         "test_one_product_for_all_experts_is_a_product_for_each",
     ): ("ops/expert_products.py:_in_one_product",),
     (
-        "tests/unit/ops/test_context_ring.py",
-        "test_the_host_does_not_wait_for_the_documents_of_a_device",
-    ): ("ops/context_ring.py:BlockForm.first_key",),
-    (
         "tests/unit/ops/test_document_blocks.py",
         "test_the_host_does_not_wait_to_leave_keys_out",
     ): ("ops/documents.py:first_key",),
