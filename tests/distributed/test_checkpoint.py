@@ -18,9 +18,10 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.checkpoints import save_checkpoint
+from tests.support.context_faults import planted_context_fault
 from tests.support.options import NO_DROPOUT, Dropout
 from tests.support.parity import ADAM_UPDATES, FLOAT32_RTOL, LAYOUT_RTOL, assert_close
-from tests.support.ranks import RankPool
+from tests.support.ranks import RankFailed, RankPool
 from tests.support.tiny import tiny_shape
 from tests.support.training import (
     Job,
@@ -87,6 +88,7 @@ def job_of(
     [
         (Layout(), 0, True),
         (Layout(pipeline=2, data=2), 0, True),
+        (Layout(context=2), 0, True),
         pytest.param(Layout(pipeline=2, data=2, tensor=2), 1, False, marks=pytest.mark.extended),
         (Layout(data=3), 2, False),
         (Layout(pipeline=2, data=2), 1, True),
@@ -173,3 +175,23 @@ def test_a_rank_that_cannot_write_is_named_on_all_ranks(ranks: RankPool, tmp_pat
     assert message.startswith("rank 2 (pp 1, dp 0, tp 0) could not write ")
     assert "rank-00002.safetensors" in message and "Permission denied" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
+
+
+def save_with_fault(job: Job, folder: str, fault: str) -> None:
+    with planted_context_fault(fault):
+        train_and_save(job, folder)
+
+
+def test_a_checkpoint_that_every_context_rank_writes_is_not_published(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    job = job_of(Layout(context=2), 0, steps=1)
+    with pytest.raises(RankFailed, match=r"CheckpointError: .*weight of .* (covered twice|more than once)"):
+        ranks.run(
+            save_with_fault,
+            world_size=2,
+            job=job,
+            folder=str(tmp_path),
+            fault="checkpoint written by every context rank",
+        )
+    assert find_latest(tmp_path) is None

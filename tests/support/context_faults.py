@@ -4,18 +4,26 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megalite.model import attention, dropout
 from megalite.ops import dropout as counted
-from megalite.parallel import context, context_attention, mesh, pipeline
+from megalite.parallel import context, context_attention, context_ring, mesh, pipeline
 from megalite.parallel.objective import Preference
 from megalite.parallel.step_batch import StepBatch
+from megalite.topology import place
 from megalite.topology.place import RankPlace
+from megalite.train import loaders
+from tests.support.options import NO_DROPOUT, Recompute
+from tests.support.training import SEQUENCES
+
+# Of tiny_shape's four layers with one micro batch: the first call of a backward.
+RECOMPUTED_CALL = 5
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,28 @@ def _as_contiguous_shares(_: Any) -> Any:
     return to_tokens
 
 
+def _without_a_recomputed_rotation(ring_attention: Any) -> Any:
+    """On rank 1 the recomputed forward of the last layer sends nothing, and takes its own keys for the other's."""
+    calls = 0
+
+    def attend(query: Tensor, *others: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls != RECOMPUTED_CALL or dist.get_rank() != 1:
+            return cast(Tensor, ring_attention(query, *others))
+        with mock.patch.object(context_ring, "start_rotation", lambda values, ranks: lambda: values):
+            return cast(Tensor, ring_attention(query, *others))
+
+    return attend
+
+
+def _of_all_ranks(share: Any) -> Any:
+    def of_all(length: int, rows: int, micro_batches: int, *_: int) -> Any:
+        return share(length, rows, micro_batches, dist.get_rank(), dist.get_world_size())
+
+    return of_all
+
+
 _ULYSSES = {"context_method": "ulysses"}
 CONTEXT_FAULTS: dict[str, ContextFault] = {
     "positions begin anew on each rank": ContextFault(
@@ -139,10 +169,25 @@ CONTEXT_FAULTS: dict[str, ContextFault] = {
     ),
 }
 
+# Each is planted by the test named: not every fault is one of numbers that a single step shows.
+FAULTS_ELSEWHERE: dict[str, ContextFault] = {
+    # tests/parity/test_context_ring.py
+    "recompute without a rotation": ContextFault(
+        context_attention,
+        "ring_attention",
+        _without_a_recomputed_rotation,
+        {"recompute": Recompute("full"), "micro_batch_size": SEQUENCES, "dropout": NO_DROPOUT},
+    ),
+    # tests/distributed/test_context_data.py
+    "other samples on each context rank": ContextFault(loaders, "BatchShare", _of_all_ranks, {}),
+    # tests/distributed/test_checkpoint.py
+    "checkpoint written by every context rank": ContextFault(place, "COPIES", lambda _: {"tp": "batch"}, {}),
+}
+
 
 @contextmanager
 def planted_context_fault(
-    name: str | None, faults: Mapping[str, ContextFault] = CONTEXT_FAULTS
+    name: str | None, faults: Mapping[str, ContextFault] = {**CONTEXT_FAULTS, **FAULTS_ELSEWHERE}
 ) -> Iterator[None]:
     """Run with the named fault of a table planted; None: without a fault."""
     if name is None:

@@ -8,8 +8,11 @@ import numpy as np
 import torch.distributed as dist
 
 from megalite.config.load import load_run
+from megalite.config.sections.schema import RunConfig
 from megalite.data.batches.loader import StepLoader
-from megalite.data.files.token_file import TokenFile, TokenWriter
+from megalite.data.batches.stream_loader import TrainingLoader
+from megalite.data.files.token_file import TokenFile, TokenWriter, bin_path, idx_path
+from megalite.data.files.trained_tokens import DTYPE, marked
 from megalite.parallel.device import local_device
 from megalite.parallel.mesh import ParallelMesh
 from megalite.train.loaders import loader_maker
@@ -50,11 +53,32 @@ def write_token_files(folder: Path) -> None:
             writer.close()
 
 
+def write_conversations(prefix: Path, longest: int) -> None:
+    """Write a token file of conversations of 2 to `longest` tokens, of which the second halves are trained."""
+    draw = np.random.default_rng(5)
+    with bin_path(prefix).open("wb") as bin_file, idx_path(prefix).open("wb") as idx_file:
+        writer = TokenWriter(bin_file, idx_file, DTYPE)
+        for length in draw.gamma(1.5, longest / 5, size=120).astype(int).clip(2, longest):
+            writer.add(marked(draw.integers(0, VOCABULARY, length), np.arange(length) >= length // 2))
+            writer.end_document()
+        writer.finish()
+        writer.close()
+
+
 def tiny_trainer(folder: Path, changes: Mapping[str, Any]) -> tuple[TrainStep, Callable[..., StepLoader]]:
     """Return the trainer of this rank of the current process group, and a function that makes loaders of other files.
 
     changes: settings that override SETTINGS.
     """
+    return trainer_of(folder, changes, lambda config, mesh, load: load(TokenFile.open(folder / "train")))
+
+
+def trainer_of(
+    folder: Path,
+    changes: Mapping[str, Any],
+    make_loader: Callable[[RunConfig, ParallelMesh, Callable[..., StepLoader]], TrainingLoader],
+) -> tuple[TrainStep, Callable[..., StepLoader]]:
+    """As `tiny_trainer`, with the training loader that `make_loader` returns of run, mesh and `loader_maker`'s."""
     flags = [f"--{name}={value}" for name, value in {**SETTINGS, **changes}.items()]
     config = load_run(None, [*flags, f"--data.source={folder / 'train'}"]).config
     device = local_device(dist.get_rank(), dist.get_world_size())
@@ -65,10 +89,11 @@ def tiny_trainer(folder: Path, changes: Mapping[str, Any]) -> tuple[TrainStep, C
         context_method=context_method(config),
     )
     load = loader_maker(config, mesh, None)
-    loader = load(TokenFile.open(folder / "train"))
-    return TrainStep(config, mesh, config.model.shape(VOCABULARY), loader), load
+    assert config.model.vocab_size != "auto"
+    shape = config.model.shape(config.model.vocab_size)
+    return TrainStep(config, mesh, shape, make_loader(config, mesh, load)), load
 
 
 def ranks_of(changes: Mapping[str, Any]) -> int:
-    sizes = [int(changes.get(f"parallel.{axis}", 1)) for axis in ("tensor", "pipeline", "data")]
+    sizes = [int(changes.get(f"parallel.{axis}", 1)) for axis in ("tensor", "pipeline", "context", "data")]
     return int(np.prod(sizes))
