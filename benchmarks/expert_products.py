@@ -120,10 +120,10 @@ def _measure(name: str, sizes: Sizes, dtype: torch.dtype, rounds: int) -> list[d
     for moment in ("first", "later"):
         times: dict[str, list[float]] = {each: [] for each in forms}
         for turn in range(rounds + 1):
-            for each, form in forms.items():
+            for label, form in forms.items():
                 seconds = _seconds(form, inputs, grad, moment == "later")
                 if turn:  # libraries allocate memory on first use
-                    times[each].append(seconds)
+                    times[label].append(seconds)
         medians = {each: statistics.median(of_form) for each, of_form in times.items()}
         rows.append(
             {

@@ -46,19 +46,20 @@ def through_experts(
     The host waits for the device once, for the counts of rows.
     """
     order = RowOrder.of(routing.experts)
-    rows = rows_of_tokens(tokens, order)
     if ranks.size == 1:
         shared = beside() if beside else None
-        done = compute(rows, routing.counts.tolist())
+        done = compute(rows_of_tokens(tokens, order), routing.counts.tolist())
     else:
         plan = _plan(routing.counts, ranks, number)
-        arriving = _Exchange(ranks, plan.sent, plan.received)
-        arrived = arriving.start(rows)
+        exchange = _Exchange(ranks, plan.sent, plan.received)
+        # No name for the rows that leave: they are freed once they are sent.
+        arriving = exchange.start(rows_of_tokens(tokens, order))
         shared = beside() if beside else None
-        arrived = reordered(arriving.wait(arrived), plan.order, plan.inverse)
+        arrived = reordered(exchange.wait(arriving), plan.order, plan.inverse)
+        del arriving
         done = reordered(compute(arrived, plan.counts), plan.inverse, plan.order)
-        returning = _Exchange(ranks, plan.received, plan.sent)
-        done = returning.wait(returning.start(done))
+        exchange = _Exchange(ranks, plan.received, plan.sent)
+        done = exchange.wait(exchange.start(done))
     output = tokens_of_rows(done, routing.weights, order)
     return output if shared is None else output + shared
 
@@ -125,7 +126,7 @@ class _Plan:
 
 def _plan(counts: Tensor, ranks: RankGroup, number: int) -> _Plan:
     """Exchange the counts [E] of the ranks' rows. The only place where the host waits."""
-    experts = [len(held) for held in balanced_split(number, ranks.size)]
+    experts = [len(experts) for experts in balanced_split(number, ranks.size)]
     own = experts[ranks.rank]
     of_ranks = counts.new_empty(ranks.size * own)
     with progress.collective("all_to_all", ranks.role):

@@ -14,6 +14,7 @@ from tests.support.mixtures import (
     experts_on_rank,
     faulty_on_rank,
     of_rank,
+    order_on_rank,
 )
 from tests.support.parity import LAYOUT_RTOL, OPERATOR_RTOL, assert_close, relative_error
 
@@ -21,6 +22,7 @@ TOKENS = (9, 5, 12)
 CASES = {
     "two of seven": ExpertCase(TOKENS),
     "shared": ExpertCase(TOKENS, shared=True),
+    "recomputed": ExpertCase(TOKENS, shared=True, recomputed=True),
     "one of seven": ExpertCase(TOKENS, chosen=1),
     "all": ExpertCase(TOKENS, chosen=7),
     "all tokens to one expert": ExpertCase(TOKENS, chosen=1, favourites=(4,)),
@@ -46,6 +48,13 @@ def test_one_rank_exchanges_nothing(name: str) -> None:
     case = replace(CASES[name], tokens=(9,))
     for what, ours, expected in zip(NAMES, of_rank(case, ALONE), alone(case), strict=True):
         assert_close(ours, expected, rtol=OPERATOR_RTOL, what=f"{name}: {what}")
+
+
+def test_the_work_beside_runs_while_rows_are_under_way(ranks) -> None:
+    forward = ["start", "beside", "end", "start", "end"]
+    backward = ["start", "end", "start", "beside, backward", "end"]
+    events = ranks.run(order_on_rank, world_size=2, case=ExpertCase(TOKENS[:2]))
+    assert events == [[*forward, "backward", *backward]] * 2
 
 
 def test_planted_faults_are_seen(ranks) -> None:

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from megalite.ops.activations import swiglu
 from megalite.ops.expert_rows import RowOrder
-from megalite.ops.router import Routing, route
+from megalite.ops.router import route
 from megalite.parallel import experts
 from megalite.parallel.experts import expert_mlp, through_experts
 from megalite.parallel.mesh import ParallelMesh, RankGroup
@@ -30,7 +31,7 @@ class ExpertCase:
     """Tokens of each rank, their experts of `number`, and where they prefer to go.
 
     favourites: experts that all tokens prefer, over all others. avoided: experts to which no token goes.
-    shared: a function of all tokens is computed beside.
+    shared: a function of all tokens is computed beside. recomputed: all of it again in the backward.
     """
 
     tokens: tuple[int, ...]
@@ -39,6 +40,7 @@ class ExpertCase:
     favourites: tuple[int, ...] = ()
     avoided: tuple[int, ...] = ()
     shared: bool = False
+    recomputed: bool = False
 
     @property
     def shape(self) -> ExpertShape:
@@ -88,17 +90,21 @@ def of_rank(case: ExpertCase, ranks: RankGroup) -> list[Tensor]:
     """Return a rank's output and gradients: of its own tokens, and of the weights of its experts."""
     before = sum(case.tokens[: ranks.rank])
     own = slice(before, before + case.tokens[ranks.rank])
-    held = balanced_split(case.number, ranks.size)[ranks.rank]
+    local = balanced_split(case.number, ranks.size)[ranks.rank]
     tokens, logits, gate_up, down, grad = case.tensors()
     tokens, logits, grad = (tensor[own].clone() for tensor in (tokens, logits, grad))
     gate_up, down = (
-        torch.cat([*stacked.chunk(case.number)][held.start : held.stop]) for stacked in (gate_up, down)
+        torch.cat([*stacked.chunk(case.number)][local.start : local.stop]) for stacked in (gate_up, down)
     )
     inputs = [tensor.requires_grad_() for tensor in (tokens, logits, gate_up, down)]
     compute = partial(_experts, gate_up=gate_up, down=down)
     beside = (lambda: tokens.square()) if case.shared else None
-    routing: Routing = route(logits, case.shape)
-    output = through_experts(tokens, routing, ranks, case.number, compute, beside)
+
+    def forward(tokens: Tensor, logits: Tensor) -> Tensor:
+        return through_experts(tokens, route(logits, case.shape), ranks, case.number, compute, beside)
+
+    again = partial(checkpoint, forward, use_reentrant=False)
+    output = (again if case.recomputed else forward)(tokens, logits)
     assert not output._is_view()
     return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
 
@@ -111,6 +117,38 @@ def experts_on_rank(cases: Sequence[ExpertCase]) -> list[list[Tensor]]:
     """Return this rank's output and gradients in each case."""
     mesh = ParallelMesh.over_world(Layout(data=dist.get_world_size()))
     return [of_rank(case, mesh.batch) for case in cases]
+
+
+def order_on_rank(case: ExpertCase) -> list[str]:
+    """Return what happens on this rank, in order: exchanges of rows that start and end, and the work beside."""
+    mesh, events = ParallelMesh.over_world(Layout(data=dist.get_world_size())), []
+    exchange = dist.all_to_all_single
+
+    def noted(*arguments: Any, **settings: Any) -> Any:
+        work = exchange(*arguments, **settings)
+        if work is None:
+            return None
+        events.append("start")
+        waits = mock.Mock(wraps=work)
+        waits.wait.side_effect = lambda: events.append("end") or work.wait()
+        return waits
+
+    def beside() -> Tensor:
+        events.append("beside")
+        shared = tokens.square()
+        shared.register_hook(lambda _: events.append("beside, backward"))
+        return shared
+
+    tokens, logits, gate_up, down, _ = (tensor.requires_grad_() for tensor in case.tensors())
+    local = balanced_split(case.number, mesh.batch.size)[mesh.batch.rank]
+    own = (torch.cat([*each.chunk(case.number)][local.start : local.stop]) for each in (gate_up, down))
+    compute = partial(_experts, **dict(zip(("gate_up", "down"), own, strict=True)))
+    with mock.patch.object(dist, "all_to_all_single", noted):
+        routing = route(logits, case.shape)
+        output = through_experts(tokens, routing, mesh.batch, case.number, compute, beside)
+        events.append("backward")
+        output.sum().backward()
+    return events
 
 
 # --------------------------------------------------------------------------------------------------- planted faults
