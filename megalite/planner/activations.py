@@ -21,6 +21,7 @@ from megalite.topology.sharding import heads_held
 from megalite.topology.stages import balanced_split
 
 QKV, O_PROJ, UP, DOWN = "self_attn.qkv_proj", "self_attn.o_proj", "mlp.up", "mlp.down_proj"
+REPEATED = "repeated keys and values"
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,20 @@ class Widths:
 
 def layer_activations(run: PlannedRun, mode: RecomputeMode, layer: int = 0) -> Activations:
     """Return the activations of a decoder layer that is recomputed in this mode."""
+    whole = layer_tensors(run, "none", layer)
     kept = sum(layer_tensors(run, mode, layer).values())
-    working, forward = _backward_working(run), _gathered(run)
+    mlp, forward = _mlp_backward(run), _gathered(run)
     if run.chunk_tokens < run.tokens:
-        # A chunk's tensors, computed again, and the chunks of its input's gradient or of its output beside the whole.
+        # A chunk's tensors, computed again, beside the input's gradient or the output in chunks, which become one.
         widths, linears = (
             Widths.of(run.shape, run.layout.tensor),
             _linears(run.shape, layer, run.layout.tensor),
         )
         stream = run.positions * widths.hidden * run.weight_bytes
-        of_chunk = sum(_mlp_tensors(run, widths, linears, run.chunk_tokens).values()) + stream
-        working, forward = working + of_chunk, forward + of_chunk
-    again = sum(layer_tensors(run, "none", layer).values()) - kept if mode != "none" else 0.0
+        of_chunk = sum(_mlp_tensors(run, widths, linears, run.chunk_tokens).values())
+        mlp, forward = max(mlp + of_chunk + stream, 3 * stream), forward + stream + max(of_chunk, stream)
+    working = max(mlp, _attention_backward(run, whole)) + _gathered(run)
+    again = sum(whole.values()) - kept if mode != "none" else 0.0
     if mode == "full":
         return Activations(kept, _deferred(run, layer), again, again + working)
     return Activations(kept, _deferred(run, layer), forward, max(again, working))
@@ -179,7 +182,7 @@ def _attention_core(run: PlannedRun, widths: Widths) -> dict[str, float]:
     core = {"statistics of attention": float(rows * run.exact_bytes)}
     if widths.query > widths.key_value and (run.plain_torch if size >= 4 else run.on_cpu):
         # torch's kernels in float32, and all of them on the host, take one key-value head a query head.
-        core["repeated keys and values"] = 2.0 * run.tokens * widths.query * size
+        core[REPEATED] = 2.0 * run.tokens * widths.query * size
     if run.model.attention_dropout and run.plain_torch:
         keys = run.sequence_length + run.shape.prefix_tokens
         core["probabilities of attention"] = float(rows * keys * (1 + 2 * size))
@@ -227,8 +230,8 @@ def _deferred(run: PlannedRun, layer: int) -> float:
     return (trained + low) * run.weight_bytes
 
 
-def _backward_working(run: PlannedRun) -> float:
-    """Return the bytes of gradients at the highest moment of a layer's backward, less what it has freed by then.
+def _mlp_backward(run: PlannedRun) -> float:
+    """Return the bytes of gradients at the highest moment of the MLP's backward, less what it has freed by then.
 
     That moment is the backward of the MLP's activation: gradients of its output, of its input and of the residual
     stream, while the output itself is freed. Plain torch has one more tensor of the intermediate size.
@@ -237,20 +240,48 @@ def _backward_working(run: PlannedRun) -> float:
     ups = 2 if run.shape.gated_mlp else 1
     stream = run.positions * widths.hidden
     tokens = run.chunk_tokens
-    values = tokens * (ups + run.plain_torch) * widths.intermediate + stream
-    # Attention comes when the MLP's tensors are freed.
-    freed = tokens * (ups + 1) * widths.intermediate
-    attention = run.tokens * (widths.query + 2 * widths.packed) + stream - freed
-    highest = max(values, attention) * run.weight_bytes
+    highest = (tokens * (ups + run.plain_torch) * widths.intermediate + stream) * run.weight_bytes
     if run.shape.adapter is None:
         # The products of a weight's gradient are further moments: of "down" before that one, of "up" behind it.
         weights = widths.intermediate * widths.hidden
         down = tokens * widths.intermediate + stream
-        up = tokens * ups * widths.intermediate + 2 * stream - freed
+        up = stream * (1 + tokens / run.tokens) - tokens * widths.intermediate
         down_bytes = down * run.weight_bytes + product_bytes(run, weights)
         up_bytes = up * run.weight_bytes + product_bytes(run, ups * weights)
         highest = max(highest, down_bytes, up_bytes)
-    return highest + _gathered(run)
+    return highest
+
+
+def _attention_backward(run: PlannedRun, tensors: Mapping[str, float]) -> float:
+    """Return the bytes of gradients in attention's backward, less those of a layer's `tensors` that are freed by then.
+
+    Gradients of the output, of query, key and value, and of the residual stream; freed is what the MLP has kept, its
+    input, and the inputs of the norms behind attention.
+    """
+    widths = Widths.of(run.shape, run.layout.tensor)
+    stream = run.positions * widths.hidden
+    of_mlp = _mlp_tensors(run, widths, _linears(run.shape, 0, run.layout.tensor), run.tokens)
+    freed = sum(tensors.get(name, 0.0) for name in (f"input of {UP}", *of_mlp))
+    freed += _normed_tensors(run.shape) // 2 * stream * run.weight_bytes
+    heads = 3 * widths.query if REPEATED in tensors else widths.packed
+    gradients = (run.tokens * (widths.query + heads) + stream) * run.weight_bytes
+    return gradients + _attention_workspace(run, widths) - freed
+
+
+def _attention_workspace(run: PlannedRun, widths: Widths) -> float:
+    """Return the bytes of the compiled attention's backward on the host, beside the tensors that it takes and returns.
+
+    Each thread has one key-value head of one sequence: its keys in two orders, its values, and both gradients, in
+    float32 at least (`BackwardWorkspace` of csrc/cpu/attention.cpp). Without a window or dropout torch computes bf16.
+    """
+    shape = run.shape
+    of_torch = run.weight_bytes < 4 and shape.sliding_window is None and not run.model.attention_dropout
+    if not run.on_cpu or run.plain_torch or of_torch or shape.attn_logit_softcapping is not None:
+        return 0.0
+    cut = run.layout.context if run.context_method == "ring" else 1
+    keys = run.sequence_length // cut + shape.prefix_tokens
+    threads = min(run.threads, run.micro_batch_size * widths.key_value // shape.head_dim)
+    return 5.0 * threads * keys * shape.head_dim * run.exact_bytes
 
 
 def _gathered(run: PlannedRun) -> float:

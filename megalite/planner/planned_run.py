@@ -9,6 +9,7 @@ from typing import Any, Literal
 from megalite.config.sections.derived import offload_devices
 from megalite.config.sections.schema import ModelComputeSettings, OptimizerConfig, RunConfig
 from megalite.config.sections.training_section import ComputeSettings
+from megalite.launcher.process import available_cores
 from megalite.topology.axes import ROLES, Layout
 from megalite.topology.context import ContextMethod
 from megalite.topology.dtypes import PRECISIONS
@@ -24,7 +25,7 @@ class PlannedRun:
     sequence_parallel: `parallel.sequence`. context_method: `parallel.context_method` of a run whose sequences are cut.
     offload: table of `zero_optimization` -> "cpu" or "nvme".
     zero: `zero_optimization` of DeepSpeed's JSON.
-    plain_torch: plain torch computes what has a compiled operator. on_cpu: it computes on the host.
+    plain_torch: plain torch computes what has a compiled operator. on_cpu: it computes on the host. threads: of a rank.
     """
 
     shape: ModelShape
@@ -46,6 +47,7 @@ class PlannedRun:
     plain_torch: bool = False
     on_cpu: bool = False
     context_method: ContextMethod = "gather"
+    threads: int = 1
 
     @classmethod
     def of(
@@ -53,6 +55,7 @@ class PlannedRun:
     ) -> "PlannedRun":
         """Return the plan of a resolved run whose precision is known."""
         parallel, training, batch = config.parallel, config.training, config.batch
+        shared = max(1, available_cores() // config.layout.world_size)  # as if all ranks were on this machine
         zero = dict(config.deepspeed_json()["zero_optimization"]) if config.zero_stage else {}
         return cls(
             config.shape(vocab_size),
@@ -74,6 +77,7 @@ class PlannedRun:
             plain_torch,
             on_cpu,
             context_method="gather" if parallel.context_method == "auto" else parallel.context_method,
+            threads=shared if training.threads == "auto" else training.threads,
         )
 
     @cached_property

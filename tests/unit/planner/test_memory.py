@@ -319,6 +319,37 @@ def test_a_chunked_mlp_keeps_its_input_alone(mode: Any) -> None:
     assert layer_activations(too_large, mode) == layer_activations(whole, mode)
 
 
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_attention_s_backward_has_a_workspace_a_thread_on_the_host(mode: Any) -> None:
+    """By csrc/cpu/attention.cpp: of one key-value head two copies of the keys, the values, and both gradients.
+
+    With chunks of the MLP attention's backward is the highest moment of a layer: with the gradients of its output, of
+    query, key and value, and of the residual stream, while the MLP's input and that of its norm are gone.
+    """
+    changes: dict[str, Any] = {
+        "precision": "fp32",
+        "training": ComputeSettings(recompute=mode, sequence_chunk=4),
+    }
+    on_card, *on_host = (
+        plan(**changes, on_cpu=on_cpu, threads=count) for on_cpu, count in ((False, 2), (True, 1), (True, 3))
+    )
+    highest = [layer_activations(run, mode).backward for run in (on_card, *on_host)]
+    hidden = 4 * H * TOKENS
+    recomputed = sum(layer_tensors(on_card, "none").values()) - hidden if mode == "full" else 0.0
+    assert highest[0] - recomputed == (5 - 2) * hidden
+    head = 4 * SHAPE.head_dim * on_card.sequence_length
+    assert [size - highest[0] for size in highest[1:]] == [5 * head, 15 * head]
+    # No more threads than key-value heads of all sequences; torch's own attention has none of it.
+    many, all_heads = (
+        replace(on_host[0], threads=count)
+        for count in (1000, SHAPE.num_key_value_heads * on_card.micro_batch_size)
+    )
+    assert layer_activations(many, mode) == layer_activations(all_heads, mode)
+    for torch_s in ({"plain_torch": True}, {"precision": "bf16"}):
+        few, more = (replace(run, **torch_s) for run in on_host)
+        assert layer_activations(few, mode) == layer_activations(more, mode)
+
+
 def test_offloaded_activations_lie_on_the_host_for_every_micro_batch_in_flight() -> None:
     pipeline = {"layout": Layout(pipeline=2), "micro_batches": 8}
     runs = [plan(training=ComputeSettings(offload_activations=on), **pipeline) for on in (False, True)]
