@@ -129,7 +129,7 @@ TORCH_FREE = ("__init__", "errors", "version", "topology", "families", "config",
 OWNERS = {
     "torch.distributed": ("parallel/",),
     "torch.distributed.checkpoint": ("checkpoint/",),
-    "deepspeed": tuple(f"train/optimizer/deepspeed{part}.py" for part in ("", "_gather", "_ops")),
+    "deepspeed": tuple(f"train/optimizer/deepspeed{part}.py" for part in ("", "_experts", "_gather", "_ops")),
     "pickle": ("convert/foreign/plain_pickle.py",),  # its unpickler knows listed opcodes and stand-ins only
     "marshal": (),
     "shelve": (),

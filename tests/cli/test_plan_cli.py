@@ -12,8 +12,10 @@ from megalite.cli.plan_cluster import take_cluster
 from megalite.config.load import load_run
 from megalite.errors import ConfigError
 from megalite.planner.calibration import write_calibration
+from megalite.planner.cluster import Cluster
 from megalite.planner.mixture_config import mixture_shape
 from megalite.planner.operations import ParameterCount
+from megalite.planner.search import search
 from megalite.topology.context import CONTEXT_METHODS
 from tests.support.mixture_configs import CONFIGS, shape_of
 from tests.unit.planner.calibrated import calibration
@@ -301,9 +303,17 @@ def test_the_experts_of_a_run_are_laid_out(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "run.toml"
     small = ["olmoe-1b-7b", *CARD, "--cards-per-node", "4", "--sequence-length", "1024", "--batch", "16"]
     said(capsys, *small, "--expert", "4", "--write", str(file))
-    assert load_run(file, ["--data.source", "text"], 4).config.layout.expert == 4
-    found = json.loads(said(capsys, *small, "--json"))["layouts"]
-    assert {layout["settings"].get("parallel.expert", 1) for layout in found} >= {2, 4}
+    config = load_run(file, ["--data.source", "text", "--training.precision", "bf16"], 4).config
+    assert config.layout.expert == 4
+    found = search(config, 1000, Cluster(CARD[1], nodes=2, cards_per_node=2))
+    planned = {
+        (each.choice.tensor, each.choice.data, each.choice.sequence, each.choice.expert)
+        for each in (*found.fitting, *found.too_large)
+    }
+    # All experts on each rank, or divided by a node, or by a stage; with sequence parallelism they are whole.
+    assert {expert for tensor, data, _, expert in planned if (tensor, data) == (1, 4)} == {1, 2, 4}
+    assert {expert for *sizes, expert in planned if sizes == [2, 2, True]} == {1, 2, 4}
+    assert {expert for *sizes, expert in planned if sizes == [2, 2, False]} == {1, 2}
 
 
 def test_sequences_are_cut(capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,8 +77,8 @@ def _transformers_model(shape: ModelShape, folder: Path) -> nn.Module:
     """A model of transformers from our config.json, with eager attention, not the kernel that our side calls."""
     (folder / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
     config = AutoConfig.from_pretrained(folder)
-    config._experts_implementation = "eager"
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_config(config, **eager).eval()
 
 
 def _in_their_names(shape: ModelShape, canonical: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

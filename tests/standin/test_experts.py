@@ -10,7 +10,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops import expert_products as products
 from megalite.ops.activations import swiglu
 from megalite.ops.adamw import add_weight_gradient_
 from megalite.ops.router import route
@@ -20,7 +19,7 @@ from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape
-from tests.support.parity import BF16_RTOL, assert_close
+from tests.support.parity import GROUPED_RTOL, assert_close
 from tests.support.standin import Syncs, count_syncs
 
 HIDDEN, WIDTH, EXPERTS = 16, 24, 4
@@ -68,10 +67,10 @@ def compare_on_device(in_place: bool) -> None:
         assert len(calls) == (12 if any(counts) else 0)  # two products and their gradients, twice
         # torch's product for a CPU reads where its groups end.
         assert syncs.total == len(calls), syncs
-        with mock.patch.object(products, "_in_one_product", lambda *_: False):
-            on_cpu, _ = trained("cpu", counts, gradients)
+        on_cpu, _ = trained("cpu", counts, gradients)
+        assert syncs.total == len(calls), "a CPU has a product for each"
         for ours, expected in zip(on_device, on_cpu, strict=True):
-            assert_close(ours.cpu(), expected, rtol=2 * BF16_RTOL)
+            assert_close(ours.cpu(), expected, rtol=GROUPED_RTOL)
 
 
 def waits_of_the_host() -> list[int]:

@@ -22,7 +22,7 @@ from megalite.train import loaders
 from tests.support.options import NO_DROPOUT, Recompute
 from tests.support.training import SEQUENCES
 
-# Of tiny_shape's four layers with one micro batch: the first call of a backward.
+# Four layers with one micro batch make one call each in the forward: this is the first call of the backward.
 RECOMPUTED_CALL = 5
 
 
