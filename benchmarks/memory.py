@@ -1,9 +1,11 @@
 """Memory of a rank in a step of the 17M model: ZeRO stages, recompute, precision; measured and by formula.
 
-    python -m benchmarks.memory [--quick]
+    python -m benchmarks.memory [--quick] [--only TEXT]
 
 Two data-parallel ranks, each with two sequences of 256 tokens as one micro batch; the figures are rank 0's, of the
-third step. Tensors are counted exactly, by distinct storages:
+third step. The cases of context parallelism have one sequence of 2048 tokens on c = 1, 2, 4 and 8 ranks, 8 heads of 48
+with 2 of keys and values, and the compiled operators; `of ideal`: activations at c = 1 over c times those of the row.
+Tensors are counted exactly, by distinct storages:
 
 parameters   of the model, as the rank keeps them between steps.
 optimizer    all that the optimizer keeps: Adam's two moments, and the master weights where it has its own.
@@ -33,7 +35,8 @@ activations  L layers of e T (8 H + 3 I) + 4 T (a + 2): the inputs of both norms
              output, gate and up, their product; and attention's log-sum-exp and the norms' statistics. Selective
              recompute keeps attention's output, as the projection after it reads that, and drops 4 T a. Full keeps
              the input, e T H. Around them: e T (2 H + d) for the last norm, its output, the rotation, and 4 T (V + 1)
-             for the logits.
+             for the logits. With k heads of keys and values for a heads 6 H + 2 k d stands for 8 H. With context
+             parallelism T is of the rank, and each layer keeps the `context_kept` of megalite/topology/context.py too.
 gathered     ZeRO 3: e N, less what it never partitions, as the backward will use them: a weight is let go of after the
              forward only where more than `stage3_max_reuse_distance` values (10^9) come before it is used again, and
              is fetched ahead of its use within `stage3_prefetch_bucket_size`. With both 0: nothing.
@@ -44,7 +47,7 @@ other        ZeRO 3: 4 N / D, as what sums its gradients lives on between steps 
 import gc
 import resource
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,11 +58,14 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks import report
 from benchmarks.ranks import run_ranks
-from benchmarks.workload import SEQUENCE_LENGTH, SHAPE, Setup, Training
+from benchmarks.workload import SHAPE, Setup, Training
 from megalite.config.sections.training_section import ComputeSettings
 from megalite.model.options import ModelOptions
+from megalite.ops import extension
+from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
+from megalite.topology.context import CONTEXT_METHODS, ContextMethod, ContextSizes, context_kept
 from megalite.topology.parameters import canonical_tensors
 
 DATA = Layout(data=2)
@@ -75,6 +81,16 @@ def recomputing(mode: Any, ratio: float | None = None) -> ModelOptions:
 
 def zero(stage: int, **settings: Any) -> dict[str, Any]:
     return {"stage": stage, "reduce_bucket_size": 2**22, "allgather_bucket_size": 2**22, **settings}
+
+
+LONG = replace(SHAPE, num_attention_heads=8, num_key_value_heads=2, head_dim=48, max_position_embeddings=2048)
+ALONE = "one sequence of 2048"
+
+
+def long_sequence(ranks: int, method: ContextMethod = "gather") -> Setup:
+    """One sequence of LONG over context-parallel ranks."""
+    options = ModelOptions(operators=ALL_COMPILED if extension.available("cpu") else PLAIN_TORCH)
+    return Setup(Layout(context=ranks), sequences=1, shape=LONG, context_method=method, options=options)
 
 
 CASES: dict[str, Setup] = {
@@ -94,6 +110,12 @@ CASES: dict[str, Setup] = {
     "bf16": Setup(DATA, options=ModelOptions(dtype=torch.bfloat16)),
     "bf16, ZeRO 2": Setup(DATA, zero=zero(2), options=ModelOptions(dtype=torch.bfloat16)),
     "ZeRO 2, recompute full": Setup(DATA, zero=zero(2), options=recomputing("full")),
+    ALONE: long_sequence(1),
+    **{
+        f"{ALONE}, context {ranks}, {method}": long_sequence(ranks, method)
+        for method in CONTEXT_METHODS
+        for ranks in (2, 4, 8)
+    },
 }
 QUICK = ("torch optimizer", "ZeRO 2", "ZeRO 3", "recompute full")
 
@@ -277,7 +299,7 @@ def grow(setup: Setup) -> tuple[int, int]:
 
 def formula(setup: Setup) -> dict[str, float]:
     """Bytes of each part, as the module's docstring says."""
-    sizes = [torch.Size(size).numel() for size in canonical_tensors(SHAPE).values()]
+    sizes = [torch.Size(size).numel() for size in canonical_tensors(setup.shape).values()]
     parameters = sum(sizes)
     ranks, value = setup.layout.data, setup.options.dtype.itemsize
     zero = setup.zero or {"stage": 0}
@@ -289,37 +311,45 @@ def formula(setup: Setup) -> dict[str, float]:
         "parameters": kept + (value * parameters / ranks if stage == 3 else 0),
         "optimizer": (8 + master) * parameters / (ranks if stage else 1),
         "gradients": 4 * parameters / (ranks if stage >= 2 else 1),
-        "activations": _activations(setup.options, setup.sequences // ranks * SEQUENCE_LENGTH),
+        "activations": _activations(setup),
         "gathered": value * parameters - kept if gathers else 0,
     }
 
 
-def _activations(options: ModelOptions, tokens: int) -> float:
-    value, hidden, heads = options.dtype.itemsize, SHAPE.hidden_size, SHAPE.num_attention_heads
-    plain = value * tokens * (8 * hidden + 3 * SHAPE.intermediate_size) + 4 * tokens * (heads + 2)
+def _activations(setup: Setup) -> float:
+    shape, options, layout = setup.shape, setup.options, setup.layout
+    value, hidden, heads = options.dtype.itemsize, shape.hidden_size, shape.num_attention_heads
+    tokens = setup.sequences * setup.length // (layout.data * layout.context)
+    inside = 6 * hidden + 2 * shape.num_key_value_heads * shape.head_dim + 3 * shape.intermediate_size
+    plain = value * tokens * inside + 4 * tokens * (heads + 2)
+    plain += value * context_kept(ContextSizes.of(shape, layout, tokens), setup.context_method)
     a_layer = {
         "none": plain,
         "selective": plain - 4 * tokens * heads,
         "full": value * tokens * hidden,
     }
-    layers = SHAPE.num_hidden_layers
+    layers = shape.num_hidden_layers
     modes = [options.recompute_of(layer, layers) for layer in range(layers)]
-    around = value * tokens * (2 * hidden + SHAPE.head_dim) + 4 * tokens * (SHAPE.vocab_size + 1)
+    around = value * tokens * (2 * hidden + shape.head_dim) + 4 * tokens * (shape.vocab_size + 1)
     return sum(a_layer[mode] for mode in modes) + around
 
 
-def measure(*, quick: bool) -> list[dict[str, Any]]:
+def measure(names: Iterable[str]) -> list[dict[str, Any]]:
     rows = []
-    for name in QUICK if quick else CASES:
+    for name in names:
         setup = CASES[name]
-        held = run_ranks(hold, DATA.world_size, setup)[0]
-        built, rss = run_ranks(grow, DATA.world_size, setup)[0]
+        ranks = setup.layout.world_size
+        held = run_ranks(hold, ranks, setup)[0]
+        built, rss = run_ranks(grow, ranks, setup)[0]
         expected = formula(setup)
         row: dict[str, Any] = {"case": name}
         for part in PARTS:
             row[part] = getattr(held, part)
             row[f"{part}_by_formula"] = round(expected[part])
         row |= {"other": held.other, "peak": held.peak, "peak_in": held.peak_in, "built": built, "rss": rss}
+        alone = next((each["activations"] for each in [*rows, row] if each["case"] == ALONE), None)
+        shared = setup.layout.context > 1 and alone is not None
+        row["of_ideal"] = round(alone / ranks / row["activations"], 3) if shared else None
         rows.append(row)
     return rows
 
@@ -330,10 +360,13 @@ def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    arguments = report.arguments(__doc__)
+    parser = report.parser_of(__doc__)
+    parser.add_argument("--only", default="", metavar="TEXT", help="the cases with this in their names")
+    arguments = report.arguments_of(parser)
     facts = report.machine()
-    rows = measure(quick=arguments.quick)
-    columns = {key: key for key in ("case", *PARTS, "other", "peak", "peak_in", "built", "rss")}
+    names = [name for name in (QUICK if arguments.quick else CASES) if arguments.only in name]
+    rows = measure(names)
+    columns = {key: key for key in ("case", *PARTS, "other", "peak", "peak_in", "built", "rss", "of_ideal")}
     report.show("MiB of a rank: counted (by formula)", [_shown(row) for row in rows], columns)
     report.write("memory", facts, {"quick": arguments.quick, "unit": "bytes"}, rows, arguments.results)
 

@@ -15,6 +15,7 @@ from megalite.parallel.pipeline import weight_share
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.balance import balanced_layers
+from megalite.topology.context import ContextMethod
 from megalite.topology.flops import forward_flops
 from megalite.topology.schedules import SCHEDULES
 from megalite.topology.shape import ModelShape
@@ -40,15 +41,16 @@ SETTINGS = OptimizerSettings(OptimizerConfig(name="adamw"))
 WARM_UP_STEPS, TIMED_STEPS = 3, 8
 
 
-def token_ids(sequences: int = SEQUENCES) -> torch.Tensor:
-    return torch.randint(
-        SHAPE.vocab_size, (sequences, SEQUENCE_LENGTH), generator=torch.Generator().manual_seed(0)
-    )
+def token_ids(sequences: int = SEQUENCES, length: int = SEQUENCE_LENGTH) -> torch.Tensor:
+    return torch.randint(SHAPE.vocab_size, (sequences, length), generator=torch.Generator().manual_seed(0))
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train the step. zero: DeepSpeed's `zero_optimization`, or None for the torch optimizer."""
+    """One way to train the step. zero: DeepSpeed's `zero_optimization`, or None for the torch optimizer.
+
+    shape: the model's; its `max_position_embeddings` are the tokens of a sequence.
+    """
 
     layout: Layout = field(default_factory=Layout)
     schedule: str = "1f1b"
@@ -59,10 +61,19 @@ class Setup:
     sequence_parallel: bool = False
     document_tokens: int | None = None  # on average; None: no documents are told apart
     balanced: bool = False  # layers spread by their work, the head's included
+    shape: ModelShape = SHAPE
+    context_method: ContextMethod = "gather"
+
+    @property
+    def length(self) -> int:
+        """The tokens of a sequence."""
+        return self.shape.max_position_embeddings
 
     def mesh(self) -> ParallelMesh:
         """Over the ranks of the default process group."""
-        return ParallelMesh.over_world(self.layout, sequence_parallel=self.sequence_parallel)
+        return ParallelMesh.over_world(
+            self.layout, sequence_parallel=self.sequence_parallel, context_method=self.context_method
+        )
 
 
 class Training:
@@ -71,14 +82,14 @@ class Training:
     def __init__(self, setup: Setup, mesh: ParallelMesh):
         schedule = SCHEDULES[setup.schedule]
         split = pipeline_split(
-            SHAPE.num_hidden_layers,
+            setup.shape.num_hidden_layers,
             mesh.layout.pipeline,
             chunks_per_stage=schedule.default_chunks,
             v_shaped=schedule.v_shaped,
             layers_per_chunk=_balanced_layers(setup) if setup.balanced else None,
         )
         plan = TrainingPlan(
-            SHAPE,
+            setup.shape,
             split,
             setup.options,
             SETTINGS,
@@ -86,7 +97,7 @@ class Training:
             deepspeed=None if setup.zero is None else _deepspeed_json(setup, setup.zero, mesh),
         )
         self.replica, self.optimizer, self.pipeline = assemble(plan, mesh, seed=0)
-        self.batch = _batch(setup.sequences, mesh)
+        self.batch = _batch(setup, mesh)
         if setup.document_tokens is not None:
             self.batch = _in_documents(self.batch, setup.document_tokens)
         self.batch = BatchTransfer(mesh.device).start(self.batch).ready()
@@ -108,7 +119,7 @@ class Training:
 
 
 def _balanced_layers(setup: Setup) -> tuple[int, ...]:
-    schedule, flops = SCHEDULES[setup.schedule], forward_flops(SHAPE, SEQUENCE_LENGTH)
+    schedule, flops = SCHEDULES[setup.schedule], forward_flops(setup.shape, setup.length)
     return balanced_layers(
         flops.layers,
         flops.head,
@@ -131,21 +142,21 @@ def _deepspeed_json(setup: Setup, zero: Mapping[str, Any], mesh: ParallelMesh) -
     }
 
 
-def _batch(sequences: int, mesh: ParallelMesh) -> StepBatch:
-    """This rank's share of the batch."""
-    count = sequences // mesh.batch.size
+def _batch(setup: Setup, mesh: ParallelMesh) -> StepBatch:
+    """This rank's share of the batch, of whole sequences."""
+    count = setup.sequences // mesh.batch.size
     mine = slice(mesh.batch.rank * count, (mesh.batch.rank + 1) * count)
-    input_ids = token_ids(sequences)[mine]
-    positions = torch.arange(SEQUENCE_LENGTH).repeat(count, 1)
+    input_ids = token_ids(setup.sequences, setup.length)[mine]
+    positions = torch.arange(setup.length).repeat(count, 1)
     labels, mask = input_ids.roll(-1, dims=1), torch.ones(input_ids.shape)
-    return StepBatch(input_ids, positions, labels, mask, torch.arange(sequences)[mine])
+    return StepBatch(input_ids, positions, labels, mask, torch.arange(setup.sequences)[mine])
 
 
 def _in_documents(batch: StepBatch, tokens: int) -> StepBatch:
     """Rows that are cut at random, by the same generator on every rank."""
     cut = torch.rand(batch.input_ids.shape, generator=torch.Generator().manual_seed(1)) < 1 / tokens
     cut[:, 0] = False
-    places = torch.arange(SEQUENCE_LENGTH).expand_as(cut)
+    places = torch.arange(cut.shape[1]).expand_as(cut)
     first = places.masked_fill(~cut, 0).cummax(dim=1).values
     return replace(batch, position_ids=places - first, document_ids=cut.cumsum(dim=1))
 

@@ -2,16 +2,16 @@
 
     python -m benchmarks.peers [--rounds 3] [--layout "data 2"] [--picotron FOLDER] [--quick]
 
-The step of benchmarks/workload.py: a 17M Llama, 4 x 256 tokens, float32, AdamW with clipping. One process has two
-threads, two processes have one each. Every contender of every round trains in fresh processes; rounds alternate
-between the contenders. All begin with the same weights and see the same tokens: a run in which the first three losses
-of a contender are not megalite's ends with an error.
+The step of benchmarks/workload.py: a 17M Llama, 4 x 256 tokens (with context parallelism one long sequence), float32,
+AdamW with clipping. One process has two threads, two processes have one each. Every contender of every round trains in
+fresh processes; rounds alternate between the contenders. All begin with the same weights and see the same tokens: a run
+in which the first three losses of a contender are not megalite's ends with an error.
 
 Peers run as installed, DDP with gradient_as_bucket_view. DeepSpeed's AdamW and its collectives over shared memory
 (which it uses for inference only) are built before any measurement, for which it needs a C++ compiler. picotron is no
 package: fetch github.com/huggingface/picotron (tried: 59714b1) and name its folder. torchtitan and megatron-core are
 left out, as both need CUDA: torchtitan takes "cuda" where it finds no accelerator, and megatron-core has no path
-without it.
+without it. picotron is the only peer of context parallelism.
 
 s/step         median over the rounds of each round's median step, of the slowest rank.
 over megalite  seconds of the row by those of megalite's (first) row, in the same round: median, low and high of the
@@ -38,7 +38,8 @@ from benchmarks.peers.preparation import build_deepspeed_operators, write_weight
 from benchmarks.ranks import run_fresh_ranks
 
 CORES = 2
-STEPS, QUICK_STEPS = 6, 1  # timed, after those whose losses are compared
+STEPS, QUICK_STEPS = 6, 1  # timed, after those whose losses are compared; fewer of more tokens than TOKENS
+TOKENS = 1024
 COLUMNS = {
     "layout": "layout",
     "contender": "contender",
@@ -67,8 +68,9 @@ def one_round(cases: Cases, weights: Path, *, steps: int, picotron: Path | None)
     """Every contender, one after the other. Raises ValueError where one does other work than megalite."""
     found: dict[PeerLayout, dict[str, Figures]] = {}
     for layout, contenders in cases.items():
+        timed = max(min(steps, 2), steps * TOKENS // layout.tokens)
         found[layout] = {
-            each.name: measure(each, layout, weights, cores=CORES, steps=steps, picotron=picotron)
+            each.name: measure(each, layout, weights, cores=CORES, steps=timed, picotron=picotron)
             for each in contenders
         }
     check_losses(cases, found)
@@ -105,6 +107,8 @@ def main() -> None:
     parser.add_argument("--picotron", type=Path, metavar="FOLDER", help="a checkout of picotron")
     arguments = report.arguments_of(parser)
     cases = chosen(arguments.layout, quick=arguments.quick, picotron=arguments.picotron is not None)
+    if not cases:
+        parser.error("the layouts have no peer but picotron: name its checkout with --picotron FOLDER")
     facts = facts_of(cases)
     left_out = [] if arguments.picotron else ["picotron (no --picotron FOLDER)"]
     for each in left_out:

@@ -33,6 +33,16 @@ CASES: dict[PeerLayout, tuple[Contender, ...]] = {
         Contender("megalite, 1f1b, layers_per_stage auto", "ours", ours=True, balanced=True),
         Contender("megalite, zbv", "ours", ours=True, schedule="zbv"),
     ),
+    **{
+        PeerLayout(f"context 2, {length} tokens", context=2, sequences=1, length=length): (
+            PICOTRON,
+            Contender("megalite, ring", "ours", ours=True, context_method="ring"),
+            Contender("megalite, gather", "ours", ours=True),
+            Contender("megalite, ulysses", "ours", ours=True, context_method="ulysses"),
+            Contender("megalite, one process", "ours", ours=True, alone=True),
+        )
+        for length in (2048, 4096)
+    },
 }
 
 QUICK = {
@@ -43,12 +53,17 @@ QUICK = {
 
 
 def chosen(layouts: Sequence[str], *, quick: bool, picotron: bool) -> dict[PeerLayout, tuple[Contender, ...]]:
-    """The cases of these layouts (none: all), without picotron where there is no folder of it."""
+    """The cases of these layouts (none: all), without picotron where there is no folder of it.
+
+    A layout without any peer is left out.
+    """
     cases = {}
     for layout, contenders in CASES.items():
         if layout.name not in (layouts or (QUICK if quick else [layout.name])):
             continue
         if quick and layout.name in QUICK:
             contenders = tuple(each for each in contenders if each.name in QUICK[layout.name])
-        cases[layout] = tuple(each for each in contenders if picotron or each != PICOTRON)
+        left = tuple(each for each in contenders if picotron or each != PICOTRON)
+        if not all(each.ours for each in left):
+            cases[layout] = left
     return cases

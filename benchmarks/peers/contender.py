@@ -10,11 +10,12 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.ranks import run_fresh_ranks
 from megalite.monitor.memory import process_memory
+from megalite.topology.context import ContextMethod
 
 CHECKED_STEPS = 3  # their losses are compared
 ON_THIS_MACHINE = {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
@@ -34,18 +35,28 @@ class Trained:
 
 @dataclass(frozen=True)
 class PeerLayout:
-    """How two cores are used. zero: the stage of ZeRO. checkpoints: whether saving and loading are timed."""
+    """How two cores are used, and what they train on: `sequences` of `length` tokens.
+
+    zero: the stage of ZeRO. checkpoints: whether saving and loading are timed.
+    """
 
     name: str
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
     zero: int = 0
     checkpoints: bool = False
+    sequences: int = 4
+    length: int = 256
 
     @property
     def ranks(self) -> int:
-        return self.data * self.tensor * self.pipeline
+        return self.data * self.tensor * self.pipeline * self.context
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
 
     @property
     def micro_batches(self) -> int:
@@ -54,13 +65,18 @@ class PeerLayout:
 
 @dataclass(frozen=True)
 class Contender:
-    """A module of this package. ours: megalite; schedule, balanced: of the pipeline, see Setup."""
+    """A module of this package. ours: megalite; schedule, balanced, context_method: see Setup.
+
+    alone: trains in one process, whatever the layout.
+    """
 
     name: str
     module: str
     ours: bool = False
     schedule: str = "1f1b"
     balanced: bool = False
+    context_method: ContextMethod = "gather"
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,8 +86,7 @@ class Start:
     weights: Path
     threads: int
     began: float
-    schedule: str
-    balanced: bool
+    contender: Contender
     picotron: Path | None
 
 
@@ -107,11 +122,11 @@ def measure(
     picotron: Path | None = None,
 ) -> Figures:
     """Train in fresh processes, which share the cores evenly. Raises RuntimeError where a rank fails."""
-    start = Start(
-        weights, cores // layout.ranks, time.monotonic(), contender.schedule, contender.balanced, picotron
-    )
+    if contender.alone:
+        layout = replace(layout, data=1, tensor=1, pipeline=1, context=1)
+    start = Start(weights, cores // layout.ranks, time.monotonic(), contender, picotron)
     with tempfile.TemporaryDirectory(prefix="megalite-peers-") as folder:
-        arguments = (contender.module, layout, start, steps, Path(folder))
+        arguments = (layout, start, steps, Path(folder))
         ranks: list[RankFigures] = run_fresh_ranks(_train, layout.ranks, *arguments)
     return summary(ranks)
 
@@ -129,10 +144,12 @@ def summary(ranks: Sequence[RankFigures]) -> Figures:
     )
 
 
-def _train(module: str, layout: PeerLayout, start: Start, steps: int, folder: Path) -> RankFigures:
+def _train(layout: PeerLayout, start: Start, steps: int, folder: Path) -> RankFigures:
     os.environ.update(ON_THIS_MACHINE, OMP_NUM_THREADS=str(start.threads))
     warnings.simplefilter("ignore")
-    trained: Trained = importlib.import_module(f"benchmarks.peers.{module}").build(layout, start)
+    trained: Trained = importlib.import_module(f"benchmarks.peers.{start.contender.module}").build(
+        layout, start
+    )
     losses, seconds = [], []
     first = 0.0
     for index in range(CHECKED_STEPS + steps):

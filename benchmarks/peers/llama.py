@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
-from benchmarks.workload import SETTINGS, SHAPE, token_ids
+from benchmarks.workload import SEQUENCE_LENGTH, SEQUENCES, SETTINGS, SHAPE, token_ids
 from megalite.convert.huggingface.export import as_family_tensor
 from megalite.families.registry import family_tensors, hf_config
 from megalite.model.stages import build_replica
@@ -48,9 +48,11 @@ def model(weights: Path) -> LlamaForCausalLM:
     return built.train()
 
 
-def batch(rank: int = 0, ranks: int = 1) -> tuple[Tensor, Tensor]:
+def batch(
+    rank: int = 0, ranks: int = 1, sequences: int = SEQUENCES, length: int = SEQUENCE_LENGTH
+) -> tuple[Tensor, Tensor]:
     """This rank's share of the token ids, and of the labels, which are megalite's: the row rolled by one."""
-    input_ids = token_ids().chunk(ranks)[rank].contiguous()
+    input_ids = token_ids(sequences, length).chunk(ranks)[rank].contiguous()
     return input_ids, input_ids.roll(-1, dims=1)
 
 

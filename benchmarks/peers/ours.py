@@ -1,5 +1,6 @@
 """megalite, as `megalite train` sets a process up and with the operators that model.kernels = "auto" takes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.peers.contender import PeerLayout, Start, Trained
@@ -17,7 +18,7 @@ def _build(layout: PeerLayout, start: Start) -> Trained:
 
     import torch
 
-    from benchmarks.workload import Setup, Training
+    from benchmarks.workload import SHAPE, Setup, Training
     from megalite.checkpoint.load import load_checkpoint
     from megalite.checkpoint.save import RunRecord, draft_checkpoint, write_draft
     from megalite.model.options import ModelOptions
@@ -28,16 +29,20 @@ def _build(layout: PeerLayout, start: Start) -> Trained:
     torch.set_num_threads(start.threads)
     if layout.ranks > 1:
         connect(int(os.environ["RANK"]), layout.ranks, device=torch.device("cpu"))
-    axes = Layout(tensor=layout.tensor, data=layout.data, pipeline=layout.pipeline)
+    contender = start.contender
+    axes = Layout(layout.pipeline, layout.data, layout.tensor, layout.context)
     setup = Setup(
         axes,
-        schedule=start.schedule,
-        balanced=start.balanced,
+        schedule=contender.schedule,
+        balanced=contender.balanced,
         micro_batches=layout.micro_batches,
         options=ModelOptions(operators=choose_kernels("auto", "cpu").operators),
         zero={"stage": layout.zero} if layout.zero else None,
+        sequences=layout.sequences,
+        shape=replace(SHAPE, max_position_embeddings=layout.length),
+        context_method=contender.context_method,
     )
-    mesh = ParallelMesh.over_world(axes) if layout.ranks > 1 else ParallelMesh.single()
+    mesh = setup.mesh() if layout.ranks > 1 else ParallelMesh.single()
     training = Training(setup, mesh)
 
     def save(folder: Path) -> None:

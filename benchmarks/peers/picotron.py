@@ -1,7 +1,8 @@
-"""picotron (github.com/huggingface/picotron) on a CPU, from a checkout: its model, data, tensor and pipeline parallel.
+"""picotron (github.com/huggingface/picotron) on a CPU, from a checkout: its model and its four ways to be parallel.
 
 It has no tied embedding and no clipping; both are added as its user would write them, so that all do the same work.
-Its attention is torch's scaled_dot_product_attention; flash_attn, which its model imports, is never called.
+Its attention is torch's scaled_dot_product_attention, with context parallelism its own ring over consecutive parts of a
+sequence; flash_attn, which its model imports, is never called.
 """
 
 import itertools
@@ -22,7 +23,7 @@ from benchmarks.peers.contender import PeerLayout, Start, Trained
 from benchmarks.peers.torch_pipeline import clip_over_stages
 from benchmarks.workload import SEQUENCE_LENGTH, SHAPE
 
-ON_A_CPU = {"FLASH_ATTEN": "0", "DEVICE": "cpu", "DTYPE": "float32", "CONTEXT_PARALLEL": "0"}
+ON_A_CPU = {"FLASH_ATTEN": "0", "DEVICE": "cpu", "DTYPE": "float32"}
 FLASH_ATTENTION = {
     "flash_attn.flash_attn_interface": "flash_attn_func",
     "flash_attn.layers.rotary": "apply_rotary_emb",
@@ -39,8 +40,9 @@ def build(layout: PeerLayout, start: Start) -> Trained:
     from picotron.model import Llama
     from picotron.process_group_manager import setup_process_group_manager
 
-    setup_process_group_manager(layout.tensor, 1, layout.pipeline, layout.data)
-    model = Llama(_config())
+    setup_process_group_manager(layout.tensor, layout.context, layout.pipeline, layout.data)
+    os.environ["CONTEXT_PARALLEL"] = "1" if layout.context > 1 else "0"
+    model = Llama(_config(layout.length))
     state = _renamed(load_file(start.weights))
     if layout.tensor > 1:
         return _tensor(model, state)
@@ -55,13 +57,14 @@ def _make_importable(folder: Path) -> None:
         module = ModuleType(name)
         setattr(module, function, None)
         sys.modules[name] = module
-    torch.cuda.synchronize = lambda *_: None  # it calls this after each transfer between stages
+    torch.cuda.synchronize = lambda *_: None  # it calls this after each transfer between ranks
 
 
-def _config() -> SimpleNamespace:
+def _config(length: int) -> SimpleNamespace:
     fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    more = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta")
-    return SimpleNamespace(**{name: getattr(SHAPE, name) for name in fields + more})
+    more = ("num_key_value_heads", "rms_norm_eps", "rope_theta")
+    sizes = {name: getattr(SHAPE, name) for name in fields + more}
+    return SimpleNamespace(**sizes, max_position_embeddings=length)
 
 
 def _renamed(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -88,7 +91,13 @@ def _data(model: Any, layout: PeerLayout) -> Trained:
     model.final_proj.weight = model.embedding.weight
     wrapped = DataParallelBucket(model)
     optimizer = llama.adamw(wrapped.parameters())
-    input_ids, labels = llama.batch(dist.get_rank(), layout.data)
+    if layout.context > 1:
+        whole = llama.batch(sequences=layout.sequences, length=layout.length)
+        input_ids, labels = (
+            each.chunk(layout.context, dim=1)[dist.get_rank()].contiguous() for each in whole
+        )
+    else:
+        input_ids, labels = llama.batch(dist.get_rank(), layout.data)
 
     def step() -> float:
         optimizer.zero_grad()
