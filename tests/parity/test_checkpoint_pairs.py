@@ -4,6 +4,7 @@ import pytest
 
 from tests.support.checkpoint_pairs import (
     EVERY_PAIR,
+    EXPERTS,
     LAYOUTS,
     PRECISION_PAIRS,
     PRECISIONS,
@@ -43,6 +44,11 @@ def precisions(ranks, tmp_path_factory):
     return Pairs(ranks, tmp_path_factory.mktemp("precisions"), PRECISIONS)
 
 
+@pytest.fixture(scope="module")
+def mixtures(ranks, tmp_path_factory):
+    return Pairs(ranks, tmp_path_factory.mktemp("mixtures"), EXPERTS)
+
+
 def test_the_chosen_pairs_have_every_layout_on_both_sides():
     assert len(set(CHOSEN)) == 27 and CORE < set(CHOSEN) < set(EVERY_PAIR) and len(LAYOUTS) >= 12
     small = {name for name, settings in LAYOUTS.items() if world_size(settings) <= 4}
@@ -65,3 +71,15 @@ def test_a_run_goes_on_in_another_layout(pairs, writer, reader):
 @pytest.mark.parametrize(("writer", "reader"), _params(PRECISION_PAIRS, CHOSEN_PRECISIONS, CHOSEN_PRECISIONS))
 def test_a_run_goes_on_in_other_numbers(precisions, writer, reader):
     assert precisions.run(writer, reader).problems == []
+
+
+# Each layout of a mixture writes for the next one, and the last for the first.
+EXPERT_PAIRS = [(one, other) for one in EXPERTS for other in EXPERTS]
+CHOSEN_EXPERTS = [*zip(EXPERTS, [*EXPERTS][1:] + [*EXPERTS][:1], strict=True), ("dp2 ep2", "dp2 ep2")]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), _params(EXPERT_PAIRS, CHOSEN_EXPERTS, (CHOSEN_EXPERTS[2], CHOSEN_EXPERTS[5]))
+)
+def test_a_mixture_goes_on_in_another_layout(mixtures, writer, reader):
+    assert mixtures.run(writer, reader).problems == []

@@ -121,6 +121,32 @@ PRECISIONS: Mapping[str, Settings] = {
     "fp16 dp2 zero2": {**LAYOUTS["dp2 zero2"], **_FP16},
 }
 
+_MIXTURE: Settings = {
+    "model.num_experts": 7,
+    "model.num_experts_per_tok": 2,
+    "model.moe_intermediate_size": 22,
+    "model.shared_intermediate_size": 20,
+    "model.first_k_dense_replace": 1,
+    "model.router_scores": "sigmoid",
+    "model.router_correction_bias": True,
+    "training.router_balance": 0.01,
+    "training.router_bias_rate": 0.01,
+}
+_WHOLE = {"parallel__sequence": True, "parallel__expert_tensor": 1}
+# Layouts of a mixture, whose experts the ranks do not divide.
+EXPERTS: Mapping[str, Settings] = {
+    name: {**_MIXTURE, **layout}
+    for name, layout in {
+        "one process": _layout(),
+        "dp2 ep2": _layout(data=2, parallel__expert=2),
+        "tp2 cut": _layout(tensor=2),
+        "pp2 dp2 ep2": _layout(pipeline=2, data=2, parallel__expert=2),
+        "tp2 ep2 whole": _layout(tensor=2, parallel__expert=2, **_WHOLE),
+        "cp2 dp2 ep4": _layout(data=2, parallel__context=2, parallel__expert=4),
+        "dp2 ep2 zero1": _layout(data=2, zero=1, parallel__expert=2),
+    }.items()
+}
+
 EVERY_PAIR = [(one, other) for one in LAYOUTS for other in LAYOUTS]
 PRECISION_PAIRS = [(one, other) for one in PRECISIONS for other in PRECISIONS]
 
