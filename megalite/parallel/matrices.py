@@ -68,7 +68,7 @@ def map_matrices(shards: Sequence[MatrixShard], function: MatrixFunction) -> Ite
     def bytes_a_worker(shard: MatrixShard) -> tuple[Hashable, int]:
         whole = prod(shard.part.shape) * shard.values.element_size()
         workers = shard.ranks.size * shard.copies.size
-        return (shard.values.dtype, shard.ranks.ranks), whole // workers
+        return (shard.values.dtype, shard.ranks.ranks, shard.copies.ranks), whole // workers
 
     # A bucket has enough matrices to keep every rank busy.
     for bucket in buckets(shards, bytes_a_worker):
