@@ -32,15 +32,17 @@ for style in "ruff check --quiet ." "ruff format --quiet --check ."; do
 done
 wait
 
-# Three at a time over two cores, since launchers, servers and signals wait much; what takes longest begins first.
+# Three at a time over two cores, since launchers, servers and signals wait much. What takes longest begins first, so
+# that no long group is left alone at the end.
 groups=(
-    "tests/launch"
+    "tests/parity"
     "tests/unit"
     "tests/end_to_end"
-    "tests/kernels"
-    "tests/distributed tests/standin"
-    "tests/parity"
+    "tests/launch"
+    "tests/distributed"
+    "tests/standin"
     "tests/cli tests/browser tests/test_architecture.py tests/test_guides.py tests/test_pages.py"
+    "tests/kernels"
 )
 outputs=$(mktemp -d)
 ended=0
@@ -74,13 +76,14 @@ show() { # what has ended since the last call
     done
 }
 start=$SECONDS
-run mypy mypy &
 for group in "${groups[@]}"; do
     while [ "$(jobs -rp | wc -l)" -ge 3 ]; do wait -n; done
     show
     # shellcheck disable=SC2086
     run "$group" pytest -q --slowest-files 10 "${chosen[@]}" $group &
 done
+while [ "$(jobs -rp | wc -l)" -ge 3 ]; do wait -n; done
+run mypy mypy &
 while [ -n "$(jobs -rp)" ]; do
     wait -n
     show
