@@ -97,8 +97,9 @@ def score_batch(model: Replica, batch: Sequence[Window]) -> tuple[Tensor, Tensor
     rows = None
     if mesh.cp.size > 1:
         rows = ContextRows.of(*ids.shape, mesh)
-        position_ids = rows.positions
-        input_ids = input_ids.gather(1, position_ids)
+        input_ids = input_ids.gather(1, rows.positions)
+        # The model may have no position for padding.
+        position_ids = rows.positions.clamp(max=max(lengths) - 1)
     context = StepContext(rows=rows)
     hidden_states = last_hidden_states(
         model, input_ids, position_ids, context=context, lengths=tokens_of_rows

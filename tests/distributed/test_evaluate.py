@@ -97,16 +97,17 @@ def test_the_perplexity_is_transformers(
 
 @pytest.mark.parametrize(
     "layout",
-    cases([Layout(context=2), Layout(context=2, pipeline=2, data=2)], core=[Layout(context=2)]),
+    cases([Layout(context=3), Layout(context=2, pipeline=2, data=2)], core=[Layout(context=3)]),
     ids=str,
 )
-def test_context_ranks_score_as_one_process(ranks, evaluated: Evaluated, layout: Layout) -> None:
-    """Neither this window nor the shorter documents can be cut into equal blocks."""
+@pytest.mark.parametrize("window", [37, 64])
+def test_context_ranks_score_as_one_process(ranks, evaluated: Evaluated, layout: Layout, window: int) -> None:
+    """Neither of 37 and the shorter documents can be cut into equal blocks, nor 64, the model's longest, by 3 ranks."""
     cut = {
         "model": evaluated.run,
         "texts": evaluated.texts,
         "dtype": torch.float64,
-        "window": 37,
+        "window": window,
         "stride": 11,
     }
     alone = figures(layout=Layout(), **cut)
