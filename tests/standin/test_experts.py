@@ -19,7 +19,7 @@ from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape
-from tests.support.parity import GROUPED_RTOL, assert_close
+from tests.support.parity import CHUNKED_RTOL, assert_close
 from tests.support.standin import Syncs, count_syncs
 
 HIDDEN, WIDTH, EXPERTS = 16, 24, 4
@@ -68,9 +68,8 @@ def compare_on_device(in_place: bool) -> None:
         # torch's product for a CPU reads where its groups end.
         assert syncs.total == len(calls), syncs
         on_cpu, _ = trained("cpu", counts, gradients)
-        assert syncs.total == len(calls), "a CPU has a product for each"
         for ours, expected in zip(on_device, on_cpu, strict=True):
-            assert_close(ours.cpu(), expected, rtol=GROUPED_RTOL)
+            assert_close(ours.cpu(), expected, rtol=CHUNKED_RTOL[torch.bfloat16])
 
 
 def waits_of_the_host() -> list[int]:
