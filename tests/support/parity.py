@@ -34,8 +34,6 @@ SLOPE_RTOL = 1e-6
 ENGINE_RTOL = 2e-6
 # A bf16 result whose inputs, probabilities and output are each rounded once.
 BF16_RTOL = 2**-7
-# Two of them, in another order of sums: bf16 products of experts, all at once or one by one.
-GROUPED_RTOL = 2 * BF16_RTOL
 # A float32 value that was rounded once more than the reference.
 ROUNDED_RTOL = 2**-24
 # Gradients whose hidden states and products are rounded to bf16 or fp16: four rounding steps.
