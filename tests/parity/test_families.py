@@ -28,7 +28,7 @@ from tests.support.training import Job, train_on_rank
     ),
 )
 def test_every_family_equals_one_process(ranks, shape, layout):
-    job = Job(shape, layout, steps=2)
+    job = Job(shape, layout, micro_batch_size=2, steps=2)
     [alone] = ranks.run(train_on_rank, world_size=1, job=replace(job, layout=Layout()))
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
     _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)

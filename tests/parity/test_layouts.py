@@ -14,7 +14,7 @@ from megalite.train.optimizer.settings import OptimizerSettings
 from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
-from tests.support.training import Job, RankResult, full_gradients, full_tensors, train_on_rank
+from tests.support.training import SEQUENCES, Job, RankResult, full_gradients, full_tensors, train_on_rank
 
 TIED, UNTIED = tiny_shape(tied=True), tiny_shape(tied=False)
 SIZES = (1, 2, 4, 8)
@@ -33,6 +33,11 @@ def _marks(layout: Layout, every_change: Sequence[Layout]) -> tuple[pytest.MarkD
     if layout == Layout(2, 2, 2):
         return ()
     return (pytest.mark.extended if layout in every_change else pytest.mark.slow,)
+
+
+def _rows(layout: Layout) -> int:
+    """Sequences of a micro batch: two, which take half of the time, where every stage still has one to work on."""
+    return 2 if SEQUENCES // layout.data // 2 >= layout.pipeline else 1
 
 
 def _id(layout: Layout) -> str:
@@ -96,9 +101,10 @@ CORE = (
     "shape", [pytest.param(TIED, id="tied"), pytest.param(UNTIED, id="untied", marks=pytest.mark.slow)]
 )
 def test_torch_path_equals_one_process_in_float64(ranks, torch_reference, layout, shape):
-    job = Job(shape, layout, steps=2)
+    job = Job(shape, layout, micro_batch_size=_rows(layout), steps=2)
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
-    _assert_equal_to_one_process(job, results, torch_reference(replace(job, layout=Layout())), LAYOUT_RTOL)
+    alone = torch_reference(replace(job, layout=Layout(), micro_batch_size=1))
+    _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)
 
 
 # The table of pairs (test_matrix) has ZeRO in many layouts; here are those with ranks of every axis and of one only.
@@ -110,9 +116,10 @@ WITH_ZERO = (Layout(2, 2, 2), Layout(data=8), Layout(4, 2, 1), Layout(1, 2, 4))
     [pytest.param(each, marks=_marks(each, WITH_ZERO), id=_id(each)) for each in LAYOUTS],
 )
 def test_zero_1_equals_one_process(ranks, torch_reference, layout):
-    job = Job(TIED if layout.pipeline > 1 else UNTIED, layout, zero_stage=1, steps=5)
+    shape = TIED if layout.pipeline > 1 else UNTIED
+    job = Job(shape, layout, micro_batch_size=_rows(layout), zero_stage=1, steps=5)
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
-    alone = torch_reference(replace(job, layout=Layout(), zero_stage=0))
+    alone = torch_reference(replace(job, layout=Layout(), micro_batch_size=1, zero_stage=0))
     _assert_equal_to_one_process(job, results, alone, ZERO_RTOL)
 
 
@@ -182,13 +189,14 @@ def test_twenty_adamw_steps_in_float32_follow_one_process(ranks, torch_reference
     job = Job(
         TIED,
         layout,
+        micro_batch_size=_rows(layout),
         optimizer=ADAMW,
         learning_rate=1e-3,
         dtype=torch.float32,
         steps=20,
         zero_stage=zero_stage,
     )
-    alone = torch_reference(replace(job, layout=Layout(), zero_stage=0))
+    alone = torch_reference(replace(job, layout=Layout(), micro_batch_size=1, zero_stage=0))
     assert sum(norm > ADAMW.optimizer.gradient_clipping for norm in alone.norms) >= 10, (
         "clipping must be active"
     )

@@ -20,18 +20,17 @@ from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, RankResult, train_on_rank
 
-JOB = Job(tiny_shape(tied=True), label_smoothing=0.1, z_loss=0.02, steps=2)
+JOB = Job(tiny_shape(tied=True), micro_batch_size=2, label_smoothing=0.1, z_loss=0.02, steps=2)
 
 
 @pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(1, 2, 4), Layout(2, 2, 2)], ids=str)
 @pytest.mark.parametrize(
     ("label_smoothing", "z_loss"), cases([(0.2, 0.0), (0.0, 0.01), (0.1, 0.02)], core=[(0.1, 0.02)])
 )
-def test_the_loss_of_every_layout_is_one_processs(ranks, layout, label_smoothing, z_loss):
+def test_the_loss_of_every_layout_is_one_processs(ranks, reference, layout, label_smoothing, z_loss):
     job = replace(JOB, layout=layout, label_smoothing=label_smoothing, z_loss=z_loss)
-    [alone] = ranks.run(train_on_rank, world_size=1, job=replace(job, layout=Layout()))
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
-    _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)
+    _assert_equal_to_one_process(job, results, reference(replace(job, layout=Layout())), LAYOUT_RTOL)
 
 
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("fused", marks=needs_library)])
@@ -45,19 +44,17 @@ def test_the_loss_of_every_layout_is_one_processs(ranks, layout, label_smoothing
     ],
     ids=["alone", "sequence parallel", "pipeline", "zbv"],
 )
-def test_a_loss_in_chunks_is_the_whole_one(ranks, layout, changes, kernels):
+def test_a_loss_in_chunks_is_the_whole_one(ranks, reference, layout, changes, kernels):
     job = replace(JOB, layout=layout, chunked_loss=5, kernels=kernels, **changes)
-    [alone] = ranks.run(train_on_rank, world_size=1, job=JOB)
     results = ranks.run(train_on_rank, world_size=layout.world_size, job=job)
-    _assert_equal_to_one_process(job, results, alone, LAYOUT_RTOL)
+    _assert_equal_to_one_process(job, results, reference(JOB), LAYOUT_RTOL)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_loss_in_chunks_is_the_whole_one_under_zero(ranks, stage):
+def test_a_loss_in_chunks_is_the_whole_one_under_zero(ranks, reference, stage):
     job = replace(JOB, layout=Layout(data=2), zero_stage=stage, chunked_loss=5)
-    [alone] = ranks.run(train_on_rank, world_size=1, job=JOB)
     results = ranks.run(train_on_rank, world_size=2, job=job)
-    assert_equal_to_one_process(job, results, alone)
+    assert_equal_to_one_process(job, results, reference(JOB))
 
 
 Loss = Callable[..., Tensor]
@@ -107,8 +104,8 @@ def train_with(job: Job, fault: str) -> RankResult:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_departs_from_one_process(ranks, fault):
-    [alone] = ranks.run(train_on_rank, world_size=1, job=JOB)
+def test_a_planted_fault_departs_from_one_process(ranks, reference, fault):
+    alone = reference(JOB)
     job = replace(JOB, layout=Layout(data=2, tensor=2))
     results = ranks.run(train_with, world_size=4, job=job, fault=fault)
     with pytest.raises(AssertionError, match="relative error"):
