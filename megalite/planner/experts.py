@@ -48,14 +48,16 @@ def routed_tokens(run: PlannedRun) -> float:
 
 
 def expert_values(run: PlannedRun, experts: ExpertShape) -> dict[str, float]:
-    """Return name -> values that the experts of a layer keep of a micro batch on the fullest rank."""
+    """Return name -> values that the experts of a layer keep of a micro batch on the fullest rank.
+
+    Rows are kept where they arrive, not where they are sent.
+    """
     hidden = run.shape.hidden_size
     tokens = routed_tokens(run)
     rows = tokens * experts.num_experts_per_tok
     arrived = rows * (IMBALANCE if run.layout.expert > 1 else 1)
     inner = 3 * experts.moe_intermediate_size / run.cut_of_experts
     return {
-        "rows": rows * hidden,
         "arrived rows": arrived * hidden,
         "gate, up and their product": arrived * inner,
         "returned rows": rows * hidden,

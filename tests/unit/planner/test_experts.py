@@ -4,8 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
+from megalite.model.context import StepContext
+from megalite.model.dropout import NO_MASKS
+from megalite.model.moe import Mixture
+from megalite.model.options import ModelOptions
+from megalite.parallel.mesh import ParallelMesh
 from megalite.planner.cluster import Cluster
 from megalite.planner.experts import (
     IMBALANCE,
@@ -56,45 +60,39 @@ def test_tensor_parallel_ranks_route_their_own_tokens_or_with_cut_experts_all() 
     assert exchanged_values(mixed(2, tensor=2, data=2, cut=2)) == exchanged_values(mixed(2, data=2))
 
 
-class Expert(nn.Module):
-    def __init__(self, width: int):
-        super().__init__()
-        self.gate, self.up = nn.Linear(HIDDEN, width, bias=False), nn.Linear(HIDDEN, width, bias=False)
-        self.down = nn.Linear(width, HIDDEN, bias=False)
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.nn.functional.silu(self.gate(rows)) * self.up(rows))
-
-
 def test_a_layer_keeps_the_tensors_of_its_experts() -> None:
-    """The autograd graph of an expert is asked what it keeps of its rows."""
+    """The block that trains is asked what it keeps of its rows and of the router."""
+    block = Mixture(MIXTURE, 3, ParallelMesh.single(), ModelOptions())
+    weights = {weight.data_ptr() for weight in block.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        if len(tensor) == rows:  # no weight
-            kept[id(tensor)] = tensor
+        if tensor.data_ptr() not in weights and tensor.is_floating_point():
+            kept[tensor.data_ptr()] = tensor
         return tensor
 
-    rows = TOKENS * EXPERTS.num_experts_per_tok
-    with torch.device("meta"):
-        expert, arrived = Expert(EXPERTS.moe_intermediate_size), torch.empty(rows, HIDDEN)
-    arrived.requires_grad_()
+    for weight in block.parameters():
+        torch.nn.init.normal_(weight)
+    hidden_states = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        expert(arrived)
-    values = expert_values(mixed(), EXPERTS)
-    inside = values["arrived rows"] + values["gate, up and their product"]
-    # A compiled activation keeps gate and up, plain torch the activated gate too.
-    plain = rows * EXPERTS.moe_intermediate_size
-    assert sum(tensor.numel() for tensor in kept.values()) == inside + plain
-    assert values["rows"] == values["returned rows"] == rows * HIDDEN
-    assert values["router's logits"] == TOKENS * 8
+        block(hidden_states, StepContext(), NO_MASKS)
+    sizes = sorted(tensor.numel() for tensor in kept.values())
+    values, rows = expert_values(mixed(), EXPERTS), TOKENS * EXPERTS.num_experts_per_tok
+    inside = [2 * rows * EXPERTS.moe_intermediate_size, rows * EXPERTS.moe_intermediate_size]
+    assert sum(inside) == values["gate, up and their product"]
+    # The router's input and the MLP of all tokens are those of a dense layer, the weights of choices too few to plan.
+    dense = [TOKENS * HIDDEN, TOKENS * 2 * 32, TOKENS * 32]
+    arrived, returned, logits = (
+        values[name] for name in ("arrived rows", "returned rows", "router's logits")
+    )
+    assert sorted([*inside, arrived, returned, logits, *dense]) == [each for each in sizes if each >= logits]
 
 
 def test_the_fullest_rank_gets_more_rows_than_the_mean() -> None:
     alone, shared = expert_values(mixed(), EXPERTS), expert_values(mixed(4, data=4), EXPERTS)
     for name in ("arrived rows", "gate, up and their product"):
         assert shared[name] == about(IMBALANCE * alone[name])
-    assert shared["rows"] == alone["rows"]
+    assert shared["returned rows"] == alone["returned rows"]
 
 
 def test_only_layers_with_experts_keep_them() -> None:
