@@ -155,8 +155,7 @@ class Trainer:
         # torch's optimizers import the compiler when they are made: here once for all ranks.
         preload = ["torch", "megalite.train.rank", "torch._dynamo"]
         if config.zero_stage:
-            # DeepSpeed's engine imports the compiler when it is made: two seconds and 115 MB, here once for all ranks.
-            preload += ["megalite.train.optimizer.deepspeed", "torch._inductor.compile_fx"]
+            preload.append("megalite.train.optimizer.deepspeed")
         with folder.claimed():
             prepare_inputs(config, folder)
             return run_local_ranks(

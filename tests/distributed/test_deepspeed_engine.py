@@ -1,6 +1,8 @@
 """A run of DeepSpeed's engine goes on here from the folder that `engine.save_checkpoint` wrote."""
 
 import json
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -35,11 +37,13 @@ from tests.support.engine_runs import (
     run_engine,
 )
 from tests.support.foreign import import_folder
+from tests.support.jobs import ROOT
 from tests.support.matrix.axes import BASE, Settings
 from tests.support.matrix.rows import config_of
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.ranks import RankPool
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
+from tests.support.waiting import PATIENCE
 
 OURS: Settings = {
     **BASE,
@@ -267,3 +271,27 @@ def loss_scales(folder: str, seed: int) -> tuple[list[float], list[float]]:
 def test_the_loss_scale_changes_as_theirs_would(ranks: RankPool, tmp_path: Path, seed: int) -> None:
     [(expected, scales)] = ranks.run(loss_scales, 1, folder=str(tmp_path), seed=seed)
     assert scales == expected and len(set(expected)) > 4
+
+
+WITHOUT_COMPILER = """
+import os, sys
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+os.environ["DS_ACCELERATOR"] = "cpu"
+import torch
+import torch.distributed as dist
+from tests.support.tiny import tiny_shape
+from tests.support.training import Job, build
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+build(Job(tiny_shape(), zero_stage=1, dtype=torch.float32))
+print("torch._inductor.compile_fx" in sys.modules)
+"""
+
+
+@pytest.mark.extended
+def test_an_engine_does_not_import_the_compiler() -> None:
+    """Two seconds of every start, for DeepSpeed's own Muon."""
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILER], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines()[-1] == "False"

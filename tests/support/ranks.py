@@ -31,7 +31,7 @@ from unittest.mock import patch
 from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
-# DeepSpeed's engine imports inductor on first use, which takes a second per process; the server imports it once.
+# torch.compile imports inductor on first use, which takes two seconds per process; the server imports it once.
 PRELOADED = [
     "pytest",
     "torch._inductor.compile_fx",

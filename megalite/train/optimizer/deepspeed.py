@@ -4,15 +4,17 @@ One engine a rank owns the rank's stage module. Under ZeRO 1 our buckets sum gra
 backward, as on torch's path; ZeRO 2 and 3, at one stage, reduce them in every backward.
 """
 
+import importlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime import compiler
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor, nn
 
@@ -57,6 +59,7 @@ class DeepSpeedOptimizer:
     def __init__(self, replica: Replica, settings: OptimizerSettings, config: Mapping[str, Any]):
         """`config`: DeepSpeed's JSON, in which a step is one micro batch (RunConfig.deepspeed_json)."""
         _quieten()
+        _import_muon_uncompiled()
         parameters, mesh = replica.trained, replica.mesh
         self._parameters, self._mesh, self._tensors = parameters, mesh, replica.trained_tensors
         self._skip_nonfinite = settings.training.nonfinite == "skip"
@@ -274,3 +277,16 @@ def _quieten() -> None:
     # DeepSpeed 0.19 calls a collective by the name it had before torch 2.13, at every step of every rank.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed.c10d_logger")
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+
+def _import_muon_uncompiled() -> None:
+    """Import the Muon that DeepSpeed's engine looks for, and that nobody uses here, without compiling its kernels.
+
+    That would import torch's compiler: two seconds and 115 MB in every process.
+    """
+    compile_kernels, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        with suppress(ImportError):
+            importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compile_kernels
