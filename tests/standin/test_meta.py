@@ -129,14 +129,14 @@ JOBS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kernels", cases(["reference", "fused"], core=["fused"]))
 @pytest.mark.parametrize("name", JOBS)
 def test_a_step_needs_no_other_device(name: str, kernels: Any) -> None:
-    job = Job(tiny_shape(), **JOBS[name], kernels=kernels)
-    step_on_meta(job)
+    step_on_meta(Job(tiny_shape(), **JOBS[name], micro_batch_size=2, kernels=kernels))
 
 
 @pytest.mark.parametrize("kernels", cases(["reference", "fused"], core=["fused"]))
 @pytest.mark.parametrize("family", FAMILY_SHAPES)
 def test_a_step_of_each_family_needs_no_other_device(family: str, kernels: Any) -> None:
-    step_on_meta(Job(FAMILY_SHAPES[family], kernels=kernels, dtype=torch.float32, optimizer=SGD))
+    job = Job(FAMILY_SHAPES[family], micro_batch_size=4, kernels=kernels, dtype=torch.float32, optimizer=SGD)
+    step_on_meta(job)
 
 
 def test_a_batch_left_on_the_cpu_is_refused() -> None:
