@@ -30,7 +30,7 @@ from tests.support.parity import FLOAT32_RTOL, NARROW_FLOOR, ZERO_RTOL, relative
 from tests.support.ranks import RankPool
 from tests.support.training import fp16_allowed
 
-HALF, WHOLE = 6, 12
+HALF, WHOLE = 4, 8
 PAIR_SECONDS = 120
 
 COMMON: Settings = {
@@ -108,7 +108,7 @@ LAYOUTS: Mapping[str, Settings] = {
 _FP16 = {
     "training.precision": "fp16",
     "training.initial_loss_scale_power": 9,
-    "training.loss_scale_window": 4,
+    "training.loss_scale_window": 3,
 }
 # Layouts with precisions. Pairs of them differ by rounding too, which is no fault of the checkpoint.
 PRECISIONS: Mapping[str, Settings] = {
