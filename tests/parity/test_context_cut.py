@@ -135,7 +135,7 @@ def test_a_cut_row_trains_as_the_whole_row(ranks, alone, how, changes):
 
 @pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_a_trainer_cuts_the_rows_of_gather_by_work(ranks, tmp_path, method):
-    write_token_files(tmp_path)
+    write_token_files(tmp_path, documents=(88, 40) * 4)
     [(expected, no_blocks)] = ranks.run(losses_and_blocks, world_size=1, folder=tmp_path, changes={})
     assert no_blocks is None
     changes = {"parallel.context": 2, "parallel.context_method": method}

@@ -1,6 +1,6 @@
 """The trainer of `megalite train` on tiny token files, in any layout of a few ranks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,19 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def write_token_files(folder: Path) -> None:
-    """Write `train` and `held`; `held` has 11 sequences, the last one short, which batches of 4 do not divide."""
+def write_token_files(folder: Path, documents: Sequence[int] = ()) -> None:
+    """Write `train` and `held`; `held` has 11 sequences, the last one short, which batches of 4 do not divide.
+
+    documents: the tokens of those of `train`, each with the id 0 at its end; without them there is one, of 400 tokens.
+    """
     draw = np.random.default_rng(5)
-    for name, tokens in (("train", 400), ("held", HELD_OUT_TOKENS)):
+    for name, tokens in (("train", sum(documents) or 400), ("held", HELD_OUT_TOKENS)):
         with (folder / f"{name}.bin").open("wb") as bin_file, (folder / f"{name}.idx").open("wb") as idx_file:
             writer = TokenWriter(bin_file, idx_file, np.dtype(np.uint16))
-            writer.add(draw.integers(0, VOCABULARY, tokens))
+            ids = draw.integers(0, VOCABULARY, tokens)
+            if name == "train" and documents:
+                ids[np.cumsum(documents) - 1] = 0
+            writer.add(ids)
             writer.end_document()
             writer.finish()
             writer.close()

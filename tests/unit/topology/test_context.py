@@ -9,7 +9,7 @@ import pytest
 from megalite.topology.axes import Layout
 from megalite.topology.context import (
     ContextSizes,
-    blocks_a_rank,
+    block_counts,
     choose_method,
     context_kept,
     context_traffic,
@@ -48,7 +48,7 @@ def documents(length: int, mean: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("mean", [100, 1000, 8192])
 def test_work_is_balanced_where_zig_zag_is_not(ranks: int, mean: int) -> None:
     """The busiest rank has at most 5 % more than the mean in every row, and over 20 % more by zig-zag."""
-    blocks = ranks * blocks_a_rank(8192, ranks)
+    blocks = ranks * block_counts(8192, ranks)[-1]
     by_work, zig_zagged = [], []
     for seed in range(8):
         lengths = documents(8192, mean, seed)
@@ -73,12 +73,12 @@ def test_equal_work_is_dealt_in_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "ranks", "blocks"),
-    [(8192, 8, 8), (1024, 8, 4), (24, 2, 2), (6 * 256, 3, 8), (2 * 3 * 64, 2, 4)],
+    ("length", "ranks", "counts"),
+    [(8192, 8, (4, 8)), (1024, 8, (4,)), (24, 2, (2,)), (6 * 256, 3, (4, 8)), (2 * 3 * 64, 2, (4,))],
 )
-def test_blocks_divide_the_row_and_fill_tiles(length: int, ranks: int, blocks: int) -> None:
-    assert blocks_a_rank(length, ranks) == blocks
-    assert length % (ranks * blocks) == 0
+def test_blocks_divide_the_row_and_fill_tiles(length: int, ranks: int, counts: tuple[int, ...]) -> None:
+    assert block_counts(length, ranks) == counts
+    assert all(length % (ranks * count) == 0 for count in counts)
 
 
 @pytest.mark.parametrize(
