@@ -131,7 +131,10 @@ class CheckpointReader(WeightReader):
                 pool.shutdown(cancel_futures=True)
 
     def _entry(self, state_key: str, name: str) -> TensorEntry:
-        return self.manifest.tensors[self.weights if state_key == WEIGHT else state_key][name]
+        tensors = self.manifest.tensors
+        # No optimizer has a master or a mean of what counts change.
+        kept = state_key == WEIGHT and name in tensors[self.weights]
+        return tensors[self.weights if kept else state_key][name]
 
     def _fill_range(
         self, name: str, entry: TensorEntry, shards: Iterable[Shard], start: int, values: Tensor

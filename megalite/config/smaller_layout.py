@@ -54,15 +54,18 @@ def _candidates(config: RunConfig, slots: int) -> Iterator[tuple[str, ...]]:
         for data in range(min(whole.data, slots // replica.world_size), 0, -1):
             for smaller in reversed(divisors(size)):
                 if total % (smaller * data) == 0:
-                    layout = _with_experts(replace(replica, data=data), whole)
+                    layout = _with_experts(replace(replica, data=data), config)
                     yield _flags(config, layout, smaller, total // (smaller * data))
 
 
-def _with_experts(layout: Layout, whole: Layout) -> Layout:
-    """Return the layout with the most ranks among which experts are divided that divide the ranks of its stages."""
+def _with_experts(layout: Layout, config: RunConfig) -> Layout:
+    """Return the layout with as many ranks among which experts are divided as its stages allow, up to those before."""
+    whole, number = config.layout, config.model.num_experts
     layout = replace(layout, expert=1, expert_tensor=1 if whole.expert_tensor == 1 else None)
-    copies = layout.expert_sizes["edp"]
-    return replace(layout, expert=max(size for size in divisors(whole.expert) if copies % size == 0))
+    sizes = (size for size in divisors(layout.expert_sizes["edp"]) if size <= whole.expert)
+    # ZeRO 2 and 3 have equally many experts on each rank.
+    fitting = [size for size in sizes if config.zero_stage < 2 or number % size == 0]
+    return replace(layout, expert=fitting[-1])
 
 
 def _flags(config: RunConfig, layout: Layout, size: int, count: int) -> tuple[str, ...]:

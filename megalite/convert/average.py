@@ -12,6 +12,7 @@ from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.tensor_file import dtype_name
 from megalite.checkpoint.weights import WeightReader
+from megalite.config.sections.shape_settings import as_settings
 from megalite.errors import CheckpointError
 from megalite.topology.dtypes import FLOATS
 from megalite.topology.sharding import TensorSlice
@@ -98,9 +99,13 @@ class AveragedWeights(WeightReader):
     def _require_one_model(self) -> None:
         last = self._readers[-1]
         for reader in self._readers:
-            theirs, ours = vars(reader.manifest.model), vars(last.manifest.model)
-            names = [name for name in ours if theirs[name] != ours[name] and name not in _FREE_FIELDS]
-            if differing := [f"model.{name} is {theirs[name]} and {ours[name]}" for name in names]:
+            theirs, ours = as_settings(vars(reader.manifest.model)), as_settings(vars(last.manifest.model))
+            names = [
+                name
+                for name in {**theirs, **ours}
+                if theirs.get(name) != ours.get(name) and name not in _FREE_FIELDS
+            ]
+            if differing := [f"model.{name} is {theirs.get(name)} and {ours.get(name)}" for name in names]:
                 raise CheckpointError(
                     f"{reader.checkpoint} and {last.checkpoint} cannot be averaged, as their models differ:"
                     f" {', '.join(differing)}; name checkpoints of one model"

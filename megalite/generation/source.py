@@ -25,6 +25,7 @@ from megalite.convert.peft.base import base_of_adapter, folder_of_base
 from megalite.convert.peft.named import AdaptedModel, find_adapter
 from megalite.convert.weight_source import WeightSource
 from megalite.errors import CheckpointError
+from megalite.topology.experts import MixtureShape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +108,10 @@ def _source_of(path: Path | str, step: int | None, tokenizer: Path | None, base:
         shape = shape_of_folder(str(folder), int8=True)
         words, ends = _required(tokenizer or own, folder), end_ids(folder / CONFIG)
         int8 = holds_int8(folder)
+        if int8 and isinstance(shape, MixtureShape):
+            raise CheckpointError(
+                f"{folder} has int8 weights of experts, which are not computed; take the folder in bf16 or float32"
+            )
         return ModelSource(folder, "huggingface", shape, int8=int8, tokenizer=words, end_ids=ends)
     if step is None and _is_unknown(here):
         raise CheckpointError(

@@ -54,7 +54,8 @@ def activation_remedies(config: RunConfig) -> Iterator[str]:
         yield "--training.recompute_layers unset"
     elif training.recompute_ratio is not None:
         yield "--training.recompute_ratio unset"
-    if (training.sequence_chunk or tokens) > _SEQUENCE_CHUNK and not (training.compile or on_pairs):
+    refused = training.compile or on_pairs or config.model.num_experts
+    if (training.sequence_chunk or tokens) > _SEQUENCE_CHUNK and not refused:
         yield f"--training.sequence_chunk {_SEQUENCE_CHUNK}"
     if not (training.offload_activations or training.compile):
         yield "--training.offload_activations true"
@@ -68,16 +69,20 @@ def state_remedies(config: RunConfig) -> Iterator[str]:
     A ZeRO stage sends more, offload waits for the host, an adapter trains less, and the last ones need more cards.
     """
     layout, model, stage = config.layout, config.model, config.zero_stage
+    if more := _more_expert_ranks(config):
+        yield f"--parallel.expert {more}"
     if layout.data > 1 and stage < _highest_zero_stage(config):
         yield f"--{_ZERO}.stage {stage + 1}"
     zero = config.deepspeed_json()["zero_optimization"] if stage else {}
     if stage and "offload_optimizer" not in offload_devices(zero):
         yield f"--{_ZERO}.offload_optimizer.device cpu"
     if config.adapter.kind == "none" and model.weights is not None and not (stage and layout.pipeline > 1):
-        yield "--adapter.kind lora"
+        # Experts have no adapters.
+        yield "--adapter.kind lora" + ' --adapter.targets \'["q_proj", "v_proj"]\'' * bool(model.num_experts)
     sizes = tensor_sizes(model.num_attention_heads, model.num_key_value_heads or model.num_attention_heads)
     wider = next((size for size in sizes if size > layout.tensor), 0)
-    if wider and not config.training.compile and stage < 3:
+    shared = model.num_experts and (layout.expert_tensor or 0) > 1
+    if wider and not (config.training.compile or shared) and stage < 3:
         yield f"--parallel.tensor {wider}"
     stages = 2 * layout.pipeline
     enough = config.batch.micro_batches >= stages <= model.num_hidden_layers // config.split.chunks_per_stage
@@ -87,14 +92,26 @@ def state_remedies(config: RunConfig) -> Iterator[str]:
 
 def _highest_zero_stage(config: RunConfig) -> int:
     """Return the highest ZeRO stage that the rules allow; 0: none."""
-    optimizer, pipeline = config.optimizer, config.layout.pipeline
+    optimizer, layout, pipeline = config.optimizer, config.layout, config.layout.pipeline
     unequal = bool(optimizer.groups) or config.adapter.kind != "none"
     if OPTIMIZERS[optimizer.name].whole_matrices or optimizer.clip_value or (unequal and pipeline > 1):
         return 0
     if pipeline > 1:
         return 1
+    if config.model.num_experts % layout.expert:
+        return 1  # its buckets need equally many experts on each rank
     shared_heads = config.layout.tensor > (config.model.num_key_value_heads or config.layout.tensor)
-    return 2 if config.training.compile or optimizer.ema_decay or shared_heads else 3
+    whole = config.training.compile or optimizer.ema_decay or config.model.router_correction_bias
+    return 2 if whole or shared_heads else 3
+
+
+def _more_expert_ranks(config: RunConfig) -> int:
+    """Return the next number of ranks among which the experts could be divided; 0: none."""
+    layout, number = config.layout, config.model.num_experts
+    sizes = divisors(layout.expert_sizes["edp"] * layout.expert) if number else []
+    equal = config.zero_stage >= 2
+    fitting = (size for size in sizes if size <= number and not (equal and number % size))
+    return next((size for size in fitting if size > layout.expert), 0)
 
 
 def _kinds(config: RunConfig, memory: RankMemory, total: float) -> str:

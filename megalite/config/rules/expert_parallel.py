@@ -30,6 +30,20 @@ def expert_tensor_is_one_or_tensor(run: CheckedRun) -> Iterator[Problem]:
         yield Problem.reset("parallel.expert_tensor", message, sizes, 1)
 
 
+def tensor_fits_the_widths_of_experts(run: CheckedRun) -> Iterator[Problem]:
+    tensor, model = run.parallel.tensor, run.model
+    if not model.num_experts:
+        return
+    for name, cut in (
+        ("moe_intermediate_size", run.parallel.expert_tensor != 1),
+        ("shared_intermediate_size", bool(model.shared_intermediate_size)),
+    ):
+        size = getattr(model, name)
+        if cut and size is not None and tensor > size:
+            message = f"{tensor} ranks cannot share model.{name} = {size}"
+            yield Problem.reset("parallel.tensor", message, f"use at most {size}", size)
+
+
 def whole_experts_need_sequence_parallelism(run: CheckedRun) -> Iterator[Problem]:
     shared, parallel = run.parallel.expert_tensor, run.parallel
     if run.model.num_experts and shared == 1 and parallel.tensor > 1 and not parallel.sequence:

@@ -193,11 +193,14 @@ def _chosen_before(config: RunConfig, checkpoint: Path) -> Any:
     """Return the micro batch of a checkpoint of the same layout and length; None if it had others."""
     written, own = read_manifest(checkpoint).config, config.model_dump(mode="json")
     same = all(
-        written.get(section, {}).get(key, 1 if key == "context" else None) == own[section][key]
+        written.get(section, {}).get(key, 1 if key in ("context", "expert") else None) == own[section][key]
         for section, key in (
             *(
                 ("parallel", axis)
-                for axis in ("tensor", "context", "pipeline", "data", "sequence", "schedule")
+                for axis in (
+                    *("tensor", "context", "expert", "expert_tensor", "pipeline"),
+                    *("data", "sequence", "schedule"),
+                )
             ),
             ("training", "sequence_length"),
             ("training", "global_batch_size"),

@@ -92,7 +92,7 @@ class RouterLoad:
         loads = self._loads(totals)
         self._idle_steps = torch.where(loads > 0, 0, self._idle_steps + 1)
         shares = loads / loads.sum(dim=1, keepdim=True)
-        entropy = torch.special.entr(shares).sum(dim=1) / torch.tensor(float(self._number)).log()
+        entropy = torch.special.entr(shares).sum(dim=1) / torch.tensor(float(max(2, self._number))).log()
         return {
             "expert_load": float((shares * self._number).max()),
             "router_entropy": float(entropy.min()),

@@ -202,14 +202,14 @@ class TrainStep:
         try:
             update = self.optimizer.step(learning_rate, totals.squared_norm, norms)
         except TrainingError as error:
-            cause = self._nonfinite_output(loss, batch)
-            raise TrainingError(f"step {self.state.step + 1}: {cause or error}") from error
+            cause = self._nonfinite_output(loss, batch) or error
+            raise TrainingError(f"step {self.state.step + 1}: {cause}") from error
         self._require_finite(loss, update, batch)
-        samples, sequences = self.state.samples, self.config.batch.global_batch_size
-        load = self.routers.stepped(totals.routers, sequences, skipped=update.skipped)
+        samples, rows = self.state.samples, len(batch.input_ids) * self.mesh.batch.size
+        load = self.routers.stepped(totals.routers, rows, skipped=update.skipped)
         layers = {} if norms is None or update.skipped else norms.totals()
-        batch_tokens = batch.input_ids.numel() * self.mesh.batch.size
-        self.state = self.state.advanced(samples=sequences, tokens=batch_tokens, skipped=update.skipped)
+        batch_tokens, global_size = rows * batch.input_ids.shape[1], self.config.batch.global_batch_size
+        self.state = self.state.advanced(samples=global_size, tokens=batch_tokens, skipped=update.skipped)
         progress.finished(self.state.step)
         self._require_progress(update.overflow, loss, batch)
         return StepReport(
@@ -278,8 +278,8 @@ class TrainStep:
             raise TrainingError(f"step {self.state.step + 1}: {cause}")
 
     def _require_progress(self, tensor: str | None, loss: float, batch: StepBatch) -> None:
-        limit = self.config.training.nonfinite_limit
-        if self.config.training.nonfinite == "skip" and self.state.skipped_in_a_row >= limit:
+        training, limit = self.config.training, self.config.training.nonfinite_limit
+        if training.nonfinite == "skip" and self.state.skipped_in_a_row >= limit:
             cause = self._nonfinite_output(loss, batch) or (
                 f"the gradient of {tensor} is not finite; lower optimizer.learning_rate, or check the data of these"
                 " steps, then run the same command to resume"
@@ -341,8 +341,7 @@ class TrainStep:
             require_base(read_manifest(checkpoint).base, self.base, checkpoint)
         loaded = load_checkpoint(checkpoint, self.replica, self.optimizer.state)
         self.replica.require_weights()
-        unknown = loaded.trainer_state.keys() - asdict(TrainerState()).keys()
-        if unknown:
+        if unknown := loaded.trainer_state.keys() - asdict(TrainerState()).keys():
             raise CheckpointError(
                 f"{checkpoint}: trainer_state has {', '.join(sorted(unknown))}, which this version of megalite does not"
                 " know; use the version that wrote it"

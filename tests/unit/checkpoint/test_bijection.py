@@ -28,7 +28,7 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.state import NoOptimizer
 from tests.support.checkpoints import save_checkpoint
 from tests.support.selection import cases
-from tests.support.tiny import FAMILY_SHAPES
+from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES, MIXTURE_SHAPES
 from tests.unit.checkpoint.worlds import HeldStage, ThreadMesh, World, on_all_ranks
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ LAYOUTS = {
 def variants() -> dict[str, ModelShape]:
     """Every family's shapes, the head tied and not, and key-value heads that four ranks have to share."""
     found = {}
-    for name, shape in FAMILY_SHAPES.items():
+    for name, shape in {**FAMILY_SHAPES, **MIXTURE_SHAPES}.items():
         head = "untied" if shape.tie_word_embeddings else "tied"
         found[shape] = name
         found.setdefault(replace(shape, tie_word_embeddings=head == "tied"), f"{name}, {head}")

@@ -211,6 +211,17 @@ EXPERT_CASES = [
         training__global_batch_size=16,
     ),
     _case(
+        "tensor_fits_the_widths_of_experts",
+        "parallel.tensor",
+        4,
+        "4 ranks cannot share model.moe_intermediate_size = 3; use at most 3",
+        3,
+        model__moe_intermediate_size=3,
+        model__num_attention_heads=12,
+        model__num_key_value_heads=12,
+        model__hidden_size=48,
+    ),
+    _case(
         "expert_tensor_is_one_or_tensor",
         "parallel.expert_tensor",
         2,
