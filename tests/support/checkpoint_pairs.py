@@ -144,6 +144,9 @@ EXPERTS: Mapping[str, Settings] = {
         "tp2 ep2 whole": _layout(tensor=2, parallel__expert=2, **_WHOLE),
         "cp2 dp2 ep4": _layout(data=2, parallel__context=2, parallel__expert=4),
         "dp2 ep2 zero1": _layout(data=2, zero=1, parallel__expert=2),
+        # Their biases have no master, and stay in float32.
+        "bf16 one process": _layout(training__precision="bf16"),
+        "bf16 dp2 ep2 zero1": _layout(data=2, zero=1, parallel__expert=2, training__precision="bf16"),
     }.items()
 }
 
@@ -301,7 +304,7 @@ def contents(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
 def exact_contents(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     """Return `contents` with the fp32 master weights in place of the weights of a bf16 or fp16 model."""
     found = contents(checkpoint)
-    exact = found.pop(MASTER, found[WEIGHT])
+    exact = found[WEIGHT] | found.pop(MASTER, {})
     return {**found, WEIGHT: exact}
 
 

@@ -28,7 +28,7 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.state import NoOptimizer
 from tests.support.checkpoints import save_checkpoint
 from tests.support.selection import cases
-from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES, MIXTURE_SHAPES
+from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES
 from tests.unit.checkpoint.worlds import HeldStage, ThreadMesh, World, on_all_ranks
 
 T = TypeVar("T")

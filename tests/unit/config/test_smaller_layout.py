@@ -50,6 +50,23 @@ def test_the_nearest_layout_keeps_the_global_batch(tmp_path, whole, slots, left,
     assert (run.training.global_batch_size, run.training.micro_batches) == (24, micro_batches)
 
 
+@pytest.mark.parametrize(
+    ("parallel", "slots", "left"),
+    [
+        ("data = 4\nexpert = 4", 3, (3, 3)),  # three ranks need not divide eight experts
+        ("data = 8\nexpert = 8", 6, (6, 6)),
+        ("data = 4\nexpert = 2", 3, (3, 1)),
+        ("data = 4\nexpert = 2", 2, (2, 2)),
+    ],
+)
+def test_experts_stay_on_as_many_ranks_as_fit(tmp_path, parallel: str, slots: int, left: tuple[int, int]):
+    path = run_file(tmp_path, parallel)
+    sizes = {"family": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    mixture = [f"--model.{name}={value}" for name, value in sizes.items()]
+    layout = smaller_layout(path, mixture, int(parallel[7]), slots).loaded.config.layout
+    assert (layout.data, layout.expert) == left
+
+
 def test_a_run_that_fits_is_left_alone(tmp_path):
     assert smaller_layout(run_file(tmp_path, "data = 2"), [], 2, 2).flags == ()
 

@@ -1,5 +1,6 @@
 """The settings that lower the memory of a rank: each can be typed, lowers what it says, and is not in use already."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from megalite.config.sections.schema import RunConfig
 from megalite.planner.memory import memory_of_stages
 from megalite.planner.out_of_memory import activation_remedies, out_of_memory_lines, state_remedies
+from tests.unit.config.expert_cases import MIXTURE
 from tests.unit.config.runs import load
 
 VOCABULARY = 300
@@ -40,6 +42,16 @@ RUNS: dict[str, dict[str, Any]] = {
         "training.micro_batch_size": 1,
     },
     "from weights": {"model": {"weights": str(BASE)}, "parallel.data": 2, "parallel.pipeline": 2, ZERO: 1},
+    "mixture": {**MIXTURE, "parallel.data": 4, "parallel.tensor": 2},
+    "mixture, unequal experts": {**MIXTURE, "parallel.data": 4, "parallel.expert": 4, ZERO: 1},
+    "mixture, whole experts": {
+        **{**MIXTURE, "parallel.data": 2, "parallel.tensor": 2, "parallel.sequence": True},
+        **{"parallel.expert_tensor": 1, "parallel.expert": 2, ZERO: 2},
+    },
+    "mixture, biases": {
+        **{**MIXTURE, "model.router_correction_bias": True, "parallel.data": 2, ZERO: 2},
+        "checkpoint.export": False,
+    },
     "lora": {
         "model": {"weights": str(BASE)},
         "adapter.kind": "lora",
@@ -53,7 +65,7 @@ _LAST = ("sequence_chunk", "offload_activations", "sequence_length")
 
 
 def flags_of(remedy: str) -> list[str]:
-    return remedy.split()
+    return shlex.split(remedy)
 
 
 def resolved(folder: Path, changes: dict[str, Any], *flags: str) -> RunConfig:
