@@ -127,11 +127,11 @@ class Layout:
 
     def expert_peers(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Return axis of EXPERT_AXES -> the ranks of its stage, `rank` included, that differ from it there alone."""
-        stage = self.peers(rank, *(axis for axis in AXES if axis != "pp"))
-        place, peers, stride = stage.index(rank), {}, 1
+        # The ranks of a stage follow each other.
+        place, peers, stride = rank % (self.world_size // self.pipeline), {}, 1
         for axis, size in reversed(self.expert_sizes.items()):
-            first = place - place // stride % size * stride
-            peers[axis] = tuple(stage[first + index * stride] for index in range(size))
+            first = rank - place // stride % size * stride
+            peers[axis] = tuple(range(first, first + size * stride, stride))
             stride *= size
         return peers
 

@@ -46,11 +46,12 @@ class RankPlace:
         ranks = {axes: self.layout.peers(self.rank, *axes) for axes in set(cut.values())}
         peers = {name: ranks[axes] for name, axes in cut.items()}
         ends = tuple(dict.fromkeys((peers["pp"][0], peers["pp"][-1])))
-        return {
-            **peers,
-            **self.layout.expert_peers(self.rank),
-            "tied": ends if self.rank in ends else (self.rank,),
-        }
+        if self.layout.expert == 1 and self.layout.expert_tensor in (None, self.layout.tensor):
+            # Listed already: a list takes an operation for each of its ranks.
+            experts = {"etp": peers["tp"], "ep": (self.rank,), "edp": peers["dense_gradients"]}
+        else:
+            experts = self.layout.expert_peers(self.rank)
+        return {**peers, **experts, "tied": ends if self.rank in ends else (self.rank,)}
 
     def experts(self, shape: ModelShape) -> range:
         """Return the experts of each layer that this rank holds; empty without experts."""

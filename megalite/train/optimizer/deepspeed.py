@@ -33,6 +33,7 @@ from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
 from megalite.train.optimizer.deepspeed_experts import (
     count_cut_experts,
+    exact_biases,
     experts_marked,
     partitioned_apart,
     reduce_in_float32,
@@ -93,17 +94,13 @@ class DeepSpeedOptimizer:
                 tensor.register_post_accumulate_grad_hook(
                     lambda tensor, parameter=parameter: self._finite.see(parameter, tensor.grad)
                 )
-        # DeepSpeed rounds every parameter to the type of the run.
-        exact = {each.name: replica.tensors[each.name].detach().clone() for each in replica.counted}
-        with experts_marked(replica, optimizer, zero["stage"]):
+        with exact_biases(replica), experts_marked(replica, optimizer, zero["stage"]):
             self._engine, self._zero, *_ = deepspeed.initialize(
                 model=replica.stage,
                 optimizer=optimizer,
                 mpu=_ModelParallelUnit(mesh),
                 config=handed,
             )
-        for name, values in exact.items():
-            replica.tensors[name].data = values
         if zero["stage"] == 3:
             # DeepSpeed's key for sums is refused under ZeRO 3. The divisor of its mean is 1 for sums.
             self._zero._gradient_averaging_world_size = lambda parameters, ranks: 1

@@ -74,6 +74,15 @@ def experts_marked(replica: Replica, optimizer: torch.optim.Optimizer, stage: in
         del replica.stage.deepspeed_experts
 
 
+@contextmanager
+def exact_biases(replica: Replica) -> Iterator[None]:
+    """Leave the biases that counts move in their own type; DeepSpeed rounds every parameter to the type of the run."""
+    exact = {each.name: replica.tensors[each.name].detach().clone() for each in replica.counted}
+    yield
+    for name, values in exact.items():
+        replica.tensors[name].data = values
+
+
 def count_cut_experts(zero: Any, mesh: ParallelMesh) -> None:
     """Have the norm of ZeRO 3 add what each rank of tp holds of an expert, which to DeepSpeed is whole on a rank."""
     if mesh.cuts_experts:
