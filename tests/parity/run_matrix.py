@@ -26,8 +26,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tests.support.matrix.axes import AXES, Row
-from tests.support.matrix.rows import flags_of, settings_of
-from tests.support.matrix.table import TABLE, as_text, made_anew, part_for_every_change, ranks_of, read_table
+from tests.support.matrix.rows import flags_of, ranks_of, settings_of
+from tests.support.matrix.table import TABLE, as_text, made_anew, part_for_every_change, read_table
 from tests.support.matrix.train import Matrix
 from tests.support.ranks import RankPool
 
@@ -193,7 +193,7 @@ def main() -> int:
     seconds = time.perf_counter() - began
     if len(arguments.row):
         for result in results:
-            print(f"row {result.row}, {ranks_of(result.values)} ranks: megalite train", end=" ")
+            print(f"row {result.row}, {ranks_of(settings_of(result.values))} ranks: megalite train", end=" ")
             print(*flags_of(settings_of(result.values)))
             _say(
                 f"  {what}: {error:.2e} of {result.allowed[what]:.0e}"

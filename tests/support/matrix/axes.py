@@ -61,6 +61,15 @@ ZERO = "deepspeed.zero_optimization"
 
 AXES: Mapping[str, Axis] = {
     "layout": Axis(_layouts()),
+    "context": Axis(
+        {
+            "off": {"parallel.context": 1},
+            **{
+                method: {"parallel.context": 2, "parallel.context_method": method}
+                for method in ("gather", "ring", "ulysses")
+            },
+        }
+    ),
     "schedule": Axis(
         _each(
             "parallel.schedule",
@@ -193,6 +202,8 @@ AXES: Mapping[str, Axis] = {
     ),
     "vocabulary": Axis(_each("model.vocab_size", 101, 96), changes_numbers=True),
 }
+# Axes that joined when the rows over the others had run: those rows stay, each with a value of these.
+LATER = ("context",)
 
 # torch.compile takes many times longer than the rest of a row: only a few layouts test it.
 COMPILED_LAYOUTS = ("tp1-pp1-dp1", "tp1-pp2-dp1", "tp1-pp1-dp2")

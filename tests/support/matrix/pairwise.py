@@ -40,20 +40,43 @@ def every_pair(axes: Mapping[str, Sequence[str]]) -> list[Pair]:
     ]
 
 
-def cover(axes: Mapping[str, Sequence[str]], illegal: Rule, cost: Callable[[Row], float]) -> Covering:
+def cover(
+    axes: Mapping[str, Sequence[str]], illegal: Rule, cost: Callable[[Row], float], later: Sequence[str] = ()
+) -> Covering:
     """Return legal rows over the axes that contain every pair that a legal row can have.
 
     axes: name -> values; of two values that cover equally much, the earlier one is taken.
     illegal: partial or complete row -> why it is illegal; must reject every illegal complete row, but may accept a
         partial row that cannot be completed.
+    later: axes that join one by one (Lei and Tai, "In-parameter-order", 1998): the rows over the axes
+        before them, legal with the new one's first value, stay; each gets the value that covers most, and few rows
+        follow. No pair that these rows cannot have may become legal by another value of it.
     """
     covering, search = Covering(), _Search(axes, illegal)
+    if later:
+        *sooner, last = later
+        plain = {last: axes[last][0]}
+        others = {name: values for name, values in axes.items() if name != last}
+        before = cover(others, lambda row: illegal({**row, **plain}), cost, sooner)
+        covering.impossible.update(before.impossible)
+        search.settle(list(before.impossible))
+        for row in before.rows:
+            longer = [{axis: {**row, last: value}[axis] for axis in axes} for value in axes[last]]
+            legal = [each for each in longer if illegal(each) is None]
+            covering.rows.append(max(legal, key=lambda each: search.gain(each) / cost(each)))
+            search.settle(pairs_of(covering.rows[-1]))
+    _complete(covering, search, cost)
+    return covering
+
+
+def _complete(covering: Covering, search: "_Search", cost: Callable[[Row], float]) -> None:
+    """Add rows until every pair is covered, or known to be impossible."""
     shuffled = random.Random(0)
     while search.uncovered:
         seed = next(iter(search.uncovered))
         best: Row | None = None
         for attempt in range(ATTEMPTS):
-            order = list(axes)
+            order = list(search.axes)
             if attempt:
                 shuffled.shuffle(order)
             row = search.completed(seed, order)
@@ -65,9 +88,8 @@ def cover(axes: Mapping[str, Sequence[str]], illegal: Rule, cost: Callable[[Row]
         if best is None:
             search.settle([seed])
         else:
-            covering.rows.append({axis: best[axis] for axis in axes})
+            covering.rows.append({axis: best[axis] for axis in search.axes})
             search.settle(pairs_of(best))
-    return covering
 
 
 def uncoverable(pairs: Sequence[Pair], axes: Mapping[str, Sequence[str]], illegal: Rule) -> dict[Pair, str]:
@@ -84,7 +106,7 @@ class _Search:
     """The pairs still to cover, and the search for rows that cover many of them."""
 
     def __init__(self, axes: Mapping[str, Sequence[str]], illegal: Rule):
-        self._axes, self._rule = axes, illegal
+        self.axes, self._rule = axes, illegal
         self.uncovered: dict[Pair, None] = dict.fromkeys(every_pair(axes))
         self._left = Counter(cell for pair in self.uncovered for cell in pair)
         self._known: dict[frozenset[Cell], str | None] = {}
@@ -125,7 +147,7 @@ class _Search:
         raise AssertionError
 
     def _complete(self, row: Row, order: Sequence[str]) -> Row | None:
-        if len(row) == len(self._axes):
+        if len(row) == len(self.axes):
             return row
         axis = next(axis for axis in order if axis not in row)
         any_fits = False
@@ -149,7 +171,7 @@ class _Search:
             new = sum(frozenset([(axis, value), cell]) in self.uncovered for cell in row.items())
             return new, self._left[axis, value]
 
-        return sorted(self._axes[axis], key=worth, reverse=True)
+        return sorted(self.axes[axis], key=worth, reverse=True)
 
     def _illegal(self, row: Row) -> str | None:
         cells = frozenset(row.items())

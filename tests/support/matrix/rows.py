@@ -27,6 +27,7 @@ from tests.support.matrix.axes import AXES, BASE, COMPILED_LAYOUTS, ELSEWHERE, R
 # The axes on which the number of layers depends.
 CUTS = ("layout", "chunks", "layers")
 LEAST_LAYERS = 4
+MOST_RANKS = 8
 
 
 def settings_of(row: Row) -> Settings:
@@ -46,6 +47,11 @@ def _layers(settings: Settings, layers: str) -> Settings:
         return {"model.num_hidden_layers": max(LEAST_LAYERS, chunks)}
     given = [1 + max(1, LEAST_LAYERS - chunks)] + [1] * (chunks - 1)
     return {"model.num_hidden_layers": sum(given), "parallel.layers_per_stage": given}
+
+
+def ranks_of(settings: Settings) -> int:
+    """Return the number of ranks; of axes that are open, one."""
+    return prod(settings.get(f"parallel.{axis}", 1) for axis in ("tensor", "pipeline", "data", "context"))
 
 
 def reference_of(row: Row) -> Settings:
@@ -114,6 +120,8 @@ def _not_worth_a_row(row: Row) -> Iterator[str]:
         yield "one tensor-parallel rank has the whole sequence"
     if row.get("compile") == "on" and row.get("layout", COMPILED_LAYOUTS[0]) not in COMPILED_LAYOUTS:
         yield "compiling takes long, and other layouts show no more of it"
+    if ranks_of(settings) > MOST_RANKS:
+        yield f"more than {MOST_RANKS} ranks take long, and show no more of either axis"
     if row.get("accumulation") == "model" and row.get("precision") in ("fp64", "fp32"):
         yield "the model's own type accumulates already"
 

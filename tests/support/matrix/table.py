@@ -6,9 +6,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from tests.support.matrix.axes import AXES, Row
+from tests.support.matrix.axes import AXES, LATER, Row
 from tests.support.matrix.pairwise import Covering, cover
-from tests.support.matrix.rows import illegal, settings_of
+from tests.support.matrix.rows import illegal, ranks_of, settings_of
 
 TABLE = Path(__file__).parents[2] / "parity" / "matrix.csv"
 # Axes whose features interact: the part that every change runs has each pair of their values.
@@ -18,12 +18,7 @@ CROSSED = ("layout kind", "schedule", "zero", "precision", "sequence")
 def made_anew() -> Covering:
     """Generate the table from the axes and the rules; takes seconds."""
     axes = {name: list(axis.values) for name, axis in AXES.items()}
-    return cover(axes, illegal, lambda row: 4 + ranks_of(row))
-
-
-def ranks_of(row: Row) -> int:
-    settings = settings_of(row)
-    return settings["parallel.tensor"] * settings["parallel.pipeline"] * settings["parallel.data"]
+    return cover(axes, illegal, lambda row: 4 + ranks_of(settings_of(row)), later=LATER)
 
 
 def read_table() -> list[dict[str, str]]:
@@ -64,7 +59,7 @@ def _few(rows: Sequence[Row], wanted: dict[int, set[Any]]) -> list[int]:
 
 def _cost(row: Row) -> int:
     """Return the cost of a row, roughly in tenths of a second: a call, each rank, and compilation."""
-    return 4 + ranks_of(row) + 80 * (row["compile"] == "on")
+    return 4 + ranks_of(settings_of(row)) + 80 * (row["compile"] == "on")
 
 
 def _meetings(row: Row) -> Iterator[tuple[str, ...]]:
