@@ -13,9 +13,9 @@ from megalite.topology.experts import BlockTensor, ExpertShape, MixtureShape
 from tests.unit.planner import test_context, test_experts, test_mixture_counts
 
 
-def changed(tensors: Callable[[MixtureShape], Iterator[BlockTensor]], change: Callable[..., Any]) -> Any:
+def changed(tensors: Callable[..., Iterator[BlockTensor]], change: Callable[..., Any]) -> Any:
     """Return `tensors` with each tensor in place of it as `change` lists it."""
-    return lambda shape: (each for tensor in tensors(shape) for each in change(tensor, shape))
+    return lambda shape, *rest: (each for tensor in tensors(shape, *rest) for each in change(tensor, shape))
 
 
 def without_shared_experts(tensor: BlockTensor, _: MixtureShape) -> list[BlockTensor]:
