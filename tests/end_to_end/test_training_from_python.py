@@ -30,6 +30,7 @@ from tests.support.sink_readers import (
     mlflow_curve,
     mlflow_run,
     tensorboard_curves,
+    wait_for_wandb,
     wandb_checkpoints,
     wandb_curves,
     wandb_records,
@@ -209,6 +210,7 @@ def test_every_sink_goes_on_after_a_failure_without_doubles(
         train(run_file, run, Killed(), Stop(0), **settings)
     assert mlflow_run(run).info.status == "FAILED"
     result = train(run_file, run, Stop(0), **settings)
+    wait_for_wandb(run, ended=2)
     drawn, services, table = tensorboard_curves(run), wandb_curves(run), csv_columns(run)
     for name, key in {
         "train/loss": "loss",

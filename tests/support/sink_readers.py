@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.support.waiting import wait_until
+
 Curves = dict[str, list[tuple[int, float]]]
 _BLOCK, _HEADER = 32768, 7
 _FULL, _LAST = 1, 4
@@ -37,6 +39,20 @@ def wandb_records(run: Path) -> list[Any]:
         for file in sorted((run / "wandb").glob("offline-run-*/*.wandb"))
         for record in _wandb_file(file.read_bytes())
     ]
+
+
+def wait_for_wandb(run: Path, ended: int = 1) -> None:
+    """Wait for the last record of so many offline runs: wandb's own process writes them after the client's `finish`."""
+
+    from google.protobuf.message import DecodeError
+
+    def exits() -> int:
+        try:
+            return sum(record.HasField("exit") for record in wandb_records(run))
+        except DecodeError:  # the last one is there in part
+            return 0
+
+    wait_until(lambda: exits() >= ended, "an offline run has no last record")
 
 
 def wandb_curves(run: Path) -> Curves:

@@ -12,7 +12,7 @@ from megalite.monitor.mlflow_run import MlflowRun
 from megalite.monitor.sinks import RunSinks
 from megalite.monitor.wandb_run import WandbRun
 from tests.support import mlflow_stand_in
-from tests.support.sink_readers import wandb_curves
+from tests.support.sink_readers import wait_for_wandb, wandb_curves
 from tests.support.waiting import PATIENCE
 from tests.unit.monitor.test_sinks import reported
 
@@ -38,6 +38,7 @@ def test_what_a_kill_took_from_the_client_comes_from_the_resumed_run(offline: Pa
     for step in range(1, STEPS + 1):
         sinks.append({"step": step, "loss": 1.0 * step, "grad_norm": 0.5})
     sinks.close(0)
+    wait_for_wandb(offline)
     [file] = (offline / "wandb").glob("offline-run-*/*.wandb")
     content = file.read_bytes()
     written = [(step, 0.0) for step in range(STEPS)]
@@ -55,6 +56,7 @@ def test_what_a_kill_took_from_the_client_comes_from_the_resumed_run(offline: Pa
     for step in range(STEPS - 4, STEPS + 3):
         resumed.append({"step": step, "loss": 1.0 * step, "grad_norm": 0.5})
     resumed.close(0)
+    wait_for_wandb(offline)
     assert wandb_curves(offline)["train/loss"] == [(step, 1.0 * step) for step in range(1, STEPS + 3)]
 
 
@@ -72,6 +74,7 @@ def test_a_service_that_does_not_answer_leaves_an_offline_run(
     sink.append({"step": 1, "loss": 2.0})
     sink.close(0)
     assert sink.note == f"wandb writes to {sink.place} alone, which wandb sync sends later: no route to host"
+    wait_for_wandb(offline)
     assert wandb_curves(offline)["train/loss"] == [(1, 2.0)]
 
 
