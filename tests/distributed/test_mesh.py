@@ -39,6 +39,7 @@ def test_groups_join_the_ranks_of_the_topology(ranks, layout):
     for rank, seen in enumerate(results):
         expected = {axis: layout.peers(rank, axis) for axis in AXES}
         expected |= {role: layout.peers(rank, *axes) for role, axes in ROLES.items()}
+        expected |= layout.expert_peers(rank)
         stages = expected["pp"]
         if layout.context > 1:
             expected["cp_ring"] = expected["cp"]

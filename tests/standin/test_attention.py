@@ -119,7 +119,7 @@ def test_without_cu_seqlens_the_ids_are_waited_for() -> None:
     job = Job(replace(FAMILY_SHAPES["llama 3"], **WIDER), documents=True, dtype=torch.bfloat16)
     with (
         on_an_accelerator(),
-        mock.patch.object(test_meta, "global_batch", global_batch),
+        mock.patch.object(test_meta, "row_cu_seqlens", lambda ids: None),
         pytest.raises(AssertionError, match="nonzero"),
     ):
         step_on_meta(job)

@@ -67,6 +67,7 @@ class Trainer:
 
     total_steps = 6
     empty_cache_every = 0
+    routers = SimpleNamespace(newly_dead=list)
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
