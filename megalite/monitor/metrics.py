@@ -9,7 +9,7 @@ from typing import Any
 FIGURES = ("reward_accuracy", "reward_margin", "expert_load")
 """The names that StepMetrics.figures may have, and that a line shows."""
 ROUTER_FIGURES = ("router_entropy", "idle_experts", "router_loss")
-"""Those that only records have."""
+"""Figures that records have, and no line."""
 AT_THE_START = ("parameters", "trained_parameters", "frozen_parameters", "total_steps")
 """The keys in the first record of every start: the values of the whole model with its adapter, the run's last step."""
 OF_RANKS = (
