@@ -82,7 +82,10 @@ def some_layers_have_experts(run: CheckedRun) -> Iterator[Problem]:
         fewer = [layer for layer in dense if layer < layers]
         yield Problem.reset("model.mlp_only_layers", message, f"use {shown(fewer)}", fewer)
     elif not any(shape.has_experts(layer) for layer in range(layers)):
-        places = ("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step")
+        names = ("first_k_dense_replace", "mlp_only_layers", "decoder_sparse_step")
+        places = [
+            name for name in names if getattr(run.model, name) != ModelConfig.model_fields[name].default
+        ]
         message = f"no layer of {layers} has experts: all keep the dense MLP"
         remedy = f"delete {' and '.join(f'model.{name}' for name in places)}, or {_NUMBER}"
         yield Problem(_NUMBER, message, remedy, {f"model.{name}": None for name in places})

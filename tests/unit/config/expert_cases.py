@@ -90,8 +90,8 @@ EXPERT_CASES = [
     Case(
         "some_layers_have_experts",
         {**MIXTURE, "model.decoder_sparse_step": 5},
-        "model.num_experts: no layer of 4 has experts: all keep the dense MLP; delete model.first_k_dense_replace and "
-        "model.mlp_only_layers and model.decoder_sparse_step, or model.num_experts",
+        "model.num_experts: no layer of 4 has experts: all keep the dense MLP; delete model.decoder_sparse_step, "
+        "or model.num_experts",
         {"model.decoder_sparse_step": REMOVED},
     ),
     _case(
