@@ -17,7 +17,7 @@ from megalite.families.registry import FAMILIES
 from megalite.topology.adapter import Adapter, Lora, Prefix
 from megalite.topology.axes import Layout
 from megalite.topology.dtypes import FLOATS
-from megalite.topology.experts import ExpertShape, MixtureShape
+from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
 from megalite.topology.shape import ModelShape, RopeScaling
 
 FORMAT_VERSION = 1
@@ -201,7 +201,8 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
         fields["qk_norm"] = "head" if fields["qk_norm"] else None
     fields |= {"rope_scaling": scaling, "adapter": _adapter(fields.get("adapter"))}
     if "experts" in fields:
-        model: ModelShape = _checked(MixtureShape(**{**fields, "experts": _experts(fields["experts"])}))
+        blocks = {"experts": _experts(fields["experts"]), "latent": _latent(fields.get("latent"))}
+        model: ModelShape = _checked(MixtureShape(**{**fields, **blocks}))
     else:
         model = _checked(ModelShape(**fields))
     _require(model.family in FAMILIES, "model", "family", model.family)
@@ -218,7 +219,13 @@ def _model(content: Mapping[str, Any]) -> ModelShape:
     return model
 
 
-def _experts(content: Mapping[str, Any]) -> ExpertShape:
+def _latent(content: Mapping[str, Any] | None) -> LatentAttention | None:
+    return None if content is None else _checked(LatentAttention(**content))
+
+
+def _experts(content: Mapping[str, Any] | None) -> ExpertShape | None:
+    if content is None:
+        return None
     experts = _checked(ExpertShape(**{name: _as_tuple(value) for name, value in content.items()}))
     number, top, groups = experts.num_experts, experts.num_experts_per_tok, experts.n_group
     _require(0 < top <= number < _MOST_EXPERTS, "model.experts", "num_experts", number)
@@ -246,7 +253,7 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-T = TypeVar("T", ModelShape, MixtureShape, ExpertShape, RopeScaling, Lora, Prefix)
+T = TypeVar("T", ModelShape, MixtureShape, ExpertShape, LatentAttention, RopeScaling, Lora, Prefix)
 
 
 def _checked(made: T) -> T:

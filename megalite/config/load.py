@@ -16,6 +16,7 @@ from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.derived import context_choice
 from megalite.config.sections.run_file import read_run_file
 from megalite.config.sections.schema import RunConfig
+from megalite.config.sections.shape_settings import model_shape
 from megalite.config.sections.unchecked import DEFAULT, DERIVED, SettingsDraft
 from megalite.config.sources.huggingface import apply_hf_config
 from megalite.config.sources.peft import apply_peft
@@ -138,5 +139,5 @@ def _resolved(run: CheckedRun) -> dict[str, Any]:
         "optimizer.momentum": momentum if optimizer.momentum is None else optimizer.momentum,
         "model.num_key_value_heads": model.num_key_value_heads or heads,
         "model.chunked_loss": model.chunked_loss or run.training.sequence_chunk,
-        "model.head_dim": model.head_dim or model.hidden_size // heads,
+        "model.head_dim": model_shape(model, 1).head_dim,
     }

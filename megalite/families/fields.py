@@ -1,9 +1,9 @@
-"""The fields of a shape in one table: a mixture's experts beside the decoder's, by the names of their settings."""
+"""The fields of a shape in one table: experts and latent attention beside the decoder's, by their settings' names."""
 
 from dataclasses import MISSING, fields
 from typing import Any
 
-from megalite.topology.experts import ExpertShape, MixtureShape
+from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
 from megalite.topology.shape import ModelShape
 
 _NOT_TRAINED = ("shared_gate", "router_bias", "expert_bias")
@@ -13,8 +13,11 @@ EXPERT_SETTINGS = {
     if field.name not in _NOT_TRAINED
 }
 """Field of ExpertShape -> its name as a setting of [model]."""
+LATENT_SETTINGS = tuple(field.name for field in fields(LatentAttention))
+"""The fields of LatentAttention, which are settings of [model]; None without latent attention."""
 DEFAULTS: dict[str, Any] = {
     **{field.name: field.default for field in fields(ModelShape) if field.default is not MISSING},
+    **dict.fromkeys(LATENT_SETTINGS),
     "num_experts": 0,
     **{
         EXPERT_SETTINGS[field.name]: field.default
@@ -32,7 +35,13 @@ def expert_fields(experts: ExpertShape | None) -> dict[str, Any]:
     return {setting: getattr(experts, name) for name, setting in EXPERT_SETTINGS.items()}
 
 
+def latent_fields(latent: LatentAttention | None) -> dict[str, Any]:
+    """Return the settings that say latent attention; all None where there is none."""
+    return {name: getattr(latent, name, None) for name in LATENT_SETTINGS}
+
+
 def shape_fields(shape: ModelShape) -> dict[str, Any]:
-    """Return the fields of a shape whose attention is trained here; experts as `expert_fields` has them."""
-    experts = shape.experts if isinstance(shape, MixtureShape) else None
-    return {field.name: getattr(shape, field.name) for field in fields(ModelShape)} | expert_fields(experts)
+    """Return the fields of a shape; experts and latent attention as `expert_fields` and `latent_fields` have them."""
+    own = {field.name: getattr(shape, field.name) for field in fields(ModelShape)}
+    experts, latent = (shape.experts, shape.latent) if isinstance(shape, MixtureShape) else (None, None)
+    return own | latent_fields(latent) | expert_fields(experts)

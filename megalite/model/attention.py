@@ -45,6 +45,10 @@ class SelfAttention(nn.Module):
         self.key_value_heads = mesh.local_heads(shape.num_key_value_heads)
         if isinstance(shape.adapter, Prefix):
             self.prefix = LayerPrefix(shape.adapter, self.key_value_heads, shape.head_dim, options)
+        self.add_projections(shape, mesh, options)
+
+    def add_projections(self, shape: ModelShape, mesh: ParallelMesh, options: ModelOptions) -> None:
+        """Register the linears and norms, in the order of use."""
         rows = (self.heads + 2 * self.key_value_heads) * shape.head_dim
         self.qkv_proj = ColumnParallelLinear(
             shape.hidden_size,
@@ -69,12 +73,9 @@ class SelfAttention(nn.Module):
 
     def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
         """[B, S, H] -> [B, S, H], where rows are cut S / c of them; with a cache [1, T, H], those of a CachedStep."""
-        qkv = self.qkv_proj(hidden_states, masks.adapter_qkv, context.adapters).unflatten(
-            -1, (-1, self.head_dim)
-        )
         rotated = context.rotation is not None and self.rotates
         rotation = context.rotation.of(self.window) if context.rotation is not None and rotated else None
-        query, key, value = self._heads(qkv, rotation)
+        query, key, value = self.project(hidden_states, rotation, context, masks)
         # Behind the projection, so that backward has the prefix's gradients before that of the layer's input.
         prefix = self.prefix(context.prefix) if context.prefix_tokens and context.begins else None
         mask = None if context.cache is not None else masks.attention
@@ -83,7 +84,7 @@ class SelfAttention(nn.Module):
         )
         if context.cache is not None:
             attended = self._attend_cached(context.cache, form, (query, key, value), prefix)
-            return self.o_proj(attended, masks.adapter_o, context.adapters)
+            return self.o_proj(self.joined(attended), masks.adapter_o, context.adapters)
         attend = partial(self._attend, form)
         if context.rows is not None:
             rows = context.rows if prefix is None else replace(context.rows, prefix=prefix)
@@ -91,7 +92,18 @@ class SelfAttention(nn.Module):
         elif prefix is not None:
             key, value = in_front(prefix, key, value)
         attended = recomputed(attend, query, key, value) if self.recompute else attend(query, key, value)
-        return self.o_proj(attended.flatten(2), masks.adapter_o, context.adapters)
+        return self.o_proj(self.joined(attended), masks.adapter_o, context.adapters)
+
+    def project(
+        self, hidden_states: Tensor, rotation: Rotation | None, context: StepContext, masks: LayerMasks
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value of this rank's heads [B, S, heads, head_dim], rotated."""
+        qkv = self.qkv_proj(hidden_states, masks.adapter_qkv, context.adapters)
+        return self._heads(qkv.unflatten(-1, (-1, self.head_dim)), rotation)
+
+    def joined(self, attended: Tensor) -> Tensor:
+        """Return the heads [B, S, heads, head_dim] as the input [B, S, ...] of the output projection."""
+        return attended.flatten(2)
 
     def _heads(self, qkv: Tensor, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         if rotation is not None and not self.qk_norm:
@@ -117,7 +129,7 @@ class SelfAttention(nn.Module):
         heads: tuple[Tensor, Tensor, Tensor],
         prefix: Tensor | None,
     ) -> Tensor:
-        """Attend from the T tokens of a step to those of their own request: [1, T, H].
+        """Attend from the T tokens of a step to those of their own request: [1, T, heads, head_dim].
 
         heads: query, key and value [1, T, heads, head_dim]. prefix: keys and values of the virtual tokens.
         """
@@ -128,14 +140,14 @@ class SelfAttention(nn.Module):
             decoded = step.attend_decoded(
                 self.layer, query[0, :place], key[0, :place], value[0, :place], of_cache
             )
-            attended.append(decoded.flatten(1).unsqueeze(0))
+            attended.append(decoded.unsqueeze(0))
         for segment in step.segments:
             span = slice(place, place + segment.computed)
             keys, values = step.extend_segment(self.layer, segment, key[0, span], value[0, span], prefix)
             before = keys.shape[1] - segment.count
             for block in segment.own:
                 part, end = slice(place, place + len(block)), before + block.stop
-                attended.append(self._attend(form, query[:, part], keys[:, :end], values[:, :end]).flatten(2))
+                attended.append(self._attend(form, query[:, part], keys[:, :end], values[:, :end]))
                 place = part.stop
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
 

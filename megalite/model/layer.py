@@ -15,6 +15,7 @@ from megalite.config.sections.training_section import RecomputeMode
 from megalite.model.attention import SelfAttention
 from megalite.model.context import StepContext
 from megalite.model.dropout import NO_MASKS, DropoutSites, LayerMasks
+from megalite.model.latent_attention import LatentSelfAttention
 from megalite.model.lora import add_lora
 from megalite.model.mlp import build_mlp
 from megalite.model.moe import Mixture
@@ -60,7 +61,9 @@ class DecoderLayer(nn.Module):
         norms = {name: build_norm(shape, options) for name in layer_norms(shape)}
         if "input_layernorm" in norms:
             self.input_layernorm = norms.pop("input_layernorm")
-        self.self_attn = SelfAttention(shape, layer, mesh, options, recompute=recompute == "selective")
+        latent = isinstance(shape, MixtureShape) and shape.latent is not None
+        attention = LatentSelfAttention if latent else SelfAttention
+        self.self_attn = attention(shape, layer, mesh, options, recompute=recompute == "selective")
         for name, norm in norms.items():
             self.add_module(name, norm)
         dense = shape.dense_layer(layer)

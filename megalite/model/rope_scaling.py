@@ -32,8 +32,8 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     if scaling.rope_type == "longrope":
         return math.sqrt(1 + math.log(factor) / math.log(_original(scaling))) if factor > 1 else 1.0
     if scaling.mscale and scaling.mscale_all_dim:
-        return _yarn_scale(factor, scaling.mscale) / _yarn_scale(factor, scaling.mscale_all_dim)
-    return _yarn_scale(factor, 1.0)
+        return scaling.yarn_scale(scaling.mscale) / scaling.yarn_scale(scaling.mscale_all_dim)
+    return scaling.yarn_scale()
 
 
 def _linear(shape: ModelShape, scaling: RopeScaling, length: int | Tensor) -> Tensor:
@@ -82,11 +82,6 @@ def _longrope(shape: ModelShape, scaling: RopeScaling, length: int | Tensor) -> 
     return unscaled_frequencies(shape.rotary_dim, shape.rope_theta) / torch.tensor(
         divisors, dtype=torch.float64
     )
-
-
-def _yarn_scale(factor: float, mscale: float) -> float:
-    """Peng et al. 2023, section 3.4: the root of the temperature by which the scores are divided."""
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def _original(scaling: RopeScaling) -> int:

@@ -1,6 +1,6 @@
 """Mixtures of experts and multi-head latent attention as records: which layers have them, and their tensors. No torch.
 
-Latent attention is planned and does not train yet. Sources: Shazeer et al. 2017, "Outrageously large neural networks";
+Sources: Shazeer et al. 2017, "Outrageously large neural networks";
 Fedus et al. 2021, "Switch Transformers"; DeepSeek-AI 2024, "DeepSeek-V2" (shared experts, latent attention).
 """
 
@@ -75,12 +75,28 @@ class LatentAttention:
 class MixtureShape(ModelShape):
     """A decoder with experts or latent attention, or both; the other fields as in ModelShape, of its dense layers too.
 
+    With latent attention head_dim is latent.qk_head_dim, every head has its own key and value, and the last
+    qk_rope_head_dim values of query and key are rotated, as interleaved pairs.
     attention_sinks: one trained logit a head that takes part in each softmax (gpt-oss).
     """
 
     experts: ExpertShape | None = None
     latent: LatentAttention | None = None
     attention_sinks: bool = False
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of values of each head that are rotated."""
+        return super().rotary_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor of the attention scores; None: head_dim ** -0.5. With YaRN's mscale_all_dim more, as DeepSeek's."""
+        scale, scaling = super().attention_scale, self.rope_scaling
+        if self.latent is None or scale is not None or scaling is None or not scaling.mscale_all_dim:
+            return scale
+        factor: float = self.head_dim**-0.5 * scaling.yarn_scale(scaling.mscale_all_dim) ** 2
+        return factor
 
     @property
     def score_values(self) -> int:

@@ -1,6 +1,7 @@
 """ModelShape: the sizes and architecture choices of a decoder-only Transformer. No torch."""
 
 from dataclasses import dataclass, replace
+from math import log
 from typing import Literal, Self
 
 from megalite.topology.adapter import Adapter, Prefix
@@ -32,6 +33,10 @@ class RopeScaling:
     mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+
+    def yarn_scale(self, mscale: float = 1.0) -> float:
+        """Return the root of the factor of YaRN's scores (Peng et al. 2023, section 3.4)."""
+        return 0.1 * mscale * log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @dataclass(frozen=True)

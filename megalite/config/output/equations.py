@@ -23,7 +23,7 @@ _METHOD = (
     'else "ring" if {values kept by gather} > {values kept of a layer} else "gather"'
 )
 # The settings that load_run fills in, then the numbers that follow from the settings.
-EQUATIONS: Mapping[str, str] = {
+EQUATIONS: dict[str, str] = {
     "parallel.data": "{ranks} / ({parallel.tensor} * {parallel.context} * {parallel.pipeline})",
     "parallel.context_method": _METHOD,
     "parallel.virtual_stages": "{chunks of the schedule} if {parallel.pipeline} > 1 else 1",
@@ -48,6 +48,7 @@ EQUATIONS: Mapping[str, str] = {
     "gradient_accumulation_steps": "1",
     "train_batch_size": "{train_micro_batch_size_per_gpu} * {gradient_accumulation_steps} * {parallel.data}",
 }
+_OF_LATENT_ATTENTION = {"model.head_dim": "{model.qk_nope_head_dim} + {model.qk_rope_head_dim}"}
 """Setting or number -> its equation."""
 OPEN: Mapping[str, str] = {
     "model.vocab_size": "the number of ids of the tokenizer, when it is read or trained",
@@ -71,7 +72,8 @@ class ExplainedValue:
 def explained_values(config: RunConfig, origin: Callable[[str], str]) -> Iterator[ExplainedValue]:
     """Yield every derived value of a resolved run. origin: of a setting, "derived" where load_run filled it in."""
     values = _numbers(config) | _results(config)
-    for key, equation in EQUATIONS.items():
+    latent = _OF_LATENT_ATTENTION if config.model.kv_lora_rank else {}
+    for key, equation in (EQUATIONS | latent).items():
         if "." in key and origin(key) != "derived":
             continue
         names = NAME.findall(equation)

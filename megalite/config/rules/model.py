@@ -148,7 +148,7 @@ def query_heads_share_key_value_heads(run: CheckedRun) -> Iterator[Problem]:
 
 def heads_fill_hidden_size(run: CheckedRun) -> Iterator[Problem]:
     hidden, heads = run.model.hidden_size, run.model.num_attention_heads
-    if run.model.head_dim is None and hidden % heads:
+    if run.model.head_dim is None and run.model.kv_lora_rank is None and hidden % heads:
         message = f"{heads} does not divide model.hidden_size = {hidden}"
         nearest = max(size for size in divisors(hidden) if size <= heads)
         yield Problem.reset(
@@ -160,7 +160,8 @@ def heads_fill_hidden_size(run: CheckedRun) -> Iterator[Problem]:
 
 
 def head_dim_is_even(run: CheckedRun) -> Iterator[Problem]:
-    if FAMILIES[run.model.family].fixed.get("position_embedding") == "learned":
+    learned = FAMILIES[run.model.family].fixed.get("position_embedding") == "learned"
+    if learned or run.model.kv_lora_rank is not None:
         return
     dim = run.model.head_dim
     if dim is not None:
@@ -179,7 +180,12 @@ def head_dim_is_even(run: CheckedRun) -> Iterator[Problem]:
 def rotated_share_is_even(run: CheckedRun) -> Iterator[Problem]:
     shape = model_shape(run.model, 1)
     dim, share = shape.head_dim, shape.partial_rotary_factor
-    if dim and dim % 2 == 0 and (shape.rotary_dim % 2 or not shape.rotary_dim):
+    if (
+        run.model.kv_lora_rank is None
+        and dim
+        and dim % 2 == 0
+        and (shape.rotary_dim % 2 or not shape.rotary_dim)
+    ):
         # Rounded up, so that the product with head_dim is not below the even number.
         even = ceil(20_000 * max(1, shape.rotary_dim // 2) / dim) / 10_000
         message = f"{share} of head_dim = {dim} is {shape.rotary_dim}, but rotary embeddings rotate pairs"

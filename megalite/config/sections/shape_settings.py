@@ -1,4 +1,4 @@
-"""The settings of [model] that are fields of ModelShape or ExpertShape: types, limits, defaults and descriptions.
+"""The settings of [model] that are fields of a shape, its experts or its latent attention: types, limits, defaults.
 
 A new field becomes a setting by its line in `_DESCRIPTIONS`.
 """
@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import pydantic
 
 from megalite.config.sections.section import one_of
-from megalite.families.fields import EXPERT_SETTINGS, expert_fields
+from megalite.families.fields import EXPERT_SETTINGS, LATENT_SETTINGS, expert_fields, latent_fields
 from megalite.families.registry import FAMILIES
 from megalite.families.rope import SCALINGS, scaling_words
-from megalite.topology.experts import ExpertShape, MixtureShape
+from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
 from megalite.topology.shape import ModelShape, RopeScaling
 
 _DESCRIPTIONS = {
@@ -58,6 +58,11 @@ _DESCRIPTIONS = {
     "residual_multiplier": "factor on the output of each block before the residual sum",
     "logits_scaling": "divisor of the logits",
     "attention_multiplier": "factor on the attention scores; default: head_dim ** -0.5",
+    "kv_lora_rank": "latent attention: width of the vector that keys and values are made of",
+    "q_lora_rank": "latent attention: width of the vector that queries are made of; default: no vector",
+    "qk_nope_head_dim": "latent attention: values of a query and key head that are not rotated",
+    "qk_rope_head_dim": "latent attention: rotated values of a query head, and of the one shared key",
+    "v_head_dim": "latent attention: values of a value head",
     "num_experts": "experts in place of a layer's MLP; 0: a dense model",
     "num_experts_per_tok": "experts that a token is sent to",
     "moe_intermediate_size": "width of an expert's hidden layer",
@@ -93,6 +98,7 @@ _LEFT_OPEN: Mapping[str, tuple[Any, Any]] = {
     "head_dim": (None, None),
     "num_experts_per_tok": (None, None),
     "moe_intermediate_size": (None, None),
+    **{name: (None, None) for name in LATENT_SETTINGS},
 }
 # Defaults of fields that have none of their own.
 _DEFAULTS: Mapping[str, Any] = {"factor": 1.0, "num_experts": 0}
@@ -119,6 +125,9 @@ def shape_settings() -> dict[str, tuple[Any, Any]]:
     for field in fields(ExpertShape):
         if (name := EXPERT_SETTINGS.get(field.name)) is not None:
             settings[name] = _of_field(name, field, hints[field.name])
+    hints = get_type_hints(LatentAttention)
+    for field in fields(LatentAttention):
+        settings[field.name] = _of_field(field.name, field, hints[field.name])
     hints, used = get_type_hints(RopeScaling), {name for names in SCALINGS.values() for name in names}
     description = "scaling of the rotary frequencies for longer sequences"
     settings["rope_type"] = _setting(one_of(("default", *SCALINGS)), "default", description)
@@ -137,12 +146,13 @@ def rope_setting(name: str) -> str:
 
 
 def as_settings(shape: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a shape as settings of [model]: rope_scaling and a mixture's experts are several of them."""
+    """Return fields of a shape as settings of [model]: scaling, experts and latent attention are several of them."""
     scaling = shape.get("rope_scaling")
     stretched = {} if scaling is None else scaling_words(scaling)
     settings = {name: value for name, value in shape.items() if name not in _NO_SETTINGS}
     experts = expert_fields(shape["experts"]) if "experts" in shape else {}
-    return settings | experts | {rope_setting(name): value for name, value in stretched.items()}
+    latent = latent_fields(shape["latent"]) if "latent" in shape else {}
+    return settings | experts | latent | {rope_setting(name): value for name, value in stretched.items()}
 
 
 def model_shape(model: Any, vocab_size: int) -> ModelShape:
@@ -162,9 +172,15 @@ def model_shape(model: Any, vocab_size: int) -> ModelShape:
     # Rules say what a mixture lacks.
     experts = {"num_experts_per_tok": 1, "moe_intermediate_size": chosen["intermediate_size"]}
     experts |= {name: chosen.pop(setting) for name, setting in EXPERT_SETTINGS.items() if setting in chosen}
-    if not experts["num_experts"]:
+    sizes = dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2)
+    sizes |= {name: chosen.pop(name) for name in LATENT_SETTINGS if name in chosen}
+    latent = LatentAttention(**sizes) if "kv_lora_rank" in sizes else None
+    if latent is not None:
+        chosen["head_dim"] = latent.qk_head_dim
+    if latent is None and not experts["num_experts"]:
         return ModelShape(**chosen)
-    return MixtureShape(**chosen, experts=ExpertShape(**experts))
+    mixture = ExpertShape(**experts) if experts["num_experts"] else None
+    return MixtureShape(**chosen, experts=mixture, latent=latent)
 
 
 def longest_sequence_setting(shape: ModelShape) -> str:

@@ -13,8 +13,8 @@ MIXTURE: dict[str, Any] = {
     "model.moe_intermediate_size": 20,
 }
 _GROUPED = {**MIXTURE, "model.n_group": 3, "model.topk_group": 2, "checkpoint.export": False}
-_FOLDER = str(Path(__file__).parent / "small_llama")
-_ADAPTED = {**MIXTURE, "model.weights": _FOLDER, "adapter.kind": "lora", "checkpoint.export": False}
+FOLDER = str(Path(__file__).parent / "small_llama")
+_ADAPTED = {**MIXTURE, "model.weights": FOLDER, "adapter.kind": "lora", "checkpoint.export": False}
 _SPREAD = {**MIXTURE, "parallel.data": 2, "parallel.expert": 2}
 _ZERO = "deepspeed.zero_optimization.stage"
 _STAGES = {**_SPREAD, "parallel.pipeline": 2, "checkpoint.export": False, _ZERO: 1}

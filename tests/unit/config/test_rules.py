@@ -10,6 +10,7 @@ from megalite.config.rules.every import RULES
 from megalite.config.sections.checked import Unknown
 from megalite.topology.sharding import divisors
 from tests.unit.config.expert_cases import EXPERT_CASES
+from tests.unit.config.latent_cases import LATENT_CASES
 from tests.unit.config.layout_cases import LAYOUT_CASES
 from tests.unit.config.rule_cases import (
     CURRICULUM_CASES,
@@ -32,6 +33,7 @@ CASES = [
     *STREAMING_CASES,
     *MEGATRON_CASES,
     *EXPERT_CASES,
+    *LATENT_CASES,
     Case(
         "batch_numbers_agree",
         {"training.micro_batches": 3, "parallel.data": 2},

@@ -15,7 +15,7 @@ from megalite.config.sections.schema import ModelConfig
 from megalite.config.sections.shape_settings import rope_setting
 from megalite.convert.huggingface.export import as_family_tensor
 from megalite.errors import CheckpointError
-from megalite.families.fields import EXPERT_SETTINGS
+from megalite.families.fields import EXPERT_SETTINGS, LATENT_SETTINGS
 from megalite.families.registry import FAMILIES, family_tensors, hf_config
 from megalite.families.rope import SCALINGS
 from megalite.families.table import family_page
@@ -210,7 +210,7 @@ def test_every_field_of_a_shape_is_a_setting():
         "router_bias",
         "expert_bias",
     }
-    assert {*EXPERT_SETTINGS.values()} <= settings.keys()
+    assert {*EXPERT_SETTINGS.values(), *LATENT_SETTINGS} <= settings.keys()
     assert used <= {each.name for each in fields(RopeScaling)}
 
 
