@@ -32,7 +32,7 @@ def block_activations(run: PlannedRun, mode: RecomputeMode, layer: int) -> Activ
         kept += sizes.tokens * sizes.query
     if isinstance(shape, MixtureShape):
         run = replace(run, shape=shape.dense_layer(layer))
-        block = latent_values(run, shape.latent) if shape.latent is not None else 0.0
+        block = latent_values(run, shape.latent, mode) if shape.latent is not None else 0.0
         if shape.experts is not None and shape.has_experts(layer):
             block += sum(expert_values(run, shape.experts).values())
         # Full recomputation makes them again.
@@ -65,17 +65,16 @@ def expert_values(run: PlannedRun, experts: ExpertShape) -> dict[str, float]:
     }
 
 
-def latent_values(run: PlannedRun, latent: LatentAttention) -> float:
-    """Return the values that latent attention keeps beside those of its heads' queries, keys and values.
+def latent_values(run: PlannedRun, latent: LatentAttention, mode: RecomputeMode) -> float:
+    """Return the values that latent attention keeps beside those of its heads, whose values are as wide as keys.
 
-    Each latent vector twice, before and after its norm. The heads are planned with values as wide as keys, which they
-    are not.
+    Both vectors before and after their norms, the rotated key, and attention's output without its padding, which the
+    output projection reads: where attention is recomputed, in place of the padded one.
     """
-    vectors = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank)
-    narrower = (
-        2 * (latent.qk_head_dim - latent.v_head_dim) * run.shape.num_attention_heads / run.layout.tensor
-    )
-    return run.tokens * (vectors - narrower)
+    vectors = 2 * ((latent.q_lora_rank or 0) + latent.kv_lora_rank) + latent.qk_rope_head_dim
+    padded = 0 if mode == "none" else latent.qk_head_dim
+    heads = run.shape.num_attention_heads / run.layout.tensor
+    return run.positions * vectors + run.tokens * heads * (latent.v_head_dim - padded)
 
 
 def exchanged_values(run: PlannedRun, *, recomputed: bool = False) -> float:

@@ -10,7 +10,6 @@ from heapq import heapify, heappop, heappush
 from typing import Literal, NamedTuple, get_args
 
 from megalite.topology.axes import Layout
-from megalite.topology.experts import MixtureShape
 from megalite.topology.shape import ModelShape
 
 ContextMethod = Literal["gather", "ring", "ulysses"]
@@ -87,10 +86,8 @@ class ContextSizes:
     def of(cls, shape: ModelShape, layout: Layout, tokens: int) -> "ContextSizes":
         tensor, context = layout.tensor, layout.context
         heads, shared = shape.num_attention_heads, max(shape.num_key_value_heads, tensor)
-        both = 2 * shape.head_dim
-        if isinstance(shape, MixtureShape) and shape.latent is not None:
-            both = shape.latent.qk_head_dim + shape.latent.v_head_dim
-        key_value = shared * both / tensor
+        # Latent attention's values travel in the width of keys.
+        key_value = shared * 2 * shape.head_dim / tensor
         copies = key_value_copies(heads // tensor, max(1, shared // tensor), context)
         return cls(context, tokens, heads * shape.head_dim / tensor, key_value, copies * key_value)
 

@@ -7,8 +7,10 @@ import torch
 
 from megalite.model.context import StepContext
 from megalite.model.dropout import NO_MASKS
+from megalite.model.latent_attention import LatentSelfAttention
 from megalite.model.moe import Mixture
 from megalite.model.options import ModelOptions
+from megalite.model.rope import LayerRotations
 from megalite.parallel.mesh import ParallelMesh
 from megalite.planner.cluster import Cluster
 from megalite.planner.experts import (
@@ -17,6 +19,7 @@ from megalite.planner.experts import (
     exchange_seconds,
     exchanged_values,
     expert_values,
+    latent_values,
     layers_with_experts,
     reduction_factors,
 )
@@ -157,10 +160,34 @@ def test_an_all_to_all_waits_for_the_slower_of_links_and_network() -> None:
 
 
 def test_latent_attention_keeps_its_heads_and_latent_vectors() -> None:
-    """Heads of 24 + 8 for query and key, 16 for value and output; vectors of 20 and 12, before and after norms."""
-    latent = LatentAttention(12, 24, 8, 16, q_lora_rank=20)
-    shape = MixtureShape(**{**vars(SHAPE), "head_dim": 32}, latent=latent)
+    """The attention that trains is asked what it keeps, beside the rotation's angles and the statistics of norms."""
+    shape = MixtureShape(
+        **{**vars(SHAPE), "head_dim": 32}, latent=LatentAttention(12, 24, 8, 16, q_lora_rank=20)
+    )
+    attention = LatentSelfAttention(shape, 0, ParallelMesh.single(), ModelOptions(), recompute=False)
+    weights = {weight.data_ptr() for weight in attention.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.data_ptr() not in weights and tensor.is_floating_point():
+            kept[storage.data_ptr()] = storage.nbytes() // tensor.element_size()
+        return tensor
+
+    for weight in attention.parameters():
+        torch.nn.init.normal_(weight)
+    rotation = LayerRotations(shape)(torch.arange(TOKENS).unsqueeze(0))
+    hidden_states = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        attention(hidden_states, StepContext(rotation=rotation), NO_MASKS)
     wide = plan(replace(SHAPE, head_dim=32))
-    found = block_activations(plan(shape), "none", 0).kept - block_activations(wide, "none", 0).kept
-    heads = 8 * (2 * 32 + 2 * 16) - 8 * (4 * 32)
-    assert found == 2 * TOKENS * (heads + 2 * (20 + 12))
+    more = block_activations(plan(shape), "none", 0).kept - block_activations(wide, "none", 0).kept
+    # The input of the query's projection is the layer's own, and a dense layer's heads are 4 x 8 x 32 values.
+    values = sum(size for size in kept.values() if size > 8 * TOKENS)
+    assert more / 2 == values - TOKENS * (HIDDEN + 4 * 8 * 32)
+
+
+def test_recomputed_latent_attention_keeps_no_padded_output() -> None:
+    latent = LatentAttention(12, 24, 8, 16)
+    kept = [latent_values(plan(), latent, mode) for mode in ("none", "selective")]
+    assert kept[0] - kept[1] == TOKENS * 8 * 32
