@@ -45,7 +45,8 @@ def add_lora(
         linear = decoder_layer.get_submodule(name)
         assert isinstance(linear, ColumnParallelLinear | RowParallelLinear)
         kind = ColumnLora if isinstance(linear, ColumnParallelLinear) else RowLora
-        linear.lora = kind(adapter, share, mesh, options.dtype, options.weight_gradients)
+        # The linear's own mesh: one that is whole on each rank takes part in no collective.
+        linear.lora = kind(adapter, share, linear.mesh, options.dtype, options.weight_gradients)
 
 
 def set_magnitudes(stage: nn.Module) -> None:

@@ -107,21 +107,22 @@ def _lora_parameters(adapter: Lora, adapted: Parameter) -> Iterator[Parameter]:
     """Yield A and B of the adapted parts of a weight, and DoRA's magnitudes of its rows.
 
     A column-parallel weight has A whole on every rank and B cut like its rows; a row-parallel one has A cut like its
-    columns and B whole. A whole one gets the gradient of each rank's share of the product, and these are summed.
+    columns and B whole. A whole one gets the gradient of each rank's share of the product, and these are summed. A
+    weight that no rank shares (a projection to latent attention's vectors) has both whole.
     """
     spec = adapted.spec
     parts = [(part.name.removesuffix(".weight"), part) for part in spec.parts]
     parts = [(module, part) for module, part in parts if adapter.adapts(module)]
     if not parts:
         return
-    cut_a, cut_b = (None, 0) if spec.dim == 0 else (1, None)
+    cut_a, cut_b = (None, 0) if spec.dim == 0 else (spec.dim, None)
     rank, fan_in = adapter.rank, spec.full_shape[1]
     prefix = adapted.name.removesuffix(".weight")
     a = tuple(Part(f"{module}.lora_A.weight", (rank, fan_in)) for module, _ in parts)
     b = tuple(Part(f"{module}.lora_B.weight", (part.shape[0], rank), part.heads) for module, part in parts)
-    spec_a = ShardSpec(a, cut_a, summed=cut_a is None)
+    spec_a = ShardSpec(a, cut_a, summed=spec.dim == 0)
     yield Parameter(f"{prefix}.lora.A", spec_a, adapted.layer, _linear_std(fan_in), True, adapter=True)
-    spec_b = ShardSpec(b, cut_b, summed=cut_b is None)
+    spec_b = ShardSpec(b, cut_b, summed=spec.dim == 1)
     yield Parameter(f"{prefix}.lora.B", spec_b, adapted.layer, None, True, fill=0.0, adapter=True)
     if adapter.dora:
         magnitudes = tuple(

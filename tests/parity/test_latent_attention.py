@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from megalite.config.sections.schema import OptimizerConfig
+from megalite.topology.adapter import Lora
 from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
 from megalite.topology.shape import ModelShape, RopeScaling
@@ -37,6 +38,9 @@ SHAPE = MixtureShape(**PLAIN, latent=LATENT)
 DEEPSEEK = replace(SHAPE, experts=EXPERTS)
 ONE_QUERY_PROJECTION = replace(SHAPE, latent=replace(LATENT, q_lora_rank=None))
 BIASED = replace(SHAPE, attention_bias=True, attention_output_bias=True)
+NAMES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+LORA = Lora(3, 6.0, NAMES)
+ADAPTED = replace(SHAPE, adapter=LORA)
 JOB = Job(SHAPE, steps=2)
 WITH_EXPERTS = replace(JOB, shape=DEEPSEEK, router_balance=0.3)
 MUON = OptimizerSettings(OptimizerConfig(name="muon", gradient_clipping=0.5))
@@ -84,6 +88,11 @@ JOBS = {
     "compiled operators, ring": replace(
         JOB, layout=Layout(context=2), kernels="fused", context_method="ring", **DROPPED
     ),
+    "LoRA, sequence": replace(JOB, shape=ADAPTED, layout=Layout(tensor=2), **WHOLE),
+    "LoRA": replace(JOB, shape=ADAPTED, layout=Layout(tensor=2, data=2)),
+    "DoRA, sequence": replace(
+        JOB, shape=replace(SHAPE, adapter=replace(LORA, dora=True)), layout=Layout(tensor=2, data=2), **WHOLE
+    ),
     "Muon": replace(JOB, layout=Layout(tensor=2, data=2), optimizer=MUON),
     "chunks of a sequence": replace(JOB, layout=Layout(tensor=2), sequence_chunk=4, **WHOLE),
 }
@@ -94,6 +103,7 @@ CORE = (
     "cp2, ring",
     "experts: tp2 ep2, whole, recompute",
     "compiled operators",
+    "LoRA, sequence",
 )
 ALONE: dict[str, Any] = {
     "layout": Layout(),
