@@ -9,6 +9,7 @@ import torch
 from megalite.topology.adapter import Prefix
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
+from tests.parity.test_latent_attention import SHAPE as LATENT_SHAPE
 from tests.support.options import Dropout, Recompute
 from tests.support.parity import FLOAT32_RTOL, LAYOUT_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
@@ -76,6 +77,11 @@ def test_compiled_layers_equal_plain_ones(ranks, changes, rtol):
 @pytest.mark.parametrize("shape", FAMILY_SHAPES.values(), ids=FAMILY_SHAPES)
 def test_layers_of_every_family_are_compiled_whole(ranks, shape):
     _assert_equal_to_plain_layers(ranks, replace(JOB, shape=shape, dropout=DROPOUT))
+
+
+@pytest.mark.slow
+def test_layers_with_latent_attention_are_compiled_whole(ranks):
+    _assert_equal_to_plain_layers(ranks, replace(JOB, shape=LATENT_SHAPE, dropout=DROPOUT, documents=True))
 
 
 @pytest.mark.slow

@@ -1,21 +1,24 @@
 """Latent attention trains to the numbers of one process: loss, norm, every gradient and the weights after."""
 
+import shutil
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
+from megalite.checkpoint.folder import find_latest
 from megalite.config.sections.schema import OptimizerConfig
 from megalite.topology.adapter import Lora
 from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
 from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.train.optimizer.settings import OptimizerSettings
+from tests.distributed.test_zero_precision import ADAMW, contents, train_and_save
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.context_faults import planted_context_fault
 from tests.support.latent_faults import LATENT_FAULTS
 from tests.support.options import Dropout, Recompute
-from tests.support.parity import LAYOUT_RTOL, OPERATOR_RTOL
+from tests.support.parity import LAYOUT_RTOL, OPERATOR_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
 from tests.support.ranks import RankFailed, RanksHung
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
@@ -132,6 +135,42 @@ def _compare(ranks, reference, job: Job, fault: str | None = None) -> None:
 @pytest.mark.parametrize("name", cases(tuple(JOBS), core=CORE))
 def test_latent_attention_equals_one_process(ranks, reference, name):
     _compare(ranks, reference, JOBS[name])
+
+
+ZERO = {
+    "ZeRO 1": replace(JOB, zero_stage=1, layout=Layout(tensor=2, pipeline=2, data=2), **WHOLE),
+    "ZeRO 2": replace(JOB, zero_stage=2, layout=Layout(tensor=2, data=2), **WHOLE),
+    "ZeRO 3": replace(JOB, zero_stage=3, layout=Layout(tensor=2, data=2), **WHOLE),
+    "ZeRO 3, experts": replace(WITH_EXPERTS, zero_stage=3, layout=Layout(data=2, expert=2)),
+}
+
+
+@pytest.mark.parametrize("name", cases(tuple(ZERO), core=("ZeRO 3",)))
+def test_latent_attention_under_zero_equals_one_process(ranks, reference, name):
+    job = ZERO[name]
+    results = ranks.run(train_on_rank, world_size=job.layout.world_size, job=job)
+    alone = reference(replace(job, zero_stage=0, **ALONE))
+    _assert_equal_to_one_process(job, results, alone, ZERO_RTOL)
+
+
+def test_a_checkpoint_of_one_rank_goes_on_over_two(ranks, tmp_path):
+    """Two ranks load what one has saved, to the last digit, and their next steps are its own."""
+    job = replace(WITH_EXPERTS, optimizer=ADAMW, learning_rate=1e-3)
+    wide = replace(job, layout=Layout(tensor=2), **WHOLE)
+
+    def run(job: Job, place: str) -> list[list[float]]:
+        return ranks.run(
+            train_and_save, world_size=job.layout.world_size, job=job, folder=str(tmp_path / place)
+        )
+
+    run(job, "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    run(wide, "two")
+    one, two = (contents(find_latest(tmp_path / place)) for place in ("one", "two"))
+    assert_same_tensors(two, one, rtol=0)
+    [alone] = run(replace(job, steps=4), "one")
+    for losses in run(replace(wide, steps=4), "two"):
+        assert_close(losses, alone, rtol=OPERATOR_RTOL, what="losses after the checkpoint")
 
 
 @pytest.mark.parametrize("name", cases(tuple(LATENT_FAULTS), core=tuple(LATENT_FAULTS)))
