@@ -232,7 +232,7 @@ class _TheirModules:
         self.config._attn_implementation = "eager"
         self.config._experts_implementation = "eager"
         self._files, self._names = files, FAMILIES[shape.family].names
-        # A mixture holds the experts of a layer in two tensors, and its files each expert's alone.
+        # A mixture holds the experts of a layer in two tensors, and its files each expert's alone or under other names.
         self._tensors = {tensor.name: tensor for tensor in model_tensors(shape)}
         self._stored = {part: tensor.name for tensor in family_tensors(shape) for part in tensor.parts}
         # Module -> its tensors.
@@ -274,8 +274,8 @@ class _TheirModules:
         if name in self._files.where:
             return self._files.tensor(name)
         tensor = self._tensors[name]
-        parts = [self._files.tensor(self._stored[part]) for part in tensor.parts]
-        return torch.cat(parts).reshape(tensor.shape)
+        stored = dict.fromkeys(self._stored[part] for part in tensor.parts)
+        return torch.cat([*map(self._files.tensor, stored)]).reshape(tensor.shape)
 
 
 class _ExportedFiles:

@@ -25,6 +25,7 @@ class AttentionMultiplier(Plain):
         return {"attention_multiplier": shape.head_dim**-0.5 if multiplier is None else multiplier}
 
 
+MULTIPLIERS = {name: name for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling")}
 _GRANITE_3: dict[str, Any] = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
@@ -36,12 +37,7 @@ FAMILY = Family(
     "granite",
     "GraniteForCausalLM",
     published="2024-08",
-    keys={
-        **SIZES,
-        "embedding_multiplier": "embedding_multiplier",
-        "residual_multiplier": "residual_multiplier",
-        "logits_scaling": "logits_scaling",
-    },
+    keys={**SIZES, **MULTIPLIERS},
     words=(Rope(), AttentionMultiplier(), ATTENTION_BIAS, MLP_BIAS),
     required=SILU,
     absent={

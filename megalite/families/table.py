@@ -8,7 +8,7 @@ from typing import Any
 
 from megalite.families.family import Family
 from megalite.families.fields import EXPERT_SETTINGS
-from megalite.families.tensors import FamilyTensor
+from megalite.families.tensors import FamilyTensor, StackedExperts
 from megalite.families.words import Shared
 from megalite.topology.experts import EXPERT_AXIS, ExpertShape, MixtureShape
 from megalite.topology.parameters import canonical_tensors, model_parameters
@@ -160,9 +160,11 @@ def _cut(part: Part, spec: ShardSpec) -> str:
 
 def _shape_text(tensor: FamilyTensor, shape: ModelShape) -> str:
     canonical: Mapping[str, tuple[int, ...]] = canonical_tensors(shape)
-    rows = Counter(_SIZES[canonical[part][0]] for part in tensor.parts)
+    parts = tensor.of_expert(0) if isinstance(tensor, StackedExperts) else tensor.parts
+    rows = Counter(_SIZES[canonical[part][0]] for part in parts)
     summed = " + ".join(size if count == 1 else f"{count} {size}" for size, count in rows.items())
     sizes = [
+        *(["E"] if isinstance(tensor, StackedExperts) else []),
         f"({summed})" if len(rows) > 1 else summed,
         *(_SIZES[size] for size in canonical[tensor.parts[0]][1:]),
     ]
@@ -174,8 +176,8 @@ def _stacked(names: list[str]) -> str:
     if len(names) == 1:
         return names[0]
     block, _, kind = names[0].rsplit(".", 2)
-    modules = ", ".join(name.rsplit(".", 2)[1].removesuffix("_proj") for name in names)
-    return f"{block}.{{{modules}}}_proj.{kind}"
+    modules = list(dict.fromkeys(name.rsplit(".", 2)[1].removesuffix("_proj") for name in names))
+    return f"{block}.{{{', '.join(modules)}}}_proj.{kind}" if modules[1:] else names[0]
 
 
 def _pattern(name: str) -> str:

@@ -57,10 +57,14 @@ class StackedExperts(FamilyTensor):
         self, part: str, region: TensorSlice, canonical: Mapping[str, tuple[int, ...]]
     ) -> Iterator[TensorSlice]:
         """Return where a region of one part stands: one expert's rows."""
-        number = len(self.parts) // self.shape[0]
-        expert, place = divmod(self.parts.index(part), number)
-        before = sum(canonical[name][0] for name in self.parts[expert * number :][:place])
+        expert, place = divmod(self.parts.index(part), len(self.of_expert(0)))
+        before = sum(canonical[name][0] for name in self.of_expert(expert)[:place])
         yield TensorSlice((expert, before + region.offsets[0], region.offsets[1]), (1, *region.shape))
+
+    def of_expert(self, expert: int) -> tuple[str, ...]:
+        """Return the parts of one expert."""
+        number = len(self.parts) // self.shape[0]
+        return self.parts[expert * number :][:number]
 
 
 @dataclass(frozen=True)
@@ -81,11 +85,13 @@ class TensorNames:
     """How a family's names differ from the canonical ones, which are Llama's.
 
     modules: canonical module -> the family's, within a layer ("mlp.up_proj", "mlp.experts.*.up_proj" of any expert) or
-    outside of it ("model.norm", "lm_head"; "model.layers": what stands before the index of a layer).
+    outside of it ("model.norm", "lm_head"; "model.layers": what stands before the index of a layer). With
+    "mlp.experts.gate_up_proj" and "mlp.experts.down_proj" a layer's experts are two tensors of these names.
     fusions: canonical modules that stand in one tensor.
     conv1d: matrices within layers are stored as [in, out].
     optional_prefix: what the names in some published files lack.
     in_models: name in files -> name of the parameter in a model of transformers 5, where they differ.
+    in_mixtures: as `modules`, in a mixture of transformers 5, of its MLPs whose names are not the canonical ones.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -93,6 +99,7 @@ class TensorNames:
     conv1d: bool = False
     optional_prefix: str = ""
     in_models: Mapping[str, str] = field(default_factory=dict)
+    in_mixtures: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def layers(self) -> str:
@@ -106,6 +113,11 @@ class TensorNames:
 
     def tensors(self, shape: ModelShape) -> Iterator[FamilyTensor]:
         """Return every tensor of the folder, in forward order; each canonical tensor stands in exactly one."""
+        if f"mlp{STACKED}" in self.modules:
+            return self._with_stacks(shape, self.modules)
+        return self._unstacked(shape)
+
+    def _unstacked(self, shape: ModelShape) -> Iterator[FamilyTensor]:
         canonical = canonical_tensors(shape)
         first = {fused.modules[0]: fused for fused in self.fusions}
         later = {module for fused in self.fusions for module in fused.modules[1:]}
@@ -131,19 +143,24 @@ class TensorNames:
     def stacked(self, shape: ModelShape) -> Iterator[FamilyTensor]:
         """Return the tensors as a mixture of transformers 5 holds them, and as save_original_format=False writes them.
 
-        A layer's experts are two tensors, and its MLP has its canonical names.
+        A layer's experts are two tensors, and its MLP has its canonical names unless `in_mixtures` has others.
         """
+        return self._with_stacks(shape, self.in_mixtures)
+
+    def _with_stacks(self, shape: ModelShape, names: Mapping[str, str]) -> Iterator[FamilyTensor]:
+        """Yield the tensors with two for the experts of a layer. names: of modules of MLPs, canonical by default."""
         canonical = canonical_tensors(shape)
-        for of_experts, tensors in groupby(self.tensors(shape), lambda tensor: _stack_of(tensor.parts[0])):
+        for of_experts, tensors in groupby(self._unstacked(shape), lambda tensor: _stack_of(tensor.parts[0])):
             if of_experts is None:
                 for tensor in tensors:
-                    own = ".mlp." in tensor.parts[0]
-                    yield replace(tensor, name=tensor.parts[0]) if own else tensor
+                    own = ".mlp." in tensor.parts[0] and len(tensor.parts) == 1
+                    yield replace(tensor, name=_renamed(tensor.parts[0], names)) if own else tensor
             else:
                 parts = tuple(tensor.parts[0] for tensor in tensors)
                 rows, columns = sum(canonical[part][0] for part in parts), canonical[parts[0]][1]
                 experts = len({_EXPERT.sub(r"\2", part) for part in parts})
-                yield StackedExperts(of_experts, (experts, rows // experts, columns), parts)
+                stack = _renamed(f"{of_experts}.", names).removesuffix(".")
+                yield StackedExperts(stack, (experts, rows // experts, columns), parts)
 
     def _within(self, module: str) -> str:
         """Return the family's name of a module within a layer."""
@@ -160,6 +177,12 @@ def _stack_of(name: str) -> str | None:
     if expert is None:
         return None
     return f"{expert[1]}.{'down_proj' if expert[3] == 'down' else 'gate_up_proj'}"
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """model.layers.0.mlp.gate.weight, {"mlp.gate": "moe.router"} -> model.layers.0.moe.router.weight."""
+    layer, module, kind = _within_layer(name)
+    return f"{_LAYERS}.{layer}.{names.get(module, module)}.{kind}"
 
 
 def _within_layer(name: str) -> tuple[str, str, str]:

@@ -46,7 +46,6 @@ _DEEPSEEK: dict[str, Any] = {
 }
 MIXTURES: Mapping[str, MixtureReading] = {
     "phimoe": MixtureReading("intermediate_size", fixed={"norm": "layer_norm"}),
-    "granitemoe": MixtureReading("intermediate_size"),
     "qwen2_moe": MixtureReading(
         shared="shared_expert_intermediate_size",
         bias=("qkv_bias", None),

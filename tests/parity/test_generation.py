@@ -15,11 +15,11 @@ from megalite.model import kv_cache
 from megalite.topology.axes import Layout
 from tests.support.generation import load_model, mixed_requests, run_requests, tokens_on_rank
 from tests.support.selection import cases
-from tests.support.tiny import FAMILY_SHAPES
+from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES
 from tests.unit.convert.exporting import lively_stage, save_stage
 
 CORE = ("llama 3", "gemma2", "mistral")
-EXTENDED = ("gpt2", "phi", "gemma3", "granite", "olmo2", "smollm3 with windows")
+EXTENDED = ("gpt2", "phi", "gemma3", "granite", "granitemoe", "olmo2", "smollm3 with windows")
 LAYOUTS = [
     Layout(pipeline=pipeline, tensor=tensor)
     for pipeline in (1, 2)
@@ -57,7 +57,7 @@ def known(tmp_path_factory: pytest.TempPathFactory):
 
 
 def _made(family: str, folder: Path) -> Known:
-    shape = FAMILY_SHAPES[family]
+    shape = (FAMILY_SHAPES | MIXTURE_SHAPES)[family]
     stage = lively_stage(shape, scale=8.0)
     with torch.no_grad():
         for name, tensor in stage.named_parameters():

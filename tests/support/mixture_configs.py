@@ -106,6 +106,13 @@ def _granite(*sizes: int, experts: int) -> Config:
         num_local_experts=experts,
         num_experts_per_tok=8,
         attention_bias=False,
+        attention_dropout=0.1,
+        attention_multiplier=0.015625,
+        embedding_multiplier=12.0,
+        logits_scaling=6.0,
+        residual_multiplier=0.22,
+        output_router_logits=False,
+        router_aux_loss_coef=0.0,
         **{"tie_word_embeddings": True},
     )
 

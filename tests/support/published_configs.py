@@ -296,6 +296,8 @@ _MIXTURES = {
     "Qwen3 30B-A3B": 30_532_122_624,
     "Qwen3 235B-A22B": 235_093_634_560,
     "OLMoE 1B-7B": 6_919_161_856,
+    "Granite 3.0 1B-A400M": 1_334_628_352,
+    "Granite 3.0 3B-A800M": 3_298_793_472,
 }
 
 PUBLISHED: dict[str, tuple[Config, int | str]] = {

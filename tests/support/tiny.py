@@ -123,6 +123,17 @@ def _mixture(family: str, **changes: Any) -> ModelShape:
 MIXTURE_SHAPES = {
     "mixtral": _mixture("mixtral", intermediate_size=20, sliding_window=5),
     "mixtral without window": _mixture("mixtral", intermediate_size=20, tie_word_embeddings=True),
+    "granitemoe": _mixture(
+        "granitemoe",
+        intermediate_size=20,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        attention_output_bias=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.6,
+        logits_scaling=0.5,
+        attention_multiplier=0.3,
+    ),
     "olmoe": _mixture("olmoe", intermediate_size=20),
     "olmoe, weights that sum to 1, biases": _mixture(
         "olmoe",

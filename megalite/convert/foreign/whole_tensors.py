@@ -37,4 +37,5 @@ class WholeTensorReader(WeightReader):
         values = values.t() if tensor.transposed else values
         stored = tensor.slices(name, region, self._shapes)
         pieces = [values[index_in(piece, full_slice(tuple(values.shape)))] for piece in stored]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        return joined.view(region.shape)

@@ -35,7 +35,7 @@ from megalite.data.tokenizers.tokenizer import (
 )
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
-from megalite.families.tensors import FamilyTensor
+from megalite.families.tensors import FamilyTensor, StackedExperts
 from megalite.topology.parameters import canonical_tensors
 
 CARD = "README.md"
@@ -200,7 +200,12 @@ def rounded(values: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 def _family_blocks(
     reader: WholeWeights, tensor: FamilyTensor, shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[Tensor]:
-    """Yield one of the family's tensors in blocks of consecutive rows."""
+    """Yield one of the family's tensors in blocks of consecutive rows, or expert by expert."""
+    if isinstance(tensor, StackedExperts):
+        for expert in range(tensor.shape[0]):
+            parts = (reader.read(WEIGHT, name, full_slice(shapes[name])) for name in tensor.of_expert(expert))
+            yield torch.cat([*parts]).unsqueeze(0)
+        return
     if tensor.transposed or tensor.groups > 1:
         yield read_family_tensor(reader, WEIGHT, tensor, shapes)
         return

@@ -95,10 +95,9 @@ def holders(name: str, shape: ModelShape, tensor: int) -> int:
 def expected_counts(shape: ModelShape, tensor: int) -> Tensor:
     """For each number of `numbered`, how many ranks are to hold it."""
     counts = []
-    rows = {part: size[0] for part, size in canonical_tensors(shape).items()}
+    sizes = canonical_tensors(shape)
     for each in family_tensors(shape):
-        columns = each.shape[:-1] if each.transposed else each.shape[1:]
-        parts = [torch.full((rows[part], *columns), holders(part, shape, tensor)) for part in each.parts]
+        parts = [torch.full(sizes[part], holders(part, shape, tensor)) for part in each.parts]
         counts.append(as_family_tensor(each, parts).flatten())
     return torch.cat(counts)
 
