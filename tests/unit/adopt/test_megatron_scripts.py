@@ -80,6 +80,17 @@ TAKEN: dict[str, dict[str, Any]] = {
         "training.recompute": "selective",
         "training.sequence_length": 32768,
     },
+    "mixtral_8x7b": {
+        "model.family": "mixtral",
+        "model.num_experts": 8,
+        "model.num_experts_per_tok": 2,
+        "model.moe_intermediate_size": 14336,
+        "model.norm_topk_prob": True,
+        "training.router_balance": 0.01,
+        "parallel.expert": 8,
+        "parallel.data": 8,
+        "optimizer.betas": [0.9, 0.999],
+    },
     "ds_gpt_1.3b": {
         "training.steps": 300000,
         "optimizer.warmup_steps": 3000,
@@ -132,7 +143,6 @@ REFUSED: dict[str, tuple[set[str], dict[str, Any]]] = {
     "gpt3_175b_rampup": ({"--rampup-batch-size"}, {"training.steps": 95367, "training.recompute": "full"}),
     "llama3_8b_fp8": ({"--decoupled-lr", "--fp8-format", "--mock-data", "--tokenizer-type"}, {}),
     "llama2_7b_finetune": ({"--load"}, {"optimizer.schedule": "constant", "optimizer.weight_decay": 0.01}),
-    "mixtral_8x7b": ({"--num-experts"}, {"optimizer.betas": [0.9, 0.999], "parallel.data": 2}),
     "bert_340m": ({"pretrain_bert.py"}, {"optimizer.schedule": "linear"}),
     "bigscience_13b": (
         {"--rampup-batch-size"},
@@ -152,7 +162,10 @@ SKIPPED = {
     "mixtral_8x7b": {"--wandb-project"},
     "ds_llama2": {"--deepspeed-activation-checkpointing"},
 }
-VARIABLES = {"gpt3_175b": {"1": "runs/gpt3", "2": "text", "3": "gpt2"}}
+VARIABLES = {
+    "gpt3_175b": {"1": "runs/gpt3", "2": "text", "3": "gpt2"},
+    "mixtral_8x7b": {"SLURM_NNODES": "4"},
+}
 
 
 @pytest.fixture

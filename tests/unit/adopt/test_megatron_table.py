@@ -7,7 +7,9 @@ import pytest
 from megalite.config.sections.describe import section_models, setting
 from megalite.convert.adopt.account import Account, Outcome
 from megalite.convert.adopt.megatron.arguments import answer_arguments, argument_key, arguments_of
+from megalite.convert.adopt.megatron.experts import expert_defaults
 from megalite.convert.adopt.megatron.rules import RULES, with_prefixes
+from megalite.convert.adopt.rules import Reading
 
 HERE = Path(__file__).parent
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --max-position-embeddings 32"
@@ -30,6 +32,12 @@ def test_every_argument_of_the_programs_has_a_rule(program: str) -> None:
     assert len(keys) > 100 and [name for key, name in keys.items() if key not in rules] == []
 
 
+MIXTURE = "--num-experts 8 --swiglu --disable-bias-linear"
+SIGMOID = (
+    "--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 2e-3"
+    " --moe-router-num-groups 4 --moe-router-group-topk 2 --moe-router-topk 4 --moe-router-topk-scaling-factor 2.5"
+    " --moe-shared-expert-intermediate-size 40"
+)
 # Arguments -> settings, or None where they are refused. Each differs from megalite's default or from Megatron-LM's.
 ONE: dict[str, dict[str, object] | None] = {
     "--swiglu": {"model.gated_mlp": True, "model.hidden_act": "silu"},
@@ -109,6 +117,52 @@ ONE: dict[str, dict[str, object] | None] = {
     "--valid-data-path c": {"data.validation": "c"},
     "--num-experts 1": {},
     "--num-experts 2": None,
+    "--num-experts 2 --swiglu --disable-bias-linear --moe-expert-parallel-size 1": None,
+    f"{MIXTURE}": {"model.num_experts": 8},
+    f"--moe-aux-loss-coeff 0.01 {MIXTURE}": {"training.router_balance": 0.01},
+    f"{MIXTURE} --moe-aux-loss-coeff 0 --moe-z-loss-coeff 1e-3": {
+        "training.router_balance": None,
+        "training.router_z": 0.001,
+    },
+    f"{MIXTURE} --moe-router-load-balancing-type none --moe-aux-loss-coeff 1": {
+        "training.router_balance": None
+    },
+    f"{MIXTURE} --moe-router-load-balancing-type sinkhorn": None,
+    f"{MIXTURE} --moe-router-load-balancing-type aux_loss seq_aux_loss --moe-aux-loss-coeff 1 1": None,
+    f"{MIXTURE} --moe-router-pre-softmax --moe-ffn-hidden-size 48": {
+        "model.norm_topk_prob": False,
+        "model.moe_intermediate_size": 48,
+    },
+    f"{MIXTURE} --moe-layer-freq 2": {"model.mlp_only_layers": [1, 3]},
+    f"{MIXTURE} --moe-layer-freq ([0]*1+[1]*3)": {"model.mlp_only_layers": [0]},
+    f"{MIXTURE} --moe-layer-freq [1]*3": None,
+    f"{MIXTURE} --moe-layer-freq [1]*99999999999": None,
+    f"{MIXTURE} --moe-layer-freq __import__('os')": None,
+    f"{MIXTURE} {SIGMOID}": {
+        "model.router_scores": "sigmoid",
+        "model.router_correction_bias": True,
+        "model.norm_topk_prob": True,
+        "model.n_group": 4,
+        "model.topk_group": 2,
+        "model.routed_scaling_factor": 2.5,
+        "model.shared_intermediate_size": 40,
+        "training.router_bias_rate": 0.002,
+    },
+    f"{MIXTURE} {SIGMOID.replace('-topk 4', '-topk 2')}": None,
+    f"{MIXTURE} --moe-router-num-groups 4 --moe-router-group-topk 2": {"model.n_group": 4},
+    f"{MIXTURE} --moe-router-num-groups 4 --moe-router-group-topk 1": None,
+    f"{MIXTURE} --expert-model-parallel-size 4 --expert-tensor-parallel-size 1": {
+        "parallel.expert": 4,
+        "parallel.expert_tensor": 1,
+    },
+    f"{MIXTURE} --tensor-model-parallel-size 4 --expert-tensor-parallel-size 2": None,
+    f"{MIXTURE} --moe-expert-capacity-factor 1.0": None,
+    f"{MIXTURE} --moe-input-jitter-eps 0.01": None,
+    f"{MIXTURE} --moe-of-tomorrow": None,
+    "--expert-model-parallel-size 2 --moe-router-topk 2": {
+        "parallel.expert": None,
+        "model.num_experts_per_tok": None,
+    },
     "--mtp-num-layers 1": None,
     "--lr-decay-style cosin": None,
     "--micro-batch-size many": None,
@@ -148,6 +202,21 @@ def test_a_gated_mlp_without_a_width_has_that_of_megatron() -> None:
     account = Account("Megatron-LM")
     answer_arguments(account, keys, names)
     assert account.settings["model.intermediate_size"] == 2688
+
+
+def test_a_mixture_has_the_defaults_of_megatron() -> None:
+    gated = f"{MIXTURE} --normalization RMSNorm --position-embedding-type rope --bf16"
+    account = account_of(gated)
+    settings = account.settings
+    assert (settings["model.family"], settings["model.num_experts_per_tok"]) == ("mixtral", 2)
+    assert settings["model.moe_intermediate_size"] == settings["model.intermediate_size"]
+    assert settings["model.norm_topk_prob"] is True and "checkpoint.export" not in settings
+    sigmoid = account_of(f"{gated} --moe-router-score-function sigmoid --moe-router-enable-expert-bias")
+    assert sigmoid.settings["checkpoint.export"] is False
+    keys = dict.fromkeys(["moe-router-enable-expert-bias"])
+    reading = Reading(sigmoid, keys)
+    expert_defaults(reading)
+    assert sigmoid.settings["training.router_bias_rate"] == 0.001
 
 
 def test_every_rule_gives_one_answer_to_a_switch_and_to_a_number() -> None:

@@ -130,7 +130,9 @@ def megatron_problems(words: Sequence[str]) -> Iterator[Problem]:
     typed, names, _, _ = arguments_of([word for word in words if not _is_setting(word)])
     typed = {key: value for key, value in typed.items() if key in with_prefixes(typed)}
     account = Account("Megatron-LM")
-    others = {key: value for key, value in _SMALLEST.items() if key not in typed}
+    of_experts = any(key.startswith(("moe-", "expert-", "num-experts")) for key in typed)
+    smallest = _SMALLEST | (_SMALLEST_MIXTURE if of_experts else {})
+    others = {key: value for key, value in smallest.items() if key not in typed}
     answer_arguments(account, typed | others, names | {key: key for key in others})
     for answer in account.answers:
         if answer.key in others:
@@ -152,6 +154,7 @@ _SMALLEST = {
     "num-attention-heads": "1",
     "max-position-embeddings": "1",
 }
+_SMALLEST_MIXTURE = {"num-experts": "2", "swiglu": None, "disable-bias-linear": None}
 
 
 def _is_setting(word: str) -> bool:

@@ -5,9 +5,10 @@ from math import log2
 from typing import Any
 
 from megalite.convert.adopt.megatron import data, length
+from megalite.convert.adopt.megatron.experts import expert_defaults, read_expert_argument
 from megalite.convert.adopt.megatron.model import MODEL_ARGUMENTS, answer_model
 from megalite.convert.adopt.rule_table import read_table
-from megalite.convert.adopt.rules import Change, KeyRule, Reading, Take, computed, number, whole
+from megalite.convert.adopt.rules import Change, KeyRule, Reading, Take, Together, computed, number, whole
 from megalite.convert.adopt.sink_keys import sink_keys
 
 RENAMED = {
@@ -29,6 +30,12 @@ _DROPOUT = "Megatron-LM's default; 0 here"
 
 def _model(reading: Reading, key: str, value: Any) -> None:
     answer_model(reading)
+
+
+def _experts(reading: Reading, key: str, value: Any) -> None:
+    if reading.has("num-experts") and "num-experts" not in reading.answered:
+        answer_model(reading)
+    read_expert_argument(reading, key, value)
 
 
 def _betas(reading: Reading, key: str, value: Any) -> None:
@@ -212,6 +219,7 @@ def _hidden_dropout(reading: Reading, key: str, value: Any) -> None:
 
 _TABLE = read_table(__file__)
 PREFIXES = {key[:-1]: _TABLE.pop(key) for key in [*_TABLE] if key.endswith("*")}
+PREFIXES |= dict.fromkeys(("moe-", "expert-"), Together(_experts))
 """Prefix -> rule of the arguments that begin with it, unless they have a rule of their own."""
 RULES: Mapping[str, KeyRule] = {
     **_TABLE,
@@ -302,6 +310,7 @@ def answer_defaults(reading: Reading) -> None:
     account.default("model.residual_dropout", 0.1, _DROPOUT)
     account.default("model.embedding_dropout", 0.1, _DROPOUT)
     data.data_defaults(reading)
+    expert_defaults(reading)
     account.default(
         "training.precision", "fp32", "Megatron-LM's default; the fastest that is exact enough here"
     )

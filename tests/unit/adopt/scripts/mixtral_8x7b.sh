@@ -1,5 +1,5 @@
 #!/bin/bash
-# Facts of Megatron-LM's example of Mixtral 8x7B: what it needs is not here.
+# Facts of Megatron-LM's example of Mixtral 8x7B.
 MOE=(--num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 1e-2 --moe-token-dispatcher-type alltoall --moe-grouped-gemm)
 SAVE=${SAVE:-runs/mixtral}
 LOGS=(--save $SAVE --load $SAVE --no-load-optim)
