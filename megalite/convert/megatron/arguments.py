@@ -47,6 +47,9 @@ _EXACT: dict[str, tuple[Any, ...]] = {
     "rotary_percent": (1.0,),
     "softmax_type": ("vanilla",),
 }
+_OF_MIXTURES = (
+    "write a mixture as Hugging Face files with Megatron-Bridge, and name their folder in model.weights"
+)
 # The arguments that `convert inspect` prints first.
 OF_INTEREST = (
     "num_layers",
@@ -129,7 +132,11 @@ def not_built(arguments: Arguments) -> Iterator[str]:
 def megatron_shape(arguments: Arguments, vocab_size: int) -> ModelShape:
     """The shape, of the first family whose files can say it; raises CheckpointError where it is not built."""
     if unsupported := list(not_built(arguments)):
-        raise CheckpointError(f"{arguments.source}: megalite does not support {', '.join(unsupported)}")
+        # Megatron-DeepSpeed has a list, and no converter.
+        remedy = f"; {_OF_MIXTURES}" if isinstance(arguments.table.get("num_experts"), int) else ""
+        raise CheckpointError(
+            f"{arguments.source}: megalite does not support {', '.join(unsupported)}{remedy}"
+        )
     hidden, heads = arguments.whole("hidden_size"), arguments.whole("num_attention_heads")
     grouped, rotary = arguments.is_on("group_query_attention"), _is_rotary(arguments)
     groups = arguments.whole("num_query_groups", heads) if grouped else heads

@@ -90,7 +90,7 @@ def find_megatron_folder(folder: Path) -> MegatronFolder:
     if unknown := sorted(name for name, match in matches.items() if match is None):
         raise CheckpointError(
             f"{path / unknown[0]} is not named by a tensor and pipeline rank alone; expert parallelism is not"
-            " supported"
+            " supported: write a mixture as Hugging Face files with Megatron-Bridge"
         )
     ranks = [(match[1], match[2], named[name]) for name, match in matches.items() if match is not None]
     if not ranks:

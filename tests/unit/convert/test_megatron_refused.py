@@ -67,7 +67,12 @@ def test_what_is_not_built_is_named(tmp_path: Path, name: str) -> None:
 
 def test_all_of_what_is_not_built_is_named_at_once(tmp_path: Path) -> None:
     said = refusal(tmp_path, written(tmp_path, Written(), squared_relu=True, num_experts=[4]))
-    assert "num_experts = [4], squared_relu = True" in said
+    assert "num_experts = [4], squared_relu = True" in said and "Megatron-Bridge" not in said
+
+
+def test_a_mixture_has_a_way_out(tmp_path: Path) -> None:
+    said = refusal(tmp_path, written(tmp_path, Written(), num_experts=4))
+    assert "num_experts = 4; write a mixture as Hugging Face files with Megatron-Bridge" in said
 
 
 @pytest.mark.parametrize(

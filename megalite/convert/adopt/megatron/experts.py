@@ -178,6 +178,9 @@ def expert_defaults(reading: Reading) -> None:
         account.default("training.router_bias_rate", 1e-3, reason)
     if not reading.has("moe-router-dtype") and (reading.is_on("bf16") or reading.is_on("fp16")):
         account.note("routers compute in the precision of the weights there, in fp32 here")
+    account.note(
+        "checkpoints of mixtures are not read: begin anew, or name a folder of Hugging Face files in model.weights"
+    )
 
 
 _ZERO = (False, "false", "0", "0.0", 0)
