@@ -43,6 +43,8 @@ class SelfAttention(nn.Module):
         self.scale, self.softcap = shape.attention_scale, shape.attn_logit_softcapping
         self.heads = mesh.local_heads(shape.num_attention_heads)
         self.key_value_heads = mesh.local_heads(shape.num_key_value_heads)
+        sinks = torch.empty(self.heads, dtype=options.dtype) if shape.attention_sinks else None
+        self.sinks = None if sinks is None else nn.Parameter(sinks)
         if isinstance(shape.adapter, Prefix):
             self.prefix = LayerPrefix(shape.adapter, self.key_value_heads, shape.head_dim, options)
         self.add_projections(shape, mesh, options)
@@ -80,7 +82,7 @@ class SelfAttention(nn.Module):
         prefix = self.prefix(context.prefix) if context.prefix_tokens and context.begins else None
         mask = None if context.cache is not None else masks.attention
         form = AttentionForm(
-            self.window, context.documents, mask, self.scale, self.softcap, context.prefix_tokens
+            self.window, context.documents, mask, self.scale, self.softcap, context.prefix_tokens, self.sinks
         )
         if context.cache is not None:
             attended = self._attend_cached(context.cache, form, (query, key, value), prefix)
@@ -136,7 +138,7 @@ class SelfAttention(nn.Module):
         query, key, value = heads
         place, attended = len(step.lengths), []
         if place:
-            of_cache = AttentionForm(form.window, None, None, form.scale, form.softcap, step.cache.prefix)
+            of_cache = form._replace(documents=None, mask=None, prefix=step.cache.prefix)
             decoded = step.attend_decoded(
                 self.layer, query[0, :place], key[0, :place], value[0, :place], of_cache
             )

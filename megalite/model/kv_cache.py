@@ -187,11 +187,11 @@ class CachedStep:
         form: its prefix is the cache's.
         """
         buffer = self.cache.of(layer)
-        if compiled_serves(buffer):
+        if form.sinks is None and compiled_serves(buffer):
             return compiled_decode_attention(query, key, value, buffer, self.held, form)
         keys, values = self.extend_decoded(layer, key, value, form.window)
         bias = self.visible(form.window).bias
-        return decode_attention(query, keys, values, bias, scale=form.scale, softcap=form.softcap)
+        return decode_attention(query, keys, values, bias, form)
 
     def extend_decoded(
         self, layer: int, key: Tensor, value: Tensor, window: int | None

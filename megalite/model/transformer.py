@@ -78,6 +78,7 @@ class Chunk(nn.Module):
         shape = stage.shape
         self.drops_attention, self.softcap = options.model.attention_dropout > 0, shape.attn_logit_softcapping
         self.is_first, self.is_last = index == 0, index == len(split.layers) - 1
+        self.has_sinks = shape.attention_sinks
         self.prefix_tokens, self.trunk = shape.prefix_tokens, getattr(stage.model, "prefix", None)
         self.layers = nn.ModuleList(stage.model.layers[str(layer)] for layer in split.layers[index])
         self.offload = ActivationOffload() if options.training.offload_activations else None
@@ -102,7 +103,7 @@ class Chunk(nn.Module):
             if self.rotary is not None and self.rotary.full.follows_length:
                 own = document_lengths(document_ids)
                 lengths = own if rows is None else own.gather(1, rows.positions)
-            if rows is not None and self.mesh.context_method == "ring":
+            if self.has_sinks or (rows is not None and self.mesh.context_method == "ring"):
                 documents = self.ops.block_documents(document_ids, batch.cu_seqlens, batch.max_seqlen)
             else:
                 documents = self.ops.documents(

@@ -94,7 +94,8 @@ def causal_attention(
 
     backend: on an accelerator, the backend of ops/attention_backends.py to use for the calls that it supports.
     """
-    window, documents, mask, _, softcap, prefix = form
+    window, documents, mask, _, softcap, prefix, sinks = form
+    assert sinks is None
     scale = form.factor(query.shape[-1])
     if prefix and window is not None:
         assert documents is None or isinstance(documents, Tensor)

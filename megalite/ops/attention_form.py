@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from megalite.ops.documents import Documents
 from megalite.ops.dropout import CountedMask, Mask
 
@@ -15,6 +17,8 @@ class AttentionForm(NamedTuple):
     mask: the dropout mask of the probabilities, [B, heads, S, T]; the compiled operator draws a CountedMask on the fly.
     scale: 1 / sqrt(D) by default. softcap: scores become softcap * tanh(score / softcap).
     prefix: every position sees the first `prefix` keys, whatever the window; documents are then a mask with these keys.
+    sinks: [heads], a logit of each head beside its scores, which takes its share of each softmax and adds nothing to
+    the output; without a prefix, and with documents as cu_seqlens. `Operators.attend` alone computes them.
     """
 
     window: int | None = None
@@ -23,6 +27,7 @@ class AttentionForm(NamedTuple):
     scale: float | None = None
     softcap: float | None = None
     prefix: int = 0
+    sinks: Tensor | None = None
 
     def factor(self, head_dim: int) -> float:
         """Return the scale, for heads of this size."""

@@ -30,6 +30,7 @@ from megalite.ops.attention import (
     documents_seen,
 )
 from megalite.ops.attention_form import CAUSAL, AttentionForm
+from megalite.ops.attention_sinks import attend_with_sinks
 from megalite.ops.context_ring import BlockForm
 from megalite.ops.cross_entropy import COMPILED_CROSS_ENTROPY, TORCH_CROSS_ENTROPY, ShardCrossEntropy
 from megalite.ops.documents import CuSeqlens, Documents, packed_cu_seqlens
@@ -198,6 +199,11 @@ class Operators(OperatorSlots):
 
         Attention with a prefix and a window, documents or dropout is torch's: no kernel has all of a prefix visible.
         """
+        if form.sinks is not None:
+            assert form.documents is None or isinstance(form.documents, CuSeqlens)
+            of_keys = None if form.documents is None else form.documents.of_keys
+            blocks = self.blocks(query, form._replace(documents=of_keys, sinks=None), key.shape[1])
+            return attend_with_sinks(query, key, value, form.sinks, blocks)
         dropout, capped = form.mask is not None, form.softcap is not None
         documents, window = form.documents is not None, form.window is not None
         chosen = self._attention_form(dropout, capped, documents, window)

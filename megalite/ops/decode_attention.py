@@ -14,31 +14,29 @@ from megalite.ops.attention_form import CAUSAL, AttentionForm
 
 
 def decode_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bias: Tensor | None,
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, form: AttentionForm = CAUSAL
 ) -> Tensor:
     """Return softmax(scale Q K^T) V of one query a row: [n, heads, D].
 
     query: [n, heads, D]; key, value: [n, kv heads, T, D]; heads is a multiple of kv heads. bias: [n, 1, 1, T], added to
-    the scores, -inf for a key that a row does not see; None: all are seen. scale, softcap: see
-    ops.attention.causal_attention.
+    the scores, -inf for a key that a row does not see; None: all are seen. form: its scale, soft cap and sinks.
     """
     # The query heads of a group are the queries of one key-value head, so that no key is repeated.
     grouped = query.unflatten(1, (key.shape[1], -1))
-    if softcap is None:
-        attended = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=scale)
+    if form.softcap is None and form.sinks is None:
+        attended = F.scaled_dot_product_attention(grouped, key, value, attn_mask=bias, scale=form.scale)
         return attended.flatten(1, 2)
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = torch.matmul(grouped * factor, key.transpose(2, 3))
-    scores = soft_capped(scores.to(torch.promote_types(scores.dtype, torch.float32)), softcap)
+    scores = torch.matmul(grouped * form.factor(query.shape[-1]), key.transpose(2, 3))
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if form.softcap is not None:
+        scores = soft_capped(scores, form.softcap)
     if bias is not None:
         scores = scores + bias
-    return torch.matmul(scores.softmax(dim=-1).to(query.dtype), value).flatten(1, 2)
+    if form.sinks is not None:
+        sinks = form.sinks.to(scores.dtype).view(1, *grouped.shape[1:3], 1)
+        scores = torch.cat((scores, sinks.expand(len(scores), -1, -1, -1)), dim=-1)
+    probabilities = scores.softmax(dim=-1)[..., : key.shape[2]]
+    return torch.matmul(probabilities.to(query.dtype), value).flatten(1, 2)
 
 
 def compiled_serves(cache: Tensor) -> bool:

@@ -129,7 +129,8 @@ def ulysses_attention(
     if isinstance(mask, CountedMask):
         first = mask.heads.start + rank * heads
         mask = mask._replace(heads=range(first, first + heads))
-    return rows.to_tokens(ops.attend(query, key, value, form._replace(mask=mask)))
+    sinks = None if form.sinks is None else form.sinks[rank * heads : (rank + 1) * heads]
+    return rows.to_tokens(ops.attend(query, key, value, form._replace(mask=mask, sinks=sinks)))
 
 
 def through_ring(
@@ -141,7 +142,8 @@ def through_ring(
     """
     if rows.blocks != (zig_zag(rows.ranks.size)[rows.ranks.rank],) or rows.prefix is not None:
         raise ValueError("ring attention is for rows that are all cut zig-zag, without a prefix")
-    return ring_attention(query, key, value, ops.blocks(query, form, rows.length), rows.ranks)
+    blocks = ops.blocks(query, form._replace(sinks=None), rows.length)
+    return ring_attention(query, key, value, form.sinks, blocks, rows.ranks)
 
 
 METHODS: Mapping[ContextMethod, ContextAttention] = {

@@ -20,22 +20,26 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.launcher.control.progress import progress
+from megalite.ops.attention_sinks import only_sinks, sink_gradients
 from megalite.ops.context_ring import AttentionBlock, BlockForm, attend_block, block_gradients, merge_block
 from megalite.parallel.collectives import Pending
 from megalite.parallel.mesh import RankGroup
 from megalite.topology.context import zig_zag
 
 
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, form: BlockForm, ranks: RankGroup) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, form: BlockForm, ranks: RankGroup
+) -> Tensor:
     """Return causal attention of this rank's queries to the keys of all ranks: [B, S / c, heads, D].
 
     query: [B, S / c, heads, D]; key, value: [B, S / c, kv heads, D]; the rank's two blocks of each sequence, one after
-    the other. form: that of whole sequences of S positions. ranks: in a process group for these messages alone.
+    the other. sinks: [heads], as in `AttentionForm`. form: that of whole sequences of S positions, without them.
+    ranks: in a process group for these messages alone.
 
     Each rank sends (3 c - 2) times its keys and values in a forward and a backward: c of these are their gradients,
     which travel in float32 at least.
     """
-    attended: Tensor = _RingAttention.apply(query, key, value, _Ring(ranks, form))  # type: ignore[no-untyped-call]
+    attended: Tensor = _RingAttention.apply(query, key, value, sinks, _Ring(ranks, form))  # type: ignore[no-untyped-call]
     return attended
 
 
@@ -98,10 +102,10 @@ def start_rotation(values: Tensor, ranks: RankGroup) -> Pending:
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
-        compute_dtype = torch.promote_types(query.dtype, torch.float32)
-        output = query.new_zeros(query.shape, dtype=compute_dtype)
-        lse = query.new_full((query.shape[2], *query.shape[:2]), -torch.inf, dtype=compute_dtype)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, ring: _Ring
+    ) -> Tensor:
+        output, lse = only_sinks(query, sinks)
         guests = torch.stack((key, value))
         for step, pairs in enumerate(ring.steps(), start=1):
             arriving = start_rotation(guests, ring.ranks) if step < ring.ranks.size else None
@@ -112,14 +116,14 @@ class _RingAttention(torch.autograd.Function):
             if arriving is not None:
                 guests = arriving()
         output = output.to(query.dtype)
-        ctx.save_for_backward(query, key, value, output, lse)
+        ctx.save_for_backward(query, key, value, sinks, output, lse)
         ctx.ring = ring
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, output, lse = ctx.saved_tensors
+        query, key, value, sinks, output, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
         query_grad = query.new_zeros(query.shape, dtype=lse.dtype)
         guests, returning = torch.stack((key, value)), None
@@ -143,4 +147,5 @@ class _RingAttention(torch.autograd.Function):
                 guests = arriving()
         assert returning is not None
         key_grad, value_grad = returning()
-        return query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), None
+        of_sinks = None if sinks is None else sink_gradients(output_grad, (output, lse), sinks)
+        return query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), of_sinks, None

@@ -77,12 +77,10 @@ class MixtureShape(ModelShape):
 
     With latent attention head_dim is latent.qk_head_dim, every head has its own key and value, and the last
     qk_rope_head_dim values of query and key are rotated, as interleaved pairs.
-    attention_sinks: one trained logit a head that takes part in each softmax (gpt-oss).
     """
 
     experts: ExpertShape | None = None
     latent: LatentAttention | None = None
-    attention_sinks: bool = False
 
     @property
     def rotary_dim(self) -> int:

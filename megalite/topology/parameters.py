@@ -197,9 +197,6 @@ def _own_layer_parameters(shape: ModelShape, layer: int, experts: range | None) 
             yield from (_block_parameter(tensor, shape, layer) for tensor in blocks[block])
         else:
             yield parameter
-    if shape.attention_sinks:
-        sinks = BlockTensor("self_attn.sinks", (shape.num_attention_heads,), 0)
-        yield _block_parameter(sinks, shape, layer)
 
 
 def _block_parameter(tensor: BlockTensor, shape: ModelShape, layer: int) -> Parameter:
@@ -264,6 +261,9 @@ def _dense_layer_parameters(shape: ModelShape, layer: int) -> Iterator[Parameter
     ]
     if "input_layernorm" in layer_norms(shape):
         yield from norm("input_layernorm")
+    if shape.attention_sinks:
+        sinks = Part(f"{prefix}.self_attn.sinks", (shape.num_attention_heads,), shape.num_attention_heads)
+        yield Parameter(sinks.name, ShardSpec((sinks,), 0), layer, None, False, fill=0.0)
     qkv = {"self_attn.q_proj": query, "self_attn.k_proj": key_value, "self_attn.v_proj": key_value}
     heads = (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads)
     yield from column("self_attn.qkv_proj", qkv, shape.attention_bias, heads)

@@ -62,6 +62,7 @@ class ModelShape:
     attention_multiplier: factor of the attention scores. query_pre_attn_scalar: alternatively, the factor is
     query_pre_attn_scalar ** -0.5. With neither: head_dim ** -0.5.
     attn_logit_softcapping, final_logit_softcapping: scores, and logits, become cap * tanh(value / cap).
+    attention_sinks: one trained logit a head that takes its share of each softmax (gpt-oss).
     rope_local_base_freq: rope_theta, unscaled, of the layers with a window; None: rope_theta as in the other layers.
     sliding_window: the number of keys that a token sees, its own included, in the layers with a window (`window_of`).
     adapter: given, only its weights are trained; those of the model stay as they are.
@@ -98,6 +99,7 @@ class ModelShape:
     query_pre_attn_scalar: int | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    attention_sinks: bool = False
     rope_local_base_freq: float | None = None
     partial_rotary_factor: float = 1.0
     no_rope_every: int = 0

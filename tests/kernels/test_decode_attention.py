@@ -67,7 +67,8 @@ def _by_torch(
     if window is not None:
         hidden |= (place <= own - window) & (place >= prefix)
     bias = torch.zeros(hidden.shape, dtype=query.dtype).masked_fill(hidden, float("-inf"))[:, None, None]
-    return decode_attention(query, cache[0, : len(rows)], cache[1, : len(rows)], bias, **form)
+    keys, values = cache[:, : len(rows)]
+    return decode_attention(query, keys, values, bias, AttentionForm(**form))
 
 
 @cases

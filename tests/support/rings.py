@@ -104,7 +104,7 @@ def _attend(case: RingCase, ranks: RankGroup) -> list[Tensor]:
     place = positions(ranks.rank, ranks.size, case.length)
     *heads, grad = (each[:, place] for each in case.tensors())
     heads = [each.requires_grad_() for each in heads]
-    output = ring_attention(*heads, BlockForm(case.form, case.rows, case.length, case.compiled), ranks)
+    output = ring_attention(*heads, None, BlockForm(case.form, case.rows, case.length, case.compiled), ranks)
     return [output.detach(), *torch.autograd.grad(output, heads, grad)]
 
 

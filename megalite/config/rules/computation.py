@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megalite.config.sections.checked import CheckedRun
 from megalite.config.sections.derived import offload_devices
+from megalite.config.sections.shape_settings import model_shape
 from megalite.errors import Problem
 from megalite.topology.schedules import SCHEDULES
 
@@ -91,6 +92,21 @@ def compiled_layers_keep_their_activations(run: CheckedRun) -> Iterator[Problem]
         yield Problem.reset(
             "training.offload_activations", message, "set it or training.compile to false", False
         )
+
+
+def sinks_are_computed_by_blocks(run: CheckedRun) -> Iterator[Problem]:
+    if not model_shape(run.model, 1).attention_sinks:
+        return
+    if run.training.compile:
+        message = (
+            "true does not work with model.attention_sinks = true: torch.compile cannot trace their attention"
+        )
+        yield Problem.reset("training.compile", message, "use training.compile = false", False)
+    if run.adapter.kind == "prefix":
+        message = (
+            '"prefix" does not work with model.attention_sinks = true: the virtual tokens have no place there'
+        )
+        yield Problem.reset("adapter.kind", message, 'use "lora"', "lora")
 
 
 def attention_dropout_costs(run: CheckedRun) -> Iterator[str]:

@@ -50,6 +50,7 @@ _DESCRIPTIONS = {
     "zero_centered_gamma": "multiply by 1 + weight in every norm",
     "query_pre_attn_scalar": "attention scores are divided by the root of this number; default: head_dim",
     "attn_logit_softcapping": "cap of the attention scores, cap * tanh(score / cap); uses plain torch",
+    "attention_sinks": "trained logit of each head that takes part in its softmax (gpt-oss)",
     "final_logit_softcapping": "cap of the logits, cap * tanh(logit / cap)",
     "rope_local_base_freq": "rope_theta of layers with a sliding window; default: rope_theta",
     "partial_rotary_factor": "fraction of each head that is rotated",
@@ -107,7 +108,7 @@ _SHARES = ("partial_rotary_factor",)
 _MOST = 2**31
 # Rules list the parameters of every layer and expert.
 _LIMITS = {"num_hidden_layers": 10_001, "num_experts": 4097}
-_NO_SETTINGS = ("rope_scaling", "experts", "latent", "attention_sinks")
+_NO_SETTINGS = ("rope_scaling", "experts", "latent")
 _OF_A_FAMILY = frozenset(name for family in FAMILIES.values() for name in family.defaults)
 
 

@@ -45,6 +45,13 @@ FAMILY_CASES = [
         {"model.norm_placement": "post", "checkpoint.export": False},
     ),
     Case(
+        "sinks_are_computed_by_blocks",
+        {"model.attention_sinks": True, "checkpoint.export": False, "training.compile": True},
+        "training.compile: true does not work with model.attention_sinks = true: torch.compile cannot trace their "
+        "attention; use training.compile = false",
+        {"model.attention_sinks": True, "checkpoint.export": False, "training.compile": False},
+    ),
+    Case(
         "rotated_share_is_even",
         {"model.head_dim": 8, "model.partial_rotary_factor": 0.4, "checkpoint.export": False},
         "model.partial_rotary_factor: 0.4 of head_dim = 8 is 3, but rotary embeddings rotate pairs; use 0.25",
