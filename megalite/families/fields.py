@@ -6,7 +6,7 @@ from typing import Any
 from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
 from megalite.topology.shape import ModelShape
 
-_NOT_TRAINED = ("shared_gate", "router_bias", "expert_bias")
+_NOT_TRAINED = ("shared_gate",)
 EXPERT_SETTINGS = {
     field.name: {"correction_bias": "router_correction_bias"}.get(field.name, field.name)
     for field in fields(ExpertShape)

@@ -3,7 +3,9 @@
 Shazeer et al. 2017, "Outrageously large neural networks". No token is dropped, and no expert has a capacity.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +16,8 @@ from megalite.model.dropout import LayerMasks
 from megalite.model.mlp import GatedMLP
 from megalite.model.options import ModelOptions
 from megalite.model.recompute import recomputing
+from megalite.ops.activations import clamped_swiglu
+from megalite.ops.expert_products import with_expert_biases
 from megalite.ops.router import Routing, balance_loss, route, sequence_counts, with_loss, z_loss
 from megalite.parallel.collectives import all_reduce, column_input, gather_ranks, row_output
 from megalite.parallel.experts import expert_mlp, through_experts
@@ -22,11 +26,12 @@ from megalite.topology.experts import ExpertShape, MixtureShape
 
 
 class _Matrix(nn.Module):
-    """A weight that a function of the block multiplies with."""
+    """A weight that a function of the block multiplies with, and the bias that it adds, if there is one."""
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype):
+    def __init__(self, rows: int, columns: int, dtype: torch.dtype, *, bias: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype)) if bias else None
 
 
 class Router(nn.Module):
@@ -44,6 +49,7 @@ class Router(nn.Module):
         self.mesh, self.experts, self.training_settings = mesh, experts, options.training
         number = experts.num_experts
         self.weight = nn.Parameter(torch.empty(number, shape.hidden_size, dtype=options.dtype))
+        self.bias = nn.Parameter(torch.empty(number, dtype=options.dtype)) if experts.router_bias else None
         self.e_score_correction_bias: nn.Parameter | None = None
         if experts.correction_bias:
             bias = torch.empty(number, dtype=options.loss_dtype)
@@ -57,7 +63,8 @@ class Router(nn.Module):
         scale: the gradient of each sequence's router losses, which the weights' gradient brings; None: there are none.
         """
         kind = torch.promote_types(hidden_states.dtype, torch.float32)
-        logits = F.linear(hidden_states.to(kind), self.weight.to(kind))
+        bias = None if self.bias is None else self.bias.to(kind)
+        logits = F.linear(hidden_states.to(kind), self.weight.to(kind), bias)
         routing = route(logits.flatten(0, 1), self.experts, self.e_score_correction_bias)
         if scale is None:
             return routing
@@ -104,17 +111,17 @@ class Mixture(nn.Module):
         experts = shape.experts
         assert experts is not None
         self.mesh, self.number, self.activation = mesh, experts.num_experts, options.ops.glu.swiglu
+        if experts.swiglu_limit is not None:
+            self.activation = partial(clamped_swiglu, limit=experts.swiglu_limit)
         self.gradients = options.weight_gradients
         held, hidden = len(mesh.experts(shape)), shape.hidden_size
         width = (
             mesh.local(experts.moe_intermediate_size) if mesh.cuts_experts else experts.moe_intermediate_size
         )
         self.gate = Router(shape, experts, mesh, options)
+        matrix = partial(_Matrix, dtype=options.dtype, bias=experts.expert_bias)
         self.experts = nn.ModuleDict(
-            {
-                "gate_up_proj": _Matrix(held * 2 * width, hidden, options.dtype),
-                "down_proj": _Matrix(held * hidden, width, options.dtype),
-            }
+            {"gate_up_proj": matrix(held * 2 * width, hidden), "down_proj": matrix(held * hidden, width)}
         )
         self.shared_experts: GatedMLP | None = None
         if experts.shared_intermediate_size:
@@ -140,8 +147,17 @@ class Mixture(nn.Module):
         return output
 
     def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        gate_up, down = self.experts.parameters()
-        return expert_mlp(rows, counts, gate_up, down, self.activation, self.gradients)
+        gate_up, down = cast(Iterable[_Matrix], self.experts.values())
+        activation = self.activation
+        if gate_up.bias is not None:
+            biases = partial(with_expert_biases, bias=gate_up.bias, counts=counts)
+            activation = lambda rows: self.activation(biases(rows))  # noqa: E731
+        output = expert_mlp(rows, counts, gate_up.weight, down.weight, activation, self.gradients)
+        if down.bias is None:
+            return output
+        # Ranks that share an expert have parts of its output, to which the bias belongs once.
+        added = not self.mesh.cuts_experts or self.mesh.tp.rank == 0
+        return with_expert_biases(output, down.bias, counts, added=added)
 
     def _of_all_positions(self, routing: Routing, hidden_states: Tensor) -> tuple[Routing, Tensor]:
         """Return the routing and hidden states of all positions, on every rank of tp; gradients are summed over tp."""

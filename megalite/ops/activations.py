@@ -16,6 +16,8 @@ from megalite.ops import extension
 # As in torch.nn.functional.gelu: the exact error function ("none") or the tanh approximation.
 Approximate = Literal["none", "tanh"]
 
+# gate * sigmoid(1.702 gate) of gpt-oss is close to GELU.
+_CLAMPED_SLOPE = 1.702
 # The codes of csrc/core/activation.h.
 SILU = 0
 GELU = {"none": 1, "tanh": 2}
@@ -54,6 +56,42 @@ def swiglu(gate_up: Tensor) -> Tensor:
 def compiled_swiglu(gate_up: Tensor) -> Tensor:
     """Same as `swiglu`, by the compiled operator."""
     activated: Tensor = _glu(gate_up, SILU)
+    return activated
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """One autograd node, which saves its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.limit = limit
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return torch.sigmoid(gate * _CLAMPED_SLOPE).mul_(gate).mul_(up.clamp(-limit, limit).add_(1))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (gate_up,), limit = ctx.saved_tensors, ctx.limit
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate_up_grad = torch.empty_like(gate_up)
+        gate_grad, up_grad = gate_up_grad.chunk(2, dim=-1)
+        clamped = gate.clamp(max=limit)
+        share = torch.sigmoid(clamped * _CLAMPED_SLOPE)
+        torch.mul(share * clamped, grad, out=up_grad)
+        up_grad.masked_fill_(up.abs() > limit, 0)
+        slope = (1 - share).mul_(clamped).mul_(_CLAMPED_SLOPE).add_(1).mul_(share)
+        torch.mul(slope.mul_(up.clamp(-limit, limit).add_(1)), grad, out=gate_grad)
+        gate_grad.masked_fill_(gate > limit, 0)
+        return gate_up_grad, None
+
+
+def clamped_swiglu(gate_up: Tensor, *, limit: float) -> Tensor:
+    """Return gate * sigmoid(1.702 gate) * (up + 1) [..., I] of [..., 2 I], gate first (OpenAI 2025, gpt-oss).
+
+    The gate is at most `limit`, and up between -limit and limit; what is clamped has no gradient.
+    """
+    activated: Tensor = _ClampedSwiGLU.apply(gate_up, limit)
     return activated
 
 

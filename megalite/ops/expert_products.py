@@ -6,6 +6,7 @@ product. The host knows the counts (the exchange of rows needs them there), so t
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,41 @@ def expert_weight_gradients(grad: Tensor, rows: Tensor, counts: Sequence[int]) -
     for own_grad, own, product in by_expert:
         torch.mm(own_grad.t(), own, out=product)  # zeros where there are no rows
     return products.flatten(0, 1)
+
+
+def with_expert_biases(rows: Tensor, bias: Tensor, counts: Sequence[int], *, added: bool = True) -> Tensor:
+    """Return the rows [R, out], sorted by expert and overwritten, each with the bias of its expert.
+
+    bias: [n * out]. added: False: another rank adds it; the rows stay as they are and the bias has a gradient of zeros.
+    """
+    biased: Tensor = _WithExpertBiases.apply(rows, bias, counts, added)
+    return biased
+
+
+class _WithExpertBiases(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, counts: Sequence[int], added: bool) -> Tensor:
+        ctx.mark_dirty(rows)
+        ctx.counts, ctx.added = counts, added
+        of_experts = bias.view(len(counts), -1)
+        if added and _in_one_product(rows, of_experts.shape):
+            places = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+            owners = torch.searchsorted(_ends(counts, rows.device), places, right=True)
+            rows += of_experts.index_select(0, owners)
+        elif added:
+            for own, of_expert in zip(rows.split(counts), of_experts, strict=True):
+                own += of_expert
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        if not ctx.needs_input_grad[1]:
+            return grad, None, None, None
+        if not ctx.added:
+            return grad, grad.new_zeros(len(ctx.counts) * grad.shape[1]), None, None
+        # Products with ones, whose sums are float32: as many as a grouped product wants.
+        ones = grad.new_ones(len(grad), _ALIGNMENT // 2)
+        return grad, expert_weight_gradients(grad, ones, ctx.counts)[:, 0], None, None
 
 
 def add_expert_gradients_(

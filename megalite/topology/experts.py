@@ -22,7 +22,8 @@ class ExpertShape:
     num_experts, num_experts_per_tok: of a layer, and those that a token is sent to.
     moe_intermediate_size: of one expert. shared_intermediate_size: of the MLP for all tokens, which may be several
     shared experts; 0: none. shared_gate: its output is scaled by a linear of one output (Qwen2-MoE).
-    router_bias, expert_bias: trained biases (gpt-oss).
+    router_bias, expert_bias: trained biases (gpt-oss). swiglu_limit: gate and up are clamped, see
+    ops.activations.clamped_swiglu; None: an expert is down(silu(gate(x)) * up(x)).
     router_scores: of the router's logits, over all experts. norm_topk_prob: the weights of a token's experts are
     divided by their sum, and all are multiplied by routed_scaling_factor.
     n_group, topk_group: a token's experts come from the topk_group groups of n_group with the best scores: their
@@ -39,6 +40,7 @@ class ExpertShape:
     shared_gate: bool = False
     router_bias: bool = False
     expert_bias: bool = False
+    swiglu_limit: float | None = None
     router_scores: Literal["softmax", "sigmoid"] = "softmax"
     norm_topk_prob: bool = True
     routed_scaling_factor: float = 1.0
@@ -123,7 +125,7 @@ class BlockTensor:
     """A tensor of a block, of canonical tensors of one shape stacked along dim 0.
 
     parts: their modules and "weight" or "bias"; by default the tensor itself. dim: the dim of each that is cut over the
-    ranks of `axis`; None: whole on each of them. output: it leads into the residual stream.
+    ranks of `axis`; None: whole on each of them. summed: as in ShardSpec. output: it leads into the residual stream.
     by_counts: changed by the counts of a step alone, not by a gradient.
     """
 
@@ -133,6 +135,7 @@ class BlockTensor:
     axis: str = "tp"
     parts: tuple[str, ...] = ()
     output: bool = False
+    summed: bool = False
     by_counts: bool = False
 
 
@@ -169,7 +172,9 @@ def expert_tensors(shape: MixtureShape, numbers: range | None = None) -> Iterato
     yield BlockTensor(f"{stacked[1]}.weight", (hidden, width), 1, EXPERT_AXIS, weights, output=True)
     if experts.expert_bias:
         yield BlockTensor(f"{stacked[0]}.bias", (width,), 0, EXPERT_AXIS, of_experts("bias", *up))
-        yield BlockTensor(f"{stacked[1]}.bias", (hidden,), None, EXPERT_AXIS, of_experts("bias", down))
+        # The first of the ranks that share an expert adds it, and the others have no gradient of it.
+        biases = of_experts("bias", down)
+        yield BlockTensor(f"{stacked[1]}.bias", (hidden,), None, EXPERT_AXIS, biases, summed=True)
     if shared:
         module = "mlp.shared_experts"
         both = tuple(f"{module}.{name}.weight" for name in up)

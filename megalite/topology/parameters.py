@@ -202,7 +202,10 @@ def _own_layer_parameters(shape: ModelShape, layer: int, experts: range | None) 
 def _block_parameter(tensor: BlockTensor, shape: ModelShape, layer: int) -> Parameter:
     prefix, matrix = f"model.layers.{layer}.", len(tensor.shape) == 2
     parts = tuple(Part(prefix + name, tensor.shape) for name in tensor.parts or (tensor.name,))
-    spec, fill = ShardSpec(parts, tensor.dim, tensor.axis), 1.0 if "norm" in tensor.name else 0.0
+    spec, fill = (
+        ShardSpec(parts, tensor.dim, tensor.axis, summed=tensor.summed),
+        1.0 if "norm" in tensor.name else 0.0,
+    )
     std = _residual_std(shape) if tensor.output else shape.initializer_range
     return Parameter(
         *(prefix + tensor.name, spec, layer, std if matrix else None, matrix, fill),

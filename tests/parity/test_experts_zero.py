@@ -38,6 +38,15 @@ JOBS["ZeRO 1, pp2 dp2 ep2"] = replace(JOB, zero_stage=1, layout=Layout(pipeline=
 JOBS["ZeRO 1, dp2 ep2, small buckets"] = replace(
     JOBS["ZeRO 1, dp2 ep2"], deepspeed_keys={"zero_optimization": {"reduce_bucket_size": 18_500}}
 )
+# Biases of experts, which ranks that share an expert hold whole.
+BIASED = {
+    stage: replace(EIGHT.shape, experts=replace(EIGHT.shape.experts, expert_bias=True, router_bias=True))
+    for stage in (1, 2, 3)
+}
+for stage, shape in BIASED.items():
+    JOBS[f"ZeRO {stage}, tp2 dp2 ep2, cut, biases"] = replace(
+        JOBS[f"ZeRO {stage}, tp2 dp2 ep2, cut"], shape=shape, sequence_parallel=stage == 2
+    )
 for stage, offload in ((1, "optimizer"), (2, "optimizer"), (3, "parameters")):
     JOBS[f"ZeRO {stage}, dp4 ep2, offloaded"] = replace(JOBS[f"ZeRO {stage}, dp4 ep2"], offload=offload)
 CORE = (

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalite.ops.activations import swiglu
 from megalite.ops.adamw import add_weight_gradient_
+from megalite.ops.expert_products import with_expert_biases
 from megalite.ops.router import route
 from megalite.parallel.device import local_device
 from megalite.parallel.experts import expert_mlp, through_experts
@@ -72,6 +73,32 @@ def compare_on_device(in_place: bool) -> None:
             assert_close(ours.cpu(), expected, rtol=CHUNKED_RTOL[torch.bfloat16])
 
 
+def compare_biases_on_device() -> None:
+    """Compare biases that are looked up for all rows at once with those of one expert after another."""
+    results: list[list[Tensor]] = []
+    for device in ("standin", "cpu"):
+        rows = drawn(sum(COUNTS), HIDDEN, seed=3).to(device)
+        bias = drawn(EXPERTS * HIDDEN, seed=4).to(device).requires_grad_()
+        grad = drawn(sum(COUNTS), HIDDEN, seed=6).to(device)
+        looked_up: list[int] = []
+        with mock.patch.object(torch, "searchsorted", _noting(torch.searchsorted, looked_up)):
+            biased = with_expert_biases(rows, bias, COUNTS)
+        assert len(looked_up) == (device == "standin")
+        biased.backward(grad)
+        assert bias.grad is not None
+        results.append([biased.detach().cpu(), bias.grad.cpu()])
+    assert torch.equal(results[0][0], results[1][0])
+    assert_close(results[0][1], results[1][1], rtol=CHUNKED_RTOL[torch.bfloat16])
+
+
+def _noting(function: Callable[..., Tensor], calls: list[int]) -> Callable[..., Tensor]:
+    def noted(*inputs: Tensor, **settings: bool) -> Tensor:
+        calls.append(len(inputs))
+        return function(*inputs, **settings)
+
+    return noted
+
+
 def waits_of_the_host() -> list[int]:
     """Return how often the host waits in a forward and backward through experts, line by line."""
     size = dist.get_world_size()
@@ -98,6 +125,10 @@ def _experts(rows: Tensor, counts: tuple[int, ...], gate_up: Tensor, down: Tenso
 @pytest.mark.parametrize("in_place", [False, True])
 def test_one_product_for_all_experts_is_a_product_for_each(devices, in_place: bool) -> None:
     devices.run(compare_on_device, in_place=in_place)
+
+
+def test_biases_of_all_experts_are_those_of_each(devices) -> None:
+    devices.run(compare_biases_on_device)
 
 
 @pytest.mark.parametrize("size", [1, 2])

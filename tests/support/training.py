@@ -398,12 +398,12 @@ def shards_of(
     for parameter in parameters:
         assert parameter.name in tensors, f"nothing of {parameter.name} was seen"
         for part, region, values in mesh.parts_of(parameter, tensors[parameter.name].detach()):
-            in_parts = is_partial(parameter, part, mesh)
+            in_parts = summed = is_partial(parameter, part, mesh)
             # Under ZeRO 2 and 3 backward sums them, and all holders of a head but the first have zeros.
             if complete:
                 in_parts = mesh.is_shared(parameter, part)
             # Whole experts on ranks of tp get different tokens.
-            in_parts |= parameter.spec.axis == EXPERT_AXIS
+            in_parts |= parameter.spec.axis == EXPERT_AXIS and not (complete and summed)
             shards.append(Shard(part.name, region, values.cpu().clone(), in_parts))
     return shards
 

@@ -98,7 +98,7 @@ def experts_are_gated_by_silu(run: CheckedRun) -> Iterator[Problem]:
     for name, built in (("gated_mlp", True), ("hidden_act", "silu"), ("mlp_bias", False)):
         if (value := getattr(shape, name)) != built:
             message = f"{shown(value)} does not work with {_NUMBER} = {run.model.num_experts}: an expert is "
-            message += "down(silu(gate(x)) * up(x)), without biases"
+            message += "down(silu(gate(x)) * up(x)), with biases by model.expert_bias"
             yield Problem.reset(f"model.{name}", message, f"use {shown(built)}", built)
 
 

@@ -56,9 +56,10 @@ def experts_marked(replica: Replica, optimizer: torch.optim.Optimizer, stage: in
     groups._EXPERT_DATA_PARALLEL_GROUP[GROUP] = ranks.group
     groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[GROUP] = list(ranks.ranks)
     tensors: list[Any] = [replica.trained_tensors[each.name] for each in experts]
-    for tensor in tensors:
-        # The norm counts its partitions on every rank of a replica.
-        tensor.allreduce, tensor.group_name, tensor.tensor_model_parallel = False, GROUP, True
+    for parameter, tensor in zip(experts, tensors, strict=True):
+        # The norm counts its partitions on every rank of a replica, but once what ranks of tp have in common.
+        tensor.allreduce, tensor.group_name = False, GROUP
+        tensor.tensor_model_parallel = parameter.spec.dim is not None or not mesh.cuts_experts
         if stage == 3:
             tensor.ds_zero_placement_family = "autoep_expert"
             tensor.ds_zero_partition_group_name = GROUP

@@ -98,8 +98,8 @@ EXPERT_CASES = [
         "experts_are_gated_by_silu",
         "model.hidden_act",
         "gelu",
-        '"gelu" does not work with model.num_experts = 6: an expert is down(silu(gate(x)) * up(x)), without biases; '
-        'use "silu"',
+        '"gelu" does not work with model.num_experts = 6: an expert is down(silu(gate(x)) * up(x)), with biases by '
+        'model.expert_bias; use "silu"',
         checkpoint__export=False,
     ),
     _case(

@@ -205,11 +205,7 @@ def test_every_field_of_a_shape_is_a_setting():
     assert {each.name for each in fields(ModelShape)} - settings.keys() == {"rope_scaling", "adapter"}
     used = {name for names in SCALINGS.values() for name in names}
     assert {"rope_type", *map(rope_setting, used)} <= settings.keys()
-    assert {each.name for each in fields(ExpertShape)} - EXPERT_SETTINGS.keys() == {
-        "shared_gate",
-        "router_bias",
-        "expert_bias",
-    }
+    assert {each.name for each in fields(ExpertShape)} - EXPERT_SETTINGS.keys() == {"shared_gate"}
     assert {*EXPERT_SETTINGS.values(), *LATENT_SETTINGS} <= settings.keys()
     assert used <= {each.name for each in fields(RopeScaling)}
 

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.ops.activations import swiglu
+from megalite.ops.activations import clamped_swiglu, swiglu
 from megalite.ops.adamw import add_weight_gradient_
+from megalite.ops.expert_products import with_expert_biases
 from megalite.parallel.experts import expert_mlp
 from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients, deferred_weight_gradients
 from tests.support.parity import CHUNKED_RTOL, OPERATOR_RTOL, assert_close
@@ -102,3 +103,44 @@ def test_frozen_weights_get_no_gradient() -> None:
     output = expert_mlp(rows.requires_grad_(), COUNTS["some"], *own, swiglu, IN_PLACE)
     output.backward(grad)
     assert rows.grad.any() and [weight.grad for weight in own] == [None, None]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_each_row_has_the_bias_of_its_expert(name: str) -> None:
+    counts = COUNTS[name]
+    rows, grad = rows_and_grad(sum(counts))
+    bias = torch.randn(len(counts) * HIDDEN, dtype=torch.float64, requires_grad=True)
+    inputs = rows.clone().requires_grad_()
+    biased = with_expert_biases(inputs * 1, bias, counts)
+    expert = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    assert torch.equal(biased, rows + bias.detach().view(len(counts), HIDDEN)[expert])
+    biased.backward(grad)
+    sums = torch.zeros(len(counts), HIDDEN, dtype=torch.float64).index_add_(0, expert, grad)
+    assert torch.equal(inputs.grad, grad)
+    assert_close(bias.grad, sums.flatten(), rtol=OPERATOR_RTOL, what="bias")
+
+
+def test_a_bias_that_another_rank_adds_has_a_gradient_of_zeros() -> None:
+    rows, grad = rows_and_grad(11)
+    bias = torch.ones(5 * HIDDEN, dtype=torch.float64, requires_grad=True)
+    inputs = rows.clone().requires_grad_()
+    biased = with_expert_biases(inputs * 1, bias, COUNTS["some"], added=False)
+    assert torch.equal(biased, rows)
+    biased.backward(grad)
+    assert torch.equal(inputs.grad, grad) and torch.equal(bias.grad, torch.zeros_like(bias))
+
+
+def test_the_clamped_activation_is_that_of_gpt_oss() -> None:
+    drawn = torch.randn(50, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2)) * 6
+    drawn[0, 0], drawn[1, 7] = 7.0, -7.0  # on the limit is not beyond it
+    inputs, expected = (drawn.clone().requires_grad_() for _ in range(2))
+    gate, up = expected.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+    reference = (up + 1) * gate * torch.sigmoid(gate * 1.702)
+    activated = clamped_swiglu(inputs, limit=7.0)
+    assert_close(activated, reference, rtol=OPERATOR_RTOL)
+    assert (drawn > 7).any() and (drawn < -7).any()
+    grad = torch.randn(50, 6, dtype=torch.float64)
+    activated.backward(grad)
+    reference.backward(grad)
+    assert_close(inputs.grad, expected.grad, rtol=OPERATOR_RTOL)

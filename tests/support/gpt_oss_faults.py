@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megalite.model import attention
+from megalite.model import attention, moe
 from megalite.ops import attention_sinks
 from megalite.parallel import context_ring
 from megalite.topology.axes import Layout
@@ -38,7 +38,18 @@ def _of_the_first_heads(ulysses_attention: Callable[..., Tensor]) -> Callable[..
     return attend
 
 
-SINK_FAULTS: Mapping[str, ContextFault] = {
+def _on_every_rank(with_expert_biases: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda rows, bias, counts, **_: with_expert_biases(rows, bias, counts)
+
+
+def _of_another_expert(with_expert_biases: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def biased(rows: Tensor, bias: Tensor, counts: Any, **others: Any) -> Tensor:
+        return with_expert_biases(rows, bias.view(len(counts), -1).roll(1, 0).flatten(), counts, **others)
+
+    return biased
+
+
+GPT_OSS_FAULTS: Mapping[str, ContextFault] = {
     "gradient of another head's sink": ContextFault(
         attention_sinks, "sink_gradients", _of_the_next_head, {"layout": Layout(data=2)}
     ),
@@ -51,9 +62,21 @@ SINK_FAULTS: Mapping[str, ContextFault] = {
         lambda methods: {**methods, "ulysses": _of_the_first_heads(methods["ulysses"])},
         {"layout": _CONTEXT, "context_method": "ulysses"},
     ),
+    "down bias of every tensor rank": ContextFault(
+        moe, "with_expert_biases", _on_every_rank, {"layout": Layout(tensor=2)}
+    ),
+    "biases of another expert": ContextFault(
+        moe, "with_expert_biases", _of_another_expert, {"layout": Layout(data=2, expert=2)}
+    ),
+    "gate and up not clamped": ContextFault(
+        moe,
+        "clamped_swiglu",
+        lambda clamped: lambda gate_up, limit: clamped(gate_up, limit=100.0),
+        {"layout": Layout(data=2)},
+    ),
 }
 
 
 def train_with_fault(job: Job, fault: str | None) -> RankResult:
-    with planted_context_fault(fault, SINK_FAULTS):
+    with planted_context_fault(fault, GPT_OSS_FAULTS):
         return train_on_rank(job)
