@@ -10,6 +10,7 @@ experts. The forms take turns on one thread; a figure is the median of their tim
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from megalite.ops import extension
 from megalite.ops.activations import COMPILED_GLU, TORCH_GLU
 from megalite.ops.adamw import add_weight_gradient_, compiled_add_weight_gradient_
 from megalite.ops.router import Routing, route
-from megalite.parallel.experts import expert_mlp, through_experts
+from megalite.parallel.experts import expert_linear, expert_mlp, through_experts
 from megalite.parallel.gradient_sums import WeightGradients
 from megalite.parallel.mesh import ALONE
 from megalite.topology.experts import ExpertShape
@@ -83,8 +84,10 @@ def _ours(stacked: Sequence[Tensor], sizes: Sizes, routing: Routing) -> Form:
     activation = (COMPILED_GLU if compiled else TORCH_GLU).swiglu
     experts = [weight.flatten(0, 1).clone().requires_grad_() for weight in stacked]
 
+    gate_up, down = (partial(expert_linear, weight=weight, gradients=gradients) for weight in experts)
+
     def compute(rows: Tensor, counts: Sequence[int]) -> Tensor:
-        return expert_mlp(rows, counts, *experts, activation, gradients)
+        return expert_mlp(rows, counts, gate_up, down, activation)
 
     def run(tokens: Tensor, weights: Tensor) -> Tensor:
         chosen = Routing(routing.experts, weights, routing.shares, routing.counts)

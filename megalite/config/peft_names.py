@@ -1,9 +1,12 @@
 """The names that PEFT's files have for the tensors of an adapter."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.topology.adapter import Lora
+from megalite.topology.experts import EXPERT_AXIS, MixtureShape
 from megalite.topology.parameters import model_parameters, trained_tensors
 from megalite.topology.shape import ModelShape
 
@@ -26,23 +29,30 @@ def fused_with_others(shape: ModelShape) -> str | None:
     return None
 
 
-def hidden_linears(shape: ModelShape) -> dict[str, bool]:
-    """Return linear of a layer, named within it -> whether it can be adapted: experts and their router cannot."""
-    modules = (
-        part.name.removesuffix(".weight").split(".", 3)[-1]
-        for parameter in model_parameters(shape.base)
-        if parameter.is_hidden_matrix
-        for part in parameter.spec.parts
-    )
-    return {module: module != "mlp.gate" and not module.startswith("mlp.experts.") for module in modules}
-
-
-def adapted_expert(shape: ModelShape) -> str | None:
-    """Return a linear that the adapter names, but that cannot be adapted; None: there is none."""
+def adapted_linears(shape: ModelShape) -> Iterator[tuple[str, bool]]:
+    """Yield each linear of a layer that the adapter changes, and whether it is an expert's."""
     adapter = shape.adapter
     assert isinstance(adapter, Lora)
-    linears = hidden_linears(shape).items()
-    return next((module for module, adaptable in linears if not adaptable and adapter.adapts(module)), None)
+    for parameter in model_parameters(shape.base):
+        for part in parameter.spec.parts if parameter.takes_lora else ():
+            module = part.name.removesuffix(".weight")
+            if adapter.adapts(module):
+                yield module, parameter.spec.axis == EXPERT_AXIS
+
+
+def beyond_transformers_5(shape: ModelShape) -> str | None:
+    """Return an adapted linear that PEFT 0.21 loses beside transformers 5, or refuses; None: it loads all of them.
+
+    There a layer's experts are two parameters, which PEFT adapts whole. It takes each linear of one of their names for
+    an expert's, and the gate alone for a mistake.
+    """
+    linears = list(adapted_linears(shape))
+    names = {module.rpartition(".")[-1] for module, of_expert in linears if of_expert}
+    if len(names & {"gate_proj", "up_proj"}) == 1:
+        return next(module for module, of_expert in linears if of_expert)
+    mixture = isinstance(shape, MixtureShape) and shape.experts is not None
+    others = (module for module, of_expert in linears if ".mlp." in module and not of_expert)
+    return next(others, None) if mixture else None
 
 
 def peft_names(shape: ModelShape) -> dict[str, str]:
@@ -53,12 +63,34 @@ def peft_names(shape: ModelShape) -> dict[str, str]:
     return {name: _peft_name(name, theirs, adapter) for name in trained_tensors(shape)}
 
 
+def peft_targets(shape: ModelShape) -> list[str]:
+    """Return the adapted modules as PEFT's target_modules names them.
+
+    With those of experts, which are thousands, a last word stands for all modules that have it.
+    """
+    theirs = {
+        ours: name.removesuffix(".weight")
+        for ours, name in _names_of_modules(shape.base)
+        if ours.endswith(".weight")
+    }
+    linears = list(adapted_linears(shape))
+    modules = [theirs[f"{module}.weight"] for module, _ in linears]
+    if not any(of_expert for _, of_expert in linears):
+        return modules
+    word = {name: name.rpartition(".")[-1] for name in theirs.values()}
+    every, adapted = Counter(word.values()), Counter(word[name] for name in modules)
+    whole = {last for last, number in adapted.items() if number == every[last]}
+    return list(dict.fromkeys(word[name] if word[name] in whole else name for name in modules))
+
+
 def canonical_word(family: str, module: str) -> str:
     """Return the canonical name of a module that PEFT's settings name, by all of its name or by the end of it."""
-    words = {
-        theirs.rsplit(".", 1)[-1]: ours.rsplit(".", 1)[-1]
-        for ours, theirs in FAMILIES[family].names.modules.items()
-    }
+    modules, words = FAMILIES[family].names.modules, {}
+    for ours, theirs in modules.items():
+        words[theirs.rsplit(".", 1)[-1]] = ours.rsplit(".", 1)[-1]
+        pattern = re.escape(theirs).replace(r"\*", r"([^.]+)")
+        if (named := re.fullmatch(rf"(.*\.)?{pattern}", module)) and "*" in theirs:
+            return f"{named[1] or ''}{ours.replace('*', named[2])}"
     before, point, last = module.rpartition(".")
     return f"{before}{point}{words.get(last, last)}"
 

@@ -3,9 +3,8 @@
 Shazeer et al. 2017, "Outrageously large neural networks". No token is dropped, and no expert has a capacity.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -17,21 +16,30 @@ from megalite.model.mlp import GatedMLP
 from megalite.model.options import ModelOptions
 from megalite.model.recompute import recomputing
 from megalite.ops.activations import clamped_swiglu
-from megalite.ops.expert_products import with_expert_biases
 from megalite.ops.router import Routing, balance_loss, route, sequence_counts, with_loss, z_loss
 from megalite.parallel.collectives import all_reduce, column_input, gather_ranks, row_output
 from megalite.parallel.experts import expert_mlp, through_experts
+from megalite.parallel.layers import ExpertLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.experts import ExpertShape, MixtureShape
 
 
-class _Matrix(nn.Module):
-    """A weight that a function of the block multiplies with, and the bias that it adds, if there is one."""
+class _Experts(nn.Module):
+    """The linears of a rank's experts."""
 
-    def __init__(self, rows: int, columns: int, dtype: torch.dtype, *, bias: bool):
+    def __init__(self, shape: MixtureShape, mesh: ParallelMesh, options: ModelOptions):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype)) if bias else None
+        experts, hidden = shape.experts, shape.hidden_size
+        assert experts is not None
+        width = experts.moe_intermediate_size
+        width = mesh.local(width) if mesh.cuts_experts else width
+        linear = partial(
+            ExpertLinear, dtype=options.dtype, gradients=options.weight_gradients, bias=experts.expert_bias
+        )
+        held = len(mesh.experts(shape))
+        self.gate_up_proj = linear(held * 2 * width, hidden)
+        # Ranks that share an expert have parts of its output, to which the bias belongs once.
+        self.down_proj = linear(held * hidden, width, adds_bias=not mesh.cuts_experts or mesh.tp.rank == 0)
 
 
 class Router(nn.Module):
@@ -113,16 +121,8 @@ class Mixture(nn.Module):
         self.mesh, self.number, self.activation = mesh, experts.num_experts, options.ops.glu.swiglu
         if experts.swiglu_limit is not None:
             self.activation = partial(clamped_swiglu, limit=experts.swiglu_limit)
-        self.gradients = options.weight_gradients
-        held, hidden = len(mesh.experts(shape)), shape.hidden_size
-        width = (
-            mesh.local(experts.moe_intermediate_size) if mesh.cuts_experts else experts.moe_intermediate_size
-        )
         self.gate = Router(shape, experts, mesh, options)
-        matrix = partial(_Matrix, dtype=options.dtype, bias=experts.expert_bias)
-        self.experts = nn.ModuleDict(
-            {"gate_up_proj": matrix(held * 2 * width, hidden), "down_proj": matrix(held * hidden, width)}
-        )
+        self.experts = _Experts(shape, mesh, options)
         self.shared_experts: GatedMLP | None = None
         if experts.shared_intermediate_size:
             self.shared_experts = GatedMLP(shape.dense_layer(layer), mesh, options)
@@ -147,17 +147,8 @@ class Mixture(nn.Module):
         return output
 
     def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        gate_up, down = cast(Iterable[_Matrix], self.experts.values())
-        activation = self.activation
-        if gate_up.bias is not None:
-            biases = partial(with_expert_biases, bias=gate_up.bias, counts=counts)
-            activation = lambda rows: self.activation(biases(rows))  # noqa: E731
-        output = expert_mlp(rows, counts, gate_up.weight, down.weight, activation, self.gradients)
-        if down.bias is None:
-            return output
-        # Ranks that share an expert have parts of its output, to which the bias belongs once.
-        added = not self.mesh.cuts_experts or self.mesh.tp.rank == 0
-        return with_expert_biases(output, down.bias, counts, added=added)
+        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
+        return expert_mlp(rows, counts, gate_up.product, down.product, self.activation)
 
     def _of_all_positions(self, routing: Routing, hidden_states: Tensor) -> tuple[Routing, Tensor]:
         """Return the routing and hidden states of all positions, on every rank of tp; gradients are summed over tp."""

@@ -67,17 +67,16 @@ def through_experts(
 def expert_mlp(
     rows: Tensor,
     counts: Sequence[int],
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertCompute,
+    down: ExpertCompute,
     activation: Callable[[Tensor], Tensor],
-    gradients: WeightGradients = BY_AUTOGRAD,
 ) -> Tensor:
     """Return the outputs of n gated MLPs, each for its rows: [R, H] sorted by expert -> [R, H].
 
-    gate_up: [n * 2F, H], the gate of each expert over its up. down: [n * H, F]. activation: [R, 2F] -> [R, F].
+    gate_up: products with the gate of each expert over its up, [R, H] -> [R, 2F]. activation: [R, 2F] -> [R, F].
+    down: [R, F] -> [R, H].
     """
-    features = activation(_expert_linear(rows, gate_up, counts, gradients))
-    return _expert_linear(features, down, counts, gradients)
+    return down(activation(gate_up(rows, counts)), counts)
 
 
 class _ExpertLinear(torch.autograd.Function):
@@ -105,7 +104,10 @@ class _ExpertLinear(torch.autograd.Function):
         )
 
 
-def _expert_linear(rows: Tensor, weight: Tensor, counts: Sequence[int], gradients: WeightGradients) -> Tensor:
+def expert_linear(
+    rows: Tensor, counts: Sequence[int], weight: Tensor, gradients: WeightGradients = BY_AUTOGRAD
+) -> Tensor:
+    """Return rows W_e^T of each of n experts e: [R, in] sorted by expert -> [R, out]. weight: [n * out, in]."""
     products: Tensor = _ExpertLinear.apply(rows, weight, counts, gradients)  # type: ignore[no-untyped-call]
     return products
 

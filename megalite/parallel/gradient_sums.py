@@ -46,9 +46,10 @@ class WeightGradients:
     ) -> Tensor | None:
         """Return grad [N, out]^T inputs [N, in]; None if the product is or will be added to `weight.grad`.
 
-        counts: the rows of each expert, for the stacked products of experts [n * out, in].
+        counts: the rows of each expert, for the stacked products of experts [n * out, in]. The gradient of a weight
+        that is computed of others is autograd's.
         """
-        if not (deferring() or self.sums_in_place(weight)):
+        if not weight.is_leaf or not (deferring() or self.sums_in_place(weight)):
             return _product(grad, inputs(), counts)
         now_or_later(partial(self._add_product, weight, grad, inputs, counts))
         return None

@@ -1,10 +1,13 @@
 """Linears and embeddings split over the tensor-parallel axis (Shoeybi et al., "Megatron-LM", 2019, section 3).
 
+Beside them the linears of experts, whose rows `parallel/experts.py` brings.
+
 With sequence parallelism inputs and outputs hold each rank's own S / tp positions.
 
 Weights are allocated, not filled: model/stages.py fills them by name, so that every layout starts with equal weights.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.ops.dropout import Mask
+from megalite.ops.expert_products import with_expert_biases
 from megalite.parallel.collectives import (
     Pending,
     column_input,
@@ -20,6 +24,7 @@ from megalite.parallel.collectives import (
     start_gather,
     start_reduce_scatter,
 )
+from megalite.parallel.experts import expert_linear
 from megalite.parallel.gradient_sums import (
     BY_AUTOGRAD,
     WeightGradients,
@@ -28,7 +33,7 @@ from megalite.parallel.gradient_sums import (
     linear,
     product_gradients,
 )
-from megalite.parallel.lora import ColumnLora, RowLora
+from megalite.parallel.lora import ColumnLora, ExpertLora, RowLora
 from megalite.parallel.lora_bank import LoraBank, Selection
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.stages import balanced_split
@@ -249,6 +254,37 @@ class RowParallelLinear(nn.Module):
             summed = row_linear(hidden_states, self.weight, mesh=self.mesh, gradients=self.gradients)
         # After the reduction, so that the replicated bias counts once.
         return summed if self.bias is None else summed.add_(self.bias)
+
+
+class ExpertLinear(nn.Module):
+    """Y_e = X_e W_e^T + b_e of each expert e of this rank.
+
+    weight: [n * out, in], the experts' matrices stacked. bias: [n * out]; adds_bias: False: another rank adds it.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        columns: int,
+        *,
+        dtype: torch.dtype,
+        gradients: WeightGradients = BY_AUTOGRAD,
+        bias: bool = False,
+        adds_bias: bool = True,
+    ):
+        super().__init__()
+        self.gradients, self.adds_bias = gradients, adds_bias
+        self.weight = nn.Parameter(torch.empty(rows, columns, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(rows, dtype=dtype)) if bias else None
+        self.lora: ExpertLora | None = None
+
+    # No forward: ZeRO 3 gathers the weights around the mixture, and would again around a module that is called.
+    def product(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Map [R, in], sorted by expert, to [R, out]; counts: the rows of each expert."""
+        product = expert_linear(rows, counts, self.weight, self.gradients)
+        if self.bias is not None:
+            product = with_expert_biases(product, self.bias, counts, added=self.adds_bias)
+        return product if self.lora is None else self.lora.add_to(product, rows, counts)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -1,4 +1,4 @@
-"""Low-rank adapters of column- and row-parallel linears, in the linears' own collectives.
+"""Low-rank adapters of column- and row-parallel linears, in the linears' own collectives, and of experts.
 
 Hu et al., "LoRA", 2021: W x + scale * B A x. Liu et al., "DoRA", 2024: that, times a trained magnitude of each row over
 the row's norm.
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from megalite.ops.dropout import Mask, dropout
 from megalite.parallel.collectives import all_reduce, column_input, row_output
+from megalite.parallel.experts import expert_linear
 from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients, linear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.adapter import Lora
@@ -157,3 +158,27 @@ class RowLora(_LowRank):
         """Start the magnitudes at the norms of the rows of W + scale * B A. Collective over tp."""
         if self.magnitude is not None:
             self.magnitude.copy_(self.row_norms(weight))
+
+
+class ExpertLora(_LowRank):
+    """The adapters of the stacked matrices of n experts: A [n * adapted parts * rank, in], B [n * adapted rows, rank].
+
+    All experts of a layer are adapted alike, and each has an A and a B for each of its adapted parts.
+    """
+
+    def add_to(self, product: Tensor, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Add scale * B A x to the experts' own products [R, out], in place. rows: [R, in], sorted by expert."""
+        low = self.scale * expert_linear(rows, counts, self.A, self.gradients)
+        return product.add_(expert_linear(low, counts, self._blocks(len(counts)), self.gradients))
+
+    def _blocks(self, experts: int) -> Tensor:
+        """Return B with a block of columns for each adapted part of an expert, which has zeros for the other rows."""
+        parts = self.parts[: len(self.parts) // experts]
+        if len(parts) == 1:
+            return self.B
+        adapted = [place for place, (_, is_adapted) in enumerate(parts) if is_adapted]
+        own = self.B.view(experts, len(adapted), parts[0][0], -1)
+        blocks = own.new_zeros(experts, len(parts), own.shape[2], len(adapted), own.shape[3])
+        for column, place in enumerate(adapted):
+            blocks[:, place, :, column] = own[:, column]
+        return blocks.view(experts * len(parts) * own.shape[2], -1)

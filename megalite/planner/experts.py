@@ -6,12 +6,14 @@ al. 2020, "GShard".
 """
 
 from dataclasses import replace
+from math import ceil
 
 from megalite.config.sections.training_section import RecomputeMode
 from megalite.planner.activations import Activations, layer_activations
 from megalite.planner.cluster import Cluster
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import ZeroShares, stage_counts
+from megalite.topology.adapter import Lora
 from megalite.topology.context import ContextSizes, context_kept, context_traffic, context_working
 from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
 
@@ -35,6 +37,7 @@ def block_activations(run: PlannedRun, mode: RecomputeMode, layer: int) -> Activ
         block = latent_values(run, shape.latent, mode) if shape.latent is not None else 0.0
         if shape.experts is not None and shape.has_experts(layer):
             block += sum(expert_values(run, shape.experts).values())
+            block += adapter_values(run, shape.experts, layer)
         # Full recomputation makes them again.
         kept, working = (kept, working + block) if mode == "full" else (kept + block, working)
     plain, size = layer_activations(run, mode, layer), run.weight_bytes
@@ -63,6 +66,19 @@ def expert_values(run: PlannedRun, experts: ExpertShape) -> dict[str, float]:
         "returned rows": rows * hidden,
         "router's logits": tokens * experts.num_experts,
     }
+
+
+def adapter_values(run: PlannedRun, experts: ExpertShape, layer: int) -> float:
+    """Return the values that low-rank adapters of a layer's experts keep: products with A, and B in blocks."""
+    adapter = run.shape.adapter
+    if not isinstance(adapter, Lora):
+        return 0.0
+    names = [f"model.layers.{layer}.mlp.experts.0.{name}_proj" for name in ("gate", "up", "down")]
+    *up, down = (adapter.rank * adapter.adapts(name) for name in names)
+    rows = routed_tokens(run) * experts.num_experts_per_tok * (IMBALANCE if run.layout.expert > 1 else 1)
+    held = ceil(experts.num_experts / run.layout.expert)
+    blocks = held * 2 * experts.moe_intermediate_size / run.cut_of_experts * sum(up)
+    return rows * (sum(up) + down) + blocks
 
 
 def latent_values(run: PlannedRun, latent: LatentAttention, mode: RecomputeMode) -> float:

@@ -77,8 +77,7 @@ def state_remedies(config: RunConfig) -> Iterator[str]:
     if stage and "offload_optimizer" not in offload_devices(zero):
         yield f"--{_ZERO}.offload_optimizer.device cpu"
     if config.adapter.kind == "none" and model.weights is not None and not (stage and layout.pipeline > 1):
-        # Experts have no adapters.
-        yield "--adapter.kind lora" + ' --adapter.targets \'["q_proj", "v_proj"]\'' * bool(model.num_experts)
+        yield "--adapter.kind lora"
     sizes = tensor_sizes(model.num_attention_heads, model.num_key_value_heads or model.num_attention_heads)
     wider = next((size for size in sizes if size > layout.tensor), 0)
     shared = model.num_experts and (layout.expert_tensor or 0) > 1

@@ -3,9 +3,8 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import lru_cache
-from math import ceil, prod
+from math import prod
 from typing import NamedTuple
 
 from megalite.config.sections.schema import OptimizerConfig
@@ -109,10 +108,12 @@ def _kept(optimizer: OptimizerConfig) -> _Kept:
 @lru_cache(maxsize=4096)
 def _layer_counts(shape: ModelShape, layer: int, ranks: tuple[int, int, int], kept: _Kept) -> ValueCounts:
     """Return the values of a decoder layer on the first rank. ranks: of tensor, expert, expert tensor."""
-    tensor, *of_experts = ranks
-    parameters = tuple(layer_parameters(shape, layer))
+    tensor, expert, expert_tensor = ranks
+    # The first rank of those that divide the experts has as many as any.
+    held = RankPlace(Layout(data=expert, expert=expert), 0).experts(shape)
+    parameters = tuple(layer_parameters(shape, layer, held))
     dense = _counted((each for each in parameters if each.spec.axis != EXPERT_AXIS), tensor, kept)
-    # Whole, as one rank has them.
+    # The ranks that share each expert as those of another tensor parallelism.
     stacked = [
         replace(each, spec=replace(each.spec, axis="tp"))
         for each in parameters
@@ -120,17 +121,8 @@ def _layer_counts(shape: ModelShape, layer: int, ranks: tuple[int, int, int], ke
     ]
     if not stacked:
         return dense
-    experts = _counted_experts(_counted(stacked, 1, kept), shape, *of_experts)
+    experts = _counted(stacked, expert_tensor, kept)
     return replace(dense + experts, experts=experts)
-
-
-def _counted_experts(whole: ValueCounts, shape: ModelShape, expert: int, expert_tensor: int) -> ValueCounts:
-    """Return the share of all experts' values on the rank with the most experts."""
-    assert isinstance(shape, MixtureShape) and shape.experts is not None
-    number = shape.experts.num_experts
-    share = Fraction(ceil(number / expert), number * expert_tensor)
-    weights, trained, state = (ceil(share * values) for values in (whole.weights, whole.trained, whole.state))
-    return ValueCounts(weights, trained, state)
 
 
 @lru_cache(maxsize=1024)

@@ -44,6 +44,12 @@ class Parameter:
         """Whether it consists of matrices of a decoder layer: neither embedding nor head, norm or bias."""
         return self.layer is not None and len(self.spec.parts[0].shape) == 2
 
+    @property
+    def takes_lora(self) -> bool:
+        """Whether a low-rank adapter may change it: a matrix of a layer that is cut, which no router is."""
+        # A mixture's layer without shared experts is planned as a dense one with an empty MLP.
+        return self.is_hidden_matrix and self.spec.dim is not None and self.numel > 0
+
 
 EMBEDDING = "model.embed_tokens.weight"
 POSITIONS = "model.embed_positions.weight"
@@ -92,7 +98,7 @@ def layer_parameters(shape: ModelShape, layer: int, experts: range | None = None
         yield from _layer_prefix(shape, shape.adapter, layer)
     for parameter in _own_layer_parameters(shape, layer, experts):
         yield _as_trained(shape, parameter)
-        if isinstance(shape.adapter, Lora) and len(parameter.spec.full_shape) == 2:
+        if isinstance(shape.adapter, Lora) and parameter.takes_lora:
             yield from _lora_parameters(shape.adapter, parameter)
 
 
@@ -108,7 +114,8 @@ def _lora_parameters(adapter: Lora, adapted: Parameter) -> Iterator[Parameter]:
 
     A column-parallel weight has A whole on every rank and B cut like its rows; a row-parallel one has A cut like its
     columns and B whole. A whole one gets the gradient of each rank's share of the product, and these are summed. A
-    weight that no rank shares (a projection to latent attention's vectors) has both whole.
+    weight that no rank shares (a projection to latent attention's vectors) has both whole. The adapters of experts are
+    cut over the ranks that share an expert, and have the experts' copies.
     """
     spec = adapted.spec
     parts = [(part.name.removesuffix(".weight"), part) for part in spec.parts]
@@ -120,9 +127,9 @@ def _lora_parameters(adapter: Lora, adapted: Parameter) -> Iterator[Parameter]:
     prefix = adapted.name.removesuffix(".weight")
     a = tuple(Part(f"{module}.lora_A.weight", (rank, fan_in)) for module, _ in parts)
     b = tuple(Part(f"{module}.lora_B.weight", (part.shape[0], rank), part.heads) for module, part in parts)
-    spec_a = ShardSpec(a, cut_a, summed=spec.dim == 0)
+    spec_a = ShardSpec(a, cut_a, spec.axis, summed=spec.dim == 0)
     yield Parameter(f"{prefix}.lora.A", spec_a, adapted.layer, _linear_std(fan_in), True, adapter=True)
-    spec_b = ShardSpec(b, cut_b, summed=spec.dim == 1)
+    spec_b = ShardSpec(b, cut_b, spec.axis, summed=spec.dim == 1)
     yield Parameter(f"{prefix}.lora.B", spec_b, adapted.layer, None, True, fill=0.0, adapter=True)
     if adapter.dora:
         magnitudes = tuple(

@@ -7,7 +7,7 @@ import pytest
 
 from megalite.config.sections.schema import OptimizerConfig
 from megalite.parallel.objective import Preference
-from megalite.topology.adapter import Lora
+from megalite.topology.adapter import PROJECTIONS, Lora
 from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape, MixtureShape
 from megalite.topology.shape import ModelShape
@@ -100,8 +100,30 @@ JOBS = {
     ),
     "ring": replace(JOB, layout=Layout(context=2, expert=2), context_method="ring"),
 }
+# Low-rank adapters of every linear, those of each expert among them, and of gates alone.
+ADAPTED = {"all": Lora(3, 6.0, PROJECTIONS), "gates": Lora(4, 2.0, ("*.experts.*.gate_proj",), rslora=True)}
+JOBS |= {
+    f"LoRA, {targets}: {name}": replace(
+        JOBS[name], shape=replace(JOBS[name].shape, adapter=ADAPTED[targets]), steps=3
+    )
+    for targets, names in {
+        "all": (
+            *("dp4 ep2", "tp2, cut", "tp2, whole", "tp2 dp2 ep2, cut, sequence", "Muon"),
+            *("cp2 dp2 ep4, documents, dropout", "pp2 dp2 ep2, dualpipev, recompute"),
+            *(
+                "pp2 dp2 ep2, interleaved zero bubble",
+                "sigmoid, groups, shared: tp2 ep2, whole",
+                "preferences",
+            ),
+        ),
+        "gates": ("tp2 dp2 ep2, cut", "pp2 dp2 ep2, zbv"),
+    }.items()
+    for name in names
+}
 CORE = (
     "dp2 ep2",
+    "LoRA, all: tp2 dp2 ep2, cut, sequence",
+    "LoRA, all: pp2 dp2 ep2, dualpipev, recompute",
     "pp2 dp2 ep2, zbv",
     "pp2 dp2 ep2, dualpipev, recompute",
     "cp2 dp2 ep4, documents, dropout",
@@ -171,7 +193,10 @@ def test_biases_and_loads_follow_one_curve(ranks, reference, name):
 def test_a_planted_fault_departs_from_one_process(ranks, reference, name):
     changes = dict(EXPERT_FAULTS[name].changes)
     eight = changes.pop("even", False) | changes.pop("shared", False)
+    adapted = changes.pop("adapted", False)
     job = replace(WITH_SHARED if eight else JOB, **changes)
+    if adapted:
+        job = replace(job, shape=replace(job.shape, adapter=ADAPTED["all"]))
     with pytest.raises(AssertionError) as departed:
         _compare(ranks, reference, job, name)
     assert not isinstance(departed.value, RankFailed | RanksHung), departed.value

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from megalite.checkpoint.folder import find_latest
+from megalite.topology.adapter import Lora
 from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape, MixtureShape
 from megalite.topology.state import MASTER
 from tests.distributed.test_zero_precision import ADAMW, contents, train_and_save
-from tests.parity.test_experts import ALONE, DENSE, JOB, WHOLE
+from tests.parity.test_experts import ADAPTED, ALONE, DENSE, JOB, WHOLE
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.options import changed
 from tests.support.parity import ZERO_RTOL, about, assert_close, assert_same_tensors
@@ -32,6 +33,12 @@ JOBS = {
     f"ZeRO {stage}, {name}": replace(JOB if stage == 1 else EIGHT, zero_stage=stage, **changes)
     for stage in (1, 2, 3)
     for name, changes in LAYOUTS.items()
+}
+JOBS |= {
+    f"{name}, {what}": replace(job, shape=replace(job.shape, adapter=adapter))
+    for name, job in JOBS.items()
+    for what, adapter in (("LoRA", ADAPTED["all"]), ("frozen experts", Lora(3, 6.0, ("q_proj", "o_proj"))))
+    if name.endswith(("tp2 dp2 ep2, cut", "tp2 dp2 ep2, whole"))
 }
 JOBS["ZeRO 1, pp2 dp2 ep2"] = replace(JOB, zero_stage=1, layout=Layout(pipeline=2, data=2, expert=2))
 # The layers of one rank fill a bucket of this size, those of another, with fewer experts, would not.
@@ -53,6 +60,7 @@ CORE = (
     "ZeRO 1, pp2 dp2 ep2",
     "ZeRO 1, dp2 ep2, small buckets",
     "ZeRO 2, dp4 ep2",
+    "ZeRO 3, tp2 dp2 ep2, cut, LoRA",
     "ZeRO 3, tp2 dp2 ep2, cut",
 )
 

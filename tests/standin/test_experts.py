@@ -15,11 +15,12 @@ from megalite.ops.adamw import add_weight_gradient_
 from megalite.ops.expert_products import with_expert_biases
 from megalite.ops.router import route
 from megalite.parallel.device import local_device
-from megalite.parallel.experts import expert_mlp, through_experts
+from megalite.parallel.experts import through_experts
 from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape
+from tests.support.mixtures import expert_mlp
 from tests.support.parity import CHUNKED_RTOL, assert_close
 from tests.support.standin import Syncs, count_syncs
 

@@ -85,6 +85,23 @@ def _all_but_routers(is_partial: Any) -> Any:
     return lambda parameter, part, mesh: "mlp.gate." not in part.name and is_partial(parameter, part, mesh)
 
 
+def _all_but_their_adapters(is_partial: Any) -> Any:
+    def partial(parameter: Any, part: Any, mesh: Any) -> bool:
+        of_expert = ".experts." in part.name and ".lora_" in part.name
+        return not of_expert and is_partial(parameter, part, mesh)
+
+    return partial
+
+
+def _of_the_other_rank(slices: Any) -> Any:
+    def cut(place: RankPlace, parameter: Any) -> Any:
+        index, size = place.cut(parameter)
+        other = parameter.name.endswith("experts.gate_up_proj.lora.B")
+        return parameter.spec.slices(size - 1 - index, size) if other else slices(place, parameter)
+
+    return cut
+
+
 def _doubled(forward: Any) -> Any:
     return lambda *inputs: 2 * forward(*inputs)
 
@@ -98,6 +115,18 @@ EXPERT_FAULTS: Mapping[str, ContextFault] = {
     ),
     "experts summed over all data ranks": ContextFault(
         mesh, "COPIES", lambda copies: {**copies, "etp": "dense_gradients"}, {**_COPIES, "even": True}
+    ),
+    "adapters of experts summed over all data ranks": ContextFault(
+        mesh,
+        "COPIES",
+        lambda copies: {**copies, "etp": "dense_gradients"},
+        {**_COPIES, "even": True, "adapted": True},
+    ),
+    "adapters of experts not summed over the ranks that share one": ContextFault(
+        gradients, "is_partial", _all_but_their_adapters, {**_TENSOR, "adapted": True}
+    ),
+    "B of an expert cut as another rank's": ContextFault(
+        RankPlace, "slices", _of_the_other_rank, {**_TENSOR, "adapted": True}
     ),
     "norm without the experts of other ranks": ContextFault(
         RankPlace, "is_counted", _first_expert_ranks, _DATA

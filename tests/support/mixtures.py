@@ -16,7 +16,9 @@ from megalite.ops.activations import swiglu
 from megalite.ops.expert_rows import RowOrder
 from megalite.ops.router import route
 from megalite.parallel import experts
-from megalite.parallel.experts import expert_mlp, through_experts
+from megalite.parallel.experts import expert_linear, through_experts
+from megalite.parallel.experts import expert_mlp as mlp_of_products
+from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients
 from megalite.parallel.mesh import ParallelMesh, RankGroup
 from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape
@@ -107,6 +109,19 @@ def of_rank(case: ExpertCase, ranks: RankGroup) -> list[Tensor]:
     output = (again if case.recomputed else forward)(tokens, logits)
     assert not output._is_view()
     return [output.detach(), *torch.autograd.grad(output, inputs, grad)]
+
+
+def expert_mlp(
+    rows: Tensor,
+    counts: Sequence[int],
+    gate_up: Tensor,
+    down: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    gradients: WeightGradients = BY_AUTOGRAD,
+) -> Tensor:
+    """Return the outputs of the MLPs of experts with these stacked weights."""
+    wide, narrow = (partial(expert_linear, weight=each, gradients=gradients) for each in (gate_up, down))
+    return mlp_of_products(rows, counts, wide, narrow, activation)
 
 
 def _experts(rows: Tensor, counts: Sequence[int], gate_up: Tensor, down: Tensor) -> Tensor:

@@ -403,7 +403,8 @@ def shards_of(
             if complete:
                 in_parts = mesh.is_shared(parameter, part)
             # Whole experts on ranks of tp get different tokens.
-            in_parts |= parameter.spec.axis == EXPERT_AXIS and not (complete and summed)
+            whole = parameter.spec.axis == EXPERT_AXIS and not mesh.cuts_experts
+            in_parts |= whole and not (complete and summed)
             shards.append(Shard(part.name, region, values.cpu().clone(), in_parts))
     return shards
 

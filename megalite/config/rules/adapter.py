@@ -13,6 +13,8 @@ from megalite.errors import Problem, listed
 from megalite.topology.adapter import Lora, Prefix, names_module
 from megalite.topology.parameters import Parameter, model_parameters, names_tied_table, stage_parameters
 
+_OR_ROUTER = "; a router has no adapter"
+
 
 def settings_belong_to_an_adapter(run: CheckedRun) -> Iterator[Problem]:
     if "adapter" in run.incomplete:
@@ -47,14 +49,14 @@ def adapter_patterns_name_modules(run: CheckedRun) -> Iterator[Problem]:
         return
     shape = model_shape(run.model, 1)
     own = model_parameters(shape)
-    within = _modules(each for each in own if each.layer is not None and len(each.spec.full_shape) == 2)
+    within = _modules(each for each in own if each.takes_lora)
     if run.adapter.targets != "all":
         words = list(dict.fromkeys(each.rsplit(".", 1)[-1] for each in within))
         for pattern in adapter.targets:
             if not any(names_module([pattern], module) for module in within):
                 yield Problem.reset(
                     "adapter.targets",
-                    f"{shown(pattern)} names no linear of a layer",
+                    f"{shown(pattern)} names no linear of a layer" + _OR_ROUTER * bool(run.model.num_experts),
                     f"use {', '.join(words)}",
                     words,
                 )
@@ -146,7 +148,7 @@ def ranks_above_every_matrix(run: CheckedRun) -> Iterator[str]:
     linears = [
         part
         for parameter in model_parameters(model_shape(run.model, 1))
-        if parameter.layer is not None and len(parameter.spec.full_shape) == 2
+        if parameter.takes_lora
         for part in parameter.spec.parts
         if adapter.adapts(part.name.removesuffix(".weight"))
     ]

@@ -1,8 +1,10 @@
 """Rules over mixtures of experts: their sizes, what their layers cannot do, and the losses of their routers."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator
 
-from megalite.config.peft_names import adapted_expert, hidden_linears
+from megalite.config.peft_names import adapted_linears, beyond_transformers_5
 from megalite.config.rules.pipeline import split_of
 from megalite.config.sections.adapter_section import described_adapter
 from megalite.config.sections.checked import CheckedRun
@@ -18,6 +20,7 @@ from megalite.topology.parameters import stage_parameters
 from megalite.topology.sharding import divisors
 
 _NUMBER = "model.num_experts"
+_EXPERT = re.compile(r"\.\d+\.(?=[^.]+$)")
 _OF_ROUTERS = ("router_balance", "router_z", "router_bias_rate")
 
 
@@ -126,21 +129,36 @@ def experts_are_not_compiled(run: CheckedRun) -> Iterator[Problem]:
         yield Problem.reset("training.compile", message, "use training.compile = false", False)
 
 
-def adapters_leave_experts_alone(run: CheckedRun) -> Iterator[Problem]:
-    adapter = described_adapter(run.adapter)
+def experts_are_adapted_alike(run: CheckedRun) -> Iterator[Problem]:
+    adapter, shape = described_adapter(run.adapter), adapted_shape(run)
     if not isinstance(adapter, Lora) or not run.model.num_experts:
         return
-    shape = adapted_shape(run)
-    if (named := adapted_expert(shape)) is not None:
-        words = list(dict.fromkeys(_word(module) for module, fits in hidden_linears(shape).items() if fits))
-        message = f"{shown(run.adapter.targets)} names {named}: experts and their router have no adapters"
-        yield Problem.reset("adapter.targets", message, f"use {', '.join(words)}", words)
+    of_layers = Counter(
+        _EXPERT.sub(".*.", module) for module, of_expert in adapted_linears(shape) if of_expert
+    )
+    for linear, number in of_layers.items():
+        if number < run.model.num_experts:
+            message = f"names {number} of the {run.model.num_experts} experts in {linear}"
+            everywhere = "*.experts.*." + linear.rpartition(".")[-1]
+            remedy = f'name all experts of a layer, as in "{everywhere}"'
+            yield Problem.reset("adapter.targets", message, remedy, [everywhere])
+            return
+    for name in ("dropout", "dora"):
+        if of_layers and (value := getattr(run.adapter, name)):
+            message = f"{shown(value)} does not work with adapters of experts ({next(iter(of_layers))}), nor in PEFT"
+            remedy = "delete the setting, or name other linears in adapter.targets"
+            yield Problem.reset(f"adapter.{name}", message, remedy)
 
 
-def _word(module: str) -> str:
-    """self_attn.q_proj -> q_proj, which no expert has; mlp.up_proj -> mlp.up_proj, as experts have one too."""
-    block, _, last = module.rpartition(".")
-    return last if block == "self_attn" else f"{block.rpartition('.')[-1]}.{last}"
+def peft_reads_adapters_of_experts(run: CheckedRun) -> Iterator[str]:
+    adapter = described_adapter(run.adapter)
+    if not isinstance(adapter, Lora) or not run.model.num_experts or not run.checkpoint.export:
+        return
+    if (lost := beyond_transformers_5(adapted_shape(run))) is not None:
+        yield (
+            f"adapter.targets names {lost}: PEFT with transformers 5 does not load this adapter as a whole, since a "
+            "layer's experts are one module there; megalite convert export writes the merged model"
+        )
 
 
 def router_biases_are_there_to_change(run: CheckedRun) -> Iterator[Problem]:

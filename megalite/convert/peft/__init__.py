@@ -7,9 +7,9 @@ fingerprint of it.
 
 A column-parallel linear's A is whole on every rank and its B cut like the linear's rows, part by part of a
 fused weight; a row-parallel linear's A is cut like its columns and its B is whole. B A x joins the linear's own
-product before its one collective. Gradients of what is whole are sums over tensor parallelism
-(`ShardSpec.summed`). A prefix stands in front of its layer's keys and values; the trunk of a projected prefix
-is tied over all stages.
+product before its one collective. An expert's A and B are cut and copied as the expert. Gradients of what
+is whole are sums over the ranks that share a weight (`ShardSpec.summed`). A prefix stands in front of its
+layer's keys and values; the trunk of a projected prefix is tied over all stages.
 
 Exports, generation and `megalite.load` read base and adapter merged (`merged.py`), region by region. With
 several adapters beside one model each linear has a `LoraBank` with the A and B of all, and a mask by token

@@ -14,7 +14,7 @@ from megalite.checkpoint.durable import write_durably
 from megalite.checkpoint.manifest import WEIGHT, Manifest
 from megalite.checkpoint.regions import full_slice
 from megalite.checkpoint.tensor_file import TensorInfo, write_tensor_file
-from megalite.config.peft_names import fused_with_others, peft_names
+from megalite.config.peft_names import adapted_linears, fused_with_others, peft_names, peft_targets
 from megalite.config.sources.peft import ADAPTER_CONFIG, ADAPTER_FILE
 from megalite.convert.average import AveragedWeights
 from megalite.convert.exported_folder import exported_folder
@@ -143,11 +143,8 @@ def _prefix_words(shape: ModelShape, prefix: Prefix) -> dict[str, Any]:
 
 def _lora_words(manifest: Manifest, adapter: Lora) -> dict[str, Any]:
     names = peft_names(manifest.model)
-    modules = [
-        name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        for name in names.values()
-        if name.endswith(".lora_A.weight")
-    ]
+    # PEFT doubles rank and alpha where transformers 5 has gate and up of experts in one parameter: another scale there.
+    rslora = adapter.rslora and not any(of_expert for _, of_expert in adapted_linears(manifest.model))
     whole = [
         name.removeprefix("base_model.model.").rsplit(".", 1)[0]
         for ours, name in names.items()
@@ -156,12 +153,12 @@ def _lora_words(manifest: Manifest, adapter: Lora) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "r": adapter.rank,
-        "lora_alpha": adapter.alpha,
+        "lora_alpha": adapter.alpha if rslora == adapter.rslora else adapter.scale * adapter.rank,
         "lora_dropout": (manifest.config.get("adapter") or {}).get("dropout", 0.0),
-        "target_modules": modules,
+        "target_modules": peft_targets(manifest.model),
         "modules_to_save": whole or None,
         "bias": adapter.bias,
-        "use_rslora": adapter.rslora,
+        "use_rslora": rslora,
         "use_dora": adapter.dora,
         "fan_in_fan_out": False,
     }

@@ -6,13 +6,13 @@ from pathlib import Path
 from megalite.checkpoint.coverage import check_coverage
 from megalite.checkpoint.folder import find_checkpoint, require_whole
 from megalite.checkpoint.manifest import Base
-from megalite.config.peft_names import adapted_expert, fused_with_others, peft_names
+from megalite.config.peft_names import adapted_linears, fused_with_others, peft_names
 from megalite.config.sources.peft import ADAPTER_CONFIG, ADAPTER_FILE, adapter_of_folder
 from megalite.convert.huggingface.files import header_of, is_folder_of_weights
 from megalite.convert.peft.base import base_of, stated_base
 from megalite.convert.weight_source import WeightSource
 from megalite.errors import CheckpointError, ConfigError, listed
-from megalite.topology.adapter import Prefix
+from megalite.topology.adapter import Lora, Prefix
 from megalite.topology.parameters import trained_tensors
 from megalite.topology.shape import ModelShape
 
@@ -55,10 +55,6 @@ def _of_peft(folder: Path, model: AdaptedModel) -> WeightSource:
     _require_low_ranks(shape, folder, f"name {folder} as MODEL, which merges it")
     if (fused := fused_with_others(shape)) is not None:
         raise CheckpointError(f"{folder} adapts {fused}, which holds several linears; merge it with PEFT")
-    if (expert := adapted_expert(shape)) is not None:
-        raise CheckpointError(
-            f"{folder} adapts {expert}, which no request can have alone; merge it with PEFT"
-        )
     _require_base(stated_base(folder), model, folder)
     names = peft_names(shape)
     expected = {names[theirs]: size for theirs, size in trained_tensors(shape).items()}
@@ -92,11 +88,14 @@ def _require_low_ranks(shape: ModelShape, folder: Path, merge: str) -> None:
     adapter = shape.adapter
     if adapter is None:
         raise CheckpointError(_WHOLE_MODEL.format(folder))
+    # Rows reach experts without the adapter that their request has named.
+    of_experts = isinstance(adapter, Lora) and any(of_expert for _, of_expert in adapted_linears(shape))
     if isinstance(adapter, Prefix):
         message = "is a prefix, which stands in front of every request of a model"
         raise CheckpointError(f"{folder} {message}; name it as MODEL, without --adapter")
     beyond = {
         "DoRA's magnitudes": adapter.dora,
+        "adapters of experts": of_experts,
         f"whole modules ({', '.join(adapter.modules_to_save)})": bool(adapter.modules_to_save),
         f"trained biases (bias = {adapter.bias!r})": adapter.bias != "none",
     }

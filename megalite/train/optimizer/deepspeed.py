@@ -266,7 +266,8 @@ def _mark(parameters: Sequence[Parameter], tensors: Mapping[str, nn.Parameter], 
     """Tell DeepSpeed's norm what counts: shards on every rank, replicas on tp rank 0, tied weights once."""
     for parameter in parameters:
         tensor = tensors[parameter.name]
-        if parameter.spec.dim is not None:
+        # Where ranks of tp have whole experts, each has others.
+        if parameter.spec.dim is not None or mesh.cut_over(parameter).size < mesh.tp.size:
             tensor.tensor_model_parallel = True  # type: ignore[attr-defined]
         if not mesh.is_first_stage(parameter):
             tensor.ds_pipe_replicated = True  # type: ignore[attr-defined]

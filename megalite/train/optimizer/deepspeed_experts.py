@@ -46,7 +46,8 @@ def experts_marked(replica: Replica, optimizer: torch.optim.Optimizer, stage: in
     """
     if stage == 3:
         _gather_around_mixtures(replica)
-    mesh, experts = replica.mesh, partitioned_apart(replica.trained, replica.mesh)
+    # Frozen ones too: DeepSpeed copies the weights of a group's first rank to all of it as it starts.
+    mesh, experts = replica.mesh, partitioned_apart(replica.parameters, replica.mesh)
     if not experts:
         yield
         return
@@ -55,7 +56,7 @@ def experts_marked(replica: Replica, optimizer: torch.optim.Optimizer, stage: in
     groups._EXPERT_PARALLEL_GROUP_RANKS[GROUP] = list(mesh.ep.ranks)
     groups._EXPERT_DATA_PARALLEL_GROUP[GROUP] = ranks.group
     groups._EXPERT_DATA_PARALLEL_GROUP_RANKS[GROUP] = list(ranks.ranks)
-    tensors: list[Any] = [replica.trained_tensors[each.name] for each in experts]
+    tensors: list[Any] = [replica.tensors[each.name] for each in experts]
     for parameter, tensor in zip(experts, tensors, strict=True):
         # The norm counts its partitions on every rank of a replica, but once what ranks of tp have in common.
         tensor.allreduce, tensor.group_name = False, GROUP
@@ -65,7 +66,7 @@ def experts_marked(replica: Replica, optimizer: torch.optim.Optimizer, stage: in
             tensor.ds_zero_partition_group_name = GROUP
             tensor.ds_zero_partition_process_group = ranks.group
     _split_groups(optimizer, tensors)
-    if stage == 3:
+    if stage == 3 or not any(each.trained for each in experts):
         yield
         return
     replica.stage.add_module("deepspeed_experts", _ExpertMarker())

@@ -125,18 +125,31 @@ EXPERT_CASES = [
         False,
     ),
     Case(
-        "adapters_leave_experts_alone",
-        _ADAPTED,
-        'adapter.targets: "all" names mlp.experts.0.gate_proj: experts and their router have no adapters; '
-        "use q_proj, k_proj, v_proj, o_proj",
-        {**_ADAPTED, "adapter.targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+        "experts_are_adapted_alike",
+        {**_ADAPTED, "adapter.targets": ["q_proj", "*.experts.3.up_proj", "*.experts.1.up_proj"]},
+        "adapter.targets: names 2 of the 6 experts in model.layers.0.mlp.experts.*.up_proj; name all experts of a "
+        'layer, as in "*.experts.*.up_proj"',
+        {**_ADAPTED, "adapter.targets": ["*.experts.*.up_proj"]},
     ),
     Case(
-        "adapters_leave_experts_alone",
+        "experts_are_adapted_alike",
+        {**_ADAPTED, "adapter.dropout": 0.1},
+        "adapter.dropout: 0.1 does not work with adapters of experts (model.layers.0.mlp.experts.*.gate_proj), nor in "
+        "PEFT; delete the setting, or name other linears in adapter.targets",
+        {**_ADAPTED, "adapter.dropout": 0.1, "adapter.targets": ["q_proj"]},
+    ),
+    Case(
+        "experts_are_adapted_alike",
+        {**_ADAPTED, "adapter.dora": True},
+        "adapter.dora: true does not work with adapters of experts (model.layers.0.mlp.experts.*.gate_proj), nor in "
+        "PEFT; delete the setting, or name other linears in adapter.targets",
+        {**_ADAPTED, "adapter.dora": REMOVED},
+    ),
+    Case(
+        "adapter_patterns_name_modules",
         {**_SHARED, "adapter.targets": ["q_proj", "gate"]},
-        'adapter.targets: ["q_proj", "gate"] names mlp.gate: experts and their router have no adapters; '
-        "use q_proj, k_proj, v_proj, o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj, shared_experts.gate_proj, "
-        "shared_experts.up_proj, shared_experts.down_proj",
+        'adapter.targets: "gate" names no linear of a layer; a router has no adapter; use q_proj, k_proj, v_proj, '
+        "o_proj, gate_proj, up_proj, down_proj",
         {**_SHARED, "adapter.targets": ["shared_experts.up_proj", "mlp.up_proj"]},
     ),
     _case(

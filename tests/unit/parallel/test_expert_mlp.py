@@ -8,8 +8,8 @@ from torch import Tensor
 from megalite.ops.activations import clamped_swiglu, swiglu
 from megalite.ops.adamw import add_weight_gradient_
 from megalite.ops.expert_products import with_expert_biases
-from megalite.parallel.experts import expert_mlp
 from megalite.parallel.gradient_sums import BY_AUTOGRAD, WeightGradients, deferred_weight_gradients
+from tests.support.mixtures import expert_mlp
 from tests.support.parity import CHUNKED_RTOL, OPERATOR_RTOL, assert_close
 
 HIDDEN, WIDTH = 8, 16

@@ -1,6 +1,7 @@
 """Experts' formulas against rows that are sent one by one, and tensors that a toy on the meta device keeps."""
 
 from dataclasses import replace
+from math import prod
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 from megalite.model.context import StepContext
 from megalite.model.dropout import NO_MASKS
 from megalite.model.latent_attention import LatentSelfAttention
+from megalite.model.layer import DecoderLayer
 from megalite.model.moe import Mixture
 from megalite.model.options import ModelOptions
 from megalite.model.rope import LayerRotations
@@ -15,6 +17,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.planner.cluster import Cluster
 from megalite.planner.experts import (
     IMBALANCE,
+    adapter_values,
     block_activations,
     exchange_seconds,
     exchanged_values,
@@ -27,9 +30,11 @@ from megalite.planner.memory import stage_memory
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import stage_counts
 from megalite.planner.step_time import step_time
+from megalite.topology.adapter import Lora
 from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
 from megalite.topology.parameters import model_parameters
+from megalite.topology.place import RankPlace
 from tests.support.parity import about
 from tests.unit.planner.plans import SHAPE, plan
 
@@ -89,6 +94,40 @@ def test_a_layer_keeps_the_tensors_of_its_experts() -> None:
         values[name] for name in ("arrived rows", "returned rows", "router's logits")
     )
     assert sorted([*inside, arrived, returned, logits, *dense]) == [each for each in sizes if each >= logits]
+
+
+def kept_by(block: torch.nn.Module) -> int:
+    """Return the values that a block keeps of a micro batch beside its weights."""
+    weights = {weight.data_ptr() for weight in block.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights and tensor.is_floating_point():
+            kept[tensor.data_ptr()] = tensor
+        return tensor
+
+    for weight in block.parameters():
+        torch.nn.init.normal_(weight)
+    hidden_states = torch.randn(1, TOKENS, HIDDEN, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(hidden_states, StepContext(), NO_MASKS)
+    return sum(tensor.numel() for tensor in kept.values())
+
+
+def test_adapters_of_experts_are_counted_as_they_are_kept_and_held() -> None:
+    lora = Lora(3, 6.0, ("*.experts.*.gate_proj", "*.experts.*.up_proj", "*.experts.*.down_proj"))
+    shape = replace(MIXTURE, adapter=lora)
+    plain, adapted = (DecoderLayer(each, 3, ParallelMesh.single()).mlp for each in (MIXTURE, shape))
+    more = adapter_values(replace(mixed(), shape=shape), EXPERTS, 3)
+    assert kept_by(adapted) - kept_by(plain) == more > 0
+    assert (
+        adapter_values(replace(mixed(), shape=shape), EXPERTS, 3) > adapter_values(mixed(), EXPERTS, 3) == 0
+    )
+    for cut in (1, 2):
+        run = replace(mixed(4, tensor=2, data=4, cut=cut), shape=shape)
+        parameters = RankPlace(run.layout, 0).parameters(shape, run.split)
+        sizes = [prod(RankPlace(run.layout, 0).local_shape(each)) for each in parameters if each.trained]
+        assert stage_counts(run, 0).trained == sum(sizes) > 0
 
 
 def test_the_fullest_rank_gets_more_rows_than_the_mean() -> None:
