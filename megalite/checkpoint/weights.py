@@ -15,7 +15,7 @@ from megalite.checkpoint.failures import explain
 from megalite.checkpoint.regions import rows_of, split_flat_range
 from megalite.errors import CheckpointError, listed
 from megalite.model.replica import Replica
-from megalite.parallel.int8 import Int8Linear
+from megalite.parallel.int8 import Int8Weight
 from megalite.parallel.mesh import ParallelMesh, all_or_none
 from megalite.topology.parameters import Parameter
 from megalite.topology.sharding import TensorSlice
@@ -119,7 +119,7 @@ def _targets_of(replica: Replica, parameters: Sequence[Parameter]) -> Iterator[T
     """Yield the targets of parameters; each is set once the reader has taken all of its own."""
     tensors, mesh = replica.tensors, replica.mesh
     modules = replica.stage.named_modules()
-    int8 = {f"{name}.weight": module for name, module in modules if isinstance(module, Int8Linear)}
+    int8 = {f"{name}.weight": module for name, module in modules if isinstance(module, Int8Weight)}
     for parameter in parameters:
         linear = int8.get(parameter.name)
         yield from targets(parameter, tensors[parameter.name] if linear is None else linear.weight, mesh)

@@ -21,6 +21,7 @@ from megalite.config.sources.quantisation import holds_int8
 from megalite.convert.foreign.formats import require_not_foreign
 from megalite.convert.huggingface.files import is_folder_of_weights, local_folder
 from megalite.convert.huggingface.origin import CONFIG, end_ids, find_origin, read_object
+from megalite.convert.huggingface.packed_header import require_packed
 from megalite.convert.peft.base import base_of_adapter, folder_of_base
 from megalite.convert.peft.named import AdaptedModel, find_adapter
 from megalite.convert.weight_source import WeightSource
@@ -109,9 +110,7 @@ def _source_of(path: Path | str, step: int | None, tokenizer: Path | None, base:
         words, ends = _required(tokenizer or own, folder), end_ids(folder / CONFIG)
         int8 = holds_int8(folder)
         if int8 and isinstance(shape, MixtureShape):
-            raise CheckpointError(
-                f"{folder} has int8 weights of experts, which are not computed; take the folder in bf16 or float32"
-            )
+            require_packed(shape)
         return ModelSource(folder, "huggingface", shape, int8=int8, tokenizer=words, end_ids=ends)
     if step is None and _is_unknown(here):
         raise CheckpointError(

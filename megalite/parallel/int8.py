@@ -1,4 +1,9 @@
-"""Linears with int8 weights, put in place of a model's column- and row-parallel ones. For inference alone."""
+"""Linears with int8 weights, put in place of a model's column- and row-parallel ones and of its experts'.
+
+For inference alone. Routers stay as they are: a few rounded scores would send tokens to other experts.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -6,25 +11,43 @@ from torch import Tensor, nn
 from megalite.ops.dropout import Mask
 from megalite.ops.linear import int8_linear
 from megalite.parallel.collectives import gather_sequence, row_output
-from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.layers import ColumnParallelLinear, ExpertLinear, RowParallelLinear
 from megalite.parallel.lora_bank import LoraBank, Selection
 
 
-class Int8Linear(nn.Module):
-    """The weight [this rank's output features, this rank's input features] in int8, and its bias.
-
-    scale: float32 [this rank's output features, 1]; whole for a row-parallel weight.
-    """
+class Int8Weight(nn.Module):
+    """This rank's shard of a weight [out, in] in int8. scale: float32 [rows of the shard, 1]."""
 
     weight: Tensor
     scale: Tensor
 
-    def __init__(self, replaced: ColumnParallelLinear | RowParallelLinear):
+    def __init__(self, replaced: Tensor):
         super().__init__()
+        self.register_buffer("weight", torch.empty(replaced.shape, dtype=torch.int8))
+        self.register_buffer("scale", torch.empty(replaced.shape[0], 1, dtype=torch.float32))
+
+
+class Int8ExpertLinear(Int8Weight):
+    """Y_e = X_e W_e^T of each expert e of this rank, as ExpertLinear; weight, scale: the experts' own, stacked."""
+
+    def product(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Map [R, in], sorted by expert, to [R, out]; an expert without rows costs nothing."""
+        experts = (tensor.view(len(counts), -1, tensor.shape[1]) for tensor in (self.weight, self.scale))
+        by_expert = zip(rows.split(list(counts)), *experts, strict=True)
+        products = [int8_linear(own, weight, scale) for own, weight, scale in by_expert if len(own)]
+        return torch.cat(products) if products else rows.new_empty(0, len(self.weight) // len(counts))
+
+
+class Int8Linear(Int8Weight):
+    """The weight [this rank's output features, this rank's input features] in int8, and its bias.
+
+    scale: whole for a row-parallel weight.
+    """
+
+    def __init__(self, replaced: ColumnParallelLinear | RowParallelLinear):
+        super().__init__(replaced.weight)
         self.mesh, self.bias = replaced.mesh, replaced.bias
         self.bank: LoraBank | None = None
-        self.register_buffer("weight", torch.empty(replaced.weight.shape, dtype=torch.int8))
-        self.register_buffer("scale", torch.empty(replaced.weight.shape[0], 1, dtype=torch.float32))
 
     def product(self, inputs: Tensor, adapters: Selection | None) -> Tensor:
         """Return X W^T of this rank's X and W, with that of the tokens' adapters in the bank."""
@@ -63,10 +86,15 @@ class Int8RowLinear(Int8Linear):
 
 
 def hold_int8(model: nn.Module) -> None:
-    """Replace every column- and row-parallel linear within `model`; the int8 weights are allocated, not filled."""
+    """Replace every column- and row-parallel linear and every expert's within `model`.
+
+    The int8 weights are allocated, not filled.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, ColumnParallelLinear):
                 setattr(parent, name, Int8ColumnLinear(child))
             elif isinstance(child, RowParallelLinear):
                 setattr(parent, name, Int8RowLinear(child))
+            elif isinstance(child, ExpertLinear):
+                setattr(parent, name, Int8ExpertLinear(child.weight))

@@ -10,7 +10,8 @@ from typing import Literal
 
 from megalite.topology.shape import ModelShape
 
-CORRECTION_BIAS = "mlp.gate.e_score_correction_bias"
+ROUTER = "mlp.gate"
+CORRECTION_BIAS = f"{ROUTER}.e_score_correction_bias"
 EXPERT_AXIS = "etp"
 """`ShardSpec.axis` of experts' tensors: each expert is cut over the ranks of expert tensor parallelism, not over tp."""
 
@@ -152,9 +153,9 @@ def expert_tensors(shape: MixtureShape, numbers: range | None = None) -> Iterato
         experts.moe_intermediate_size,
         experts.shared_intermediate_size,
     )
-    yield BlockTensor("mlp.gate.weight", (number, hidden))
+    yield BlockTensor(f"{ROUTER}.weight", (number, hidden))
     if experts.router_bias:
-        yield BlockTensor("mlp.gate.bias", (number,))
+        yield BlockTensor(f"{ROUTER}.bias", (number,))
     if experts.correction_bias:
         yield BlockTensor(CORRECTION_BIAS, (number,), by_counts=True)
 

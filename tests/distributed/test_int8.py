@@ -17,16 +17,18 @@ from megalite.generation.loaded import LoadedModel, load_source
 from megalite.generation.source import find_source
 from megalite.model.transformer import Stage
 from megalite.ops.linear import dequantised, quantise_rows
-from megalite.parallel.int8 import Int8Linear
-from megalite.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megalite.parallel.int8 import Int8Weight
+from megalite.parallel.layers import ColumnParallelLinear, ExpertLinear, RowParallelLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.axes import Layout
 from tests.support.parity import LAYOUT_RTOL, assert_close
 from tests.support.selection import cases
-from tests.support.tiny import FAMILY_SHAPES, tiny_tokenizer
+from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, our_logits, save_stage
 
 LENGTH = 24
+MIXTURES = ("mixtral", "qwen3_moe, dense layers, windows, biases", "olmoe")
+SHAPES = {**FAMILY_SHAPES, **MIXTURE_SHAPES}
 
 
 def token_ids(rows: int) -> Tensor:
@@ -35,14 +37,14 @@ def token_ids(rows: int) -> Tensor:
 
 def exported(folder: Path, family: str) -> Stage:
     """Write a model's export and int8 folder, and a tokenizer; return the model with rounded linears, in float64."""
-    shape = FAMILY_SHAPES[family]
+    shape = SHAPES[family]
     export(save_stage(folder, shape, lively_stage(shape)), folder / "plain", None)
     (folder / "int8").mkdir()
     quantise_folder(folder / "plain", folder / "int8")
     tiny_tokenizer(folder)
     rounded = loaded(folder, ParallelMesh.single(), "plain").model
     for module in rounded.modules():
-        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear | ExpertLinear):
             values, scale = quantise_rows(module.weight.detach().float(), torch.float32)
             module.weight.data = dequantised(values, scale, torch.float64)
     return rounded
@@ -56,15 +58,17 @@ def loaded(folder: Path, mesh: ParallelMesh, name: str = "int8") -> LoadedModel:
 @pytest.mark.parametrize(
     "family",
     cases(
-        ["llama with biases", "phi3", "gpt_neox", "starcoder2", "qwen3"],
-        core=["llama with biases", "phi3", "gpt_neox"],
+        ["llama with biases", "phi3", "gpt_neox", "starcoder2", "qwen3", *MIXTURES],
+        core=["llama with biases", "phi3", "gpt_neox", "mixtral"],
     ),
 )
 def test_logits_are_those_of_the_rounded_weights(tmp_path: Path, family: str) -> None:
     expected = our_logits(exported(tmp_path, family), token_ids(3))
     model = loaded(tmp_path, ParallelMesh.single())
     assert_close(model.logits(token_ids(3)), expected, rtol=LAYOUT_RTOL)
-    held = {module.weight.dtype for module in model.model.modules() if isinstance(module, Int8Linear)}
+    # A few rows an expert, which the compiled operator takes.
+    assert_close(model.logits(token_ids(3)[:1, :3]), expected[:1, :3], rtol=LAYOUT_RTOL)
+    held = {module.weight.dtype for module in model.model.modules() if isinstance(module, Int8Weight)}
     assert held == {torch.int8}
     assert not any(name.endswith("_proj.weight") for name, _ in model.model.named_parameters())
 
@@ -77,16 +81,20 @@ def log_probs(folder: Path, layout: Layout) -> Tensor | None:
     return None if scored is None else scored[0]
 
 
+LAYOUTS = [
+    ("llama with biases", Layout(pipeline=2, tensor=2)),
+    ("gpt_neox", Layout(tensor=4)),
+    ("llama with biases", Layout(tensor=2)),
+    *((family, Layout(pipeline=2, tensor=2)) for family in MIXTURES),
+]
+
+
 @pytest.mark.parametrize(
-    "layout",
-    cases(
-        [Layout(pipeline=2, tensor=2), Layout(tensor=4), Layout(tensor=2)],
-        core=[Layout(pipeline=2, tensor=2)],
-    ),
+    ("family", "layout"),
+    cases(LAYOUTS, core=[LAYOUTS[0], ("mixtral", Layout(pipeline=2, tensor=2))]),
     ids=str,
 )
-def test_every_layout_computes_the_same(ranks, tmp_path: Path, layout: Layout) -> None:
-    family = "llama with biases" if layout.tensor == 2 else "gpt_neox"
+def test_every_layout_computes_the_same(ranks, tmp_path: Path, family: str, layout: Layout) -> None:
     ids = token_ids(3)
     logits = our_logits(exported(tmp_path, family), ids)[:, :-1].log_softmax(-1)
     expected = logits.gather(-1, ids[:, 1:].unsqueeze(-1)).flatten()

@@ -13,13 +13,13 @@ _NONE_ELSE = ("input_activations", "output_activations")
 _ABSENT = ("kv_cache_scheme", "sparsity_config", "transform_config")
 
 
-def int8_config(head: str) -> dict[str, Any]:
+def int8_config(ignored: list[str]) -> dict[str, Any]:
     """Return the quantization_config of int8 weights, one scale for each output channel.
 
-    head: the module of the output projection, which is not quantised.
+    ignored: the modules that are not quantised, the output projection and routers, as compressed-tensors names them.
     """
     group = {"targets": ["Linear"], "weights": dict(_WEIGHTS), **dict.fromkeys(_NONE_ELSE)}
-    more = {"quantization_status": "compressed", "kv_cache_scheme": None, "ignore": [head]}
+    more = {"quantization_status": "compressed", "kv_cache_scheme": None, "ignore": ignored}
     return {**_FORM, **more, "config_groups": {"group_0": group}}
 
 

@@ -15,8 +15,8 @@ from megalite.convert.foreign.streamed import ImportedRun, write_streamed
 from megalite.convert.huggingface.files import headers
 from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.huggingface.origin import CONFIG, keep_origin
-from megalite.convert.huggingface.packed import is_packed, scale_of, unpacked
-from megalite.convert.huggingface.packed_header import SCALE, weights_of
+from megalite.convert.huggingface.packed import unpacked
+from megalite.convert.huggingface.packed_header import SCALE, is_packed, scale_of, weights_of
 from megalite.data.tokenizers.tokenizer import copy_tokenizer, special_token
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES

@@ -114,8 +114,9 @@ def quantised_card(card: str) -> str:
     return f"""{card}
 ## int8
 
-The attention and MLP projections were then rounded to int8, one scale for each output channel, in the form of
-compressed-tensors (`pip install compressed-tensors` for transformers). The check above is that of the weights before.
+The projections of attention, MLPs and experts were then rounded to int8, one scale for each output channel, in the
+form of compressed-tensors (`pip install compressed-tensors` for transformers). The check above is that of the weights
+before.
 """
 
 

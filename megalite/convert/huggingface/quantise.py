@@ -24,12 +24,19 @@ from megalite.convert.huggingface.export import CARD, Export
 from megalite.convert.huggingface.files import headers
 from megalite.convert.huggingface.model_card import is_our_card, quantised_card
 from megalite.convert.huggingface.origin import CONFIG
-from megalite.convert.huggingface.packed import is_packed, pack
-from megalite.convert.huggingface.packed_header import PACKED, PER_WORD, SCALE, SHAPE
+from megalite.convert.huggingface.packed import pack
+from megalite.convert.huggingface.packed_header import (
+    PACKED,
+    PER_WORD,
+    SCALE,
+    SHAPE,
+    is_packed,
+    require_packed,
+)
 from megalite.errors import CheckpointError
 from megalite.families.registry import FAMILIES, family_tensors
 from megalite.ops.linear import quantise_rows
-from megalite.topology.experts import MixtureShape
+from megalite.topology.experts import ROUTER, MixtureShape
 from megalite.topology.parameters import HEAD
 from megalite.topology.shape import ModelShape
 
@@ -50,7 +57,7 @@ class Int8Export:
 def export_int8(
     destination: Path, export: Callable[[Path], Export], perplexity: Callable[[Path], float] | None = None
 ) -> Int8Export:
-    """Write a folder whose attention and MLP projections are int8, in compressed-tensors' form.
+    """Write a folder whose projections of attention, MLPs and experts are int8, in compressed-tensors' form.
 
     export: writes the plain export into a folder. perplexity: of a folder's model.
     The folder appears only when all is done. Raises CheckpointError as `export` does, and for a family whose matrices
@@ -86,8 +93,11 @@ def quantise_folder(source: Path, destination: Path) -> tuple[int, int]:
         index = {"metadata": {"total_size": size}, "weight_map": weights}
         write_durably(destination / INDEX, json.dumps(index, indent=2) + "\n")
     config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
-    head = FAMILIES[shape.family].names.of(HEAD).removesuffix(".weight")
-    content = {**config, KEY: int8_config(head)}
+    names = FAMILIES[shape.family].names
+    ignored = [names.of(HEAD).removesuffix(".weight")]
+    if isinstance(shape, MixtureShape):
+        ignored.append(f"re:.*{names.modules.get(ROUTER, ROUTER)}$")
+    content = {**config, KEY: int8_config(ignored)}
     write_durably(destination / CONFIG, json.dumps(content, indent=2) + "\n")
     card = (source / CARD).read_text(encoding="utf-8")
     write_durably(destination / CARD, quantised_card(card))
@@ -100,14 +110,14 @@ def quantise_folder(source: Path, destination: Path) -> tuple[int, int]:
 
 def _chosen(shape: ModelShape) -> frozenset[str]:
     """Return the tensors of the family's folder to quantise."""
-    if isinstance(shape, MixtureShape):
-        raise CheckpointError("experts are not computed from int8 weights; export without --quantise")
     tensors = [tensor for tensor in family_tensors(shape) if is_packed(tensor)]
     if not tensors:
         raise CheckpointError(
             f"compressed-tensors has no form for {shape.family}, whose files hold matrices transposed; export without"
             " --quantise"
         )
+    if isinstance(shape, MixtureShape):
+        require_packed(shape)
     for tensor in tensors:
         if tensor.shape[1] % PER_WORD:
             raise CheckpointError(

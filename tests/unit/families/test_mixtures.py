@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,11 @@ from megalite.checkpoint.regions import full_slice
 from megalite.config.sources.huggingface import notes_of, shape_of_folder
 from megalite.convert.huggingface.export import as_family_tensor, export
 from megalite.convert.huggingface.load import HuggingFaceReader, import_checkpoint
-from megalite.convert.huggingface.quantise import quantise_folder
+from megalite.convert.huggingface.packed_header import require_packed
 from megalite.convert.peft.named import AdaptedModel, find_adapter
 from megalite.errors import CheckpointError, ConfigError
 from megalite.families.registry import FAMILIES, family_tensors, hf_config, model_tensors
-from megalite.topology.experts import MixtureShape
+from megalite.topology.experts import LatentAttention, MixtureShape
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.sharding import TensorSlice
 from tests.support.selection import cases
@@ -134,10 +135,13 @@ def test_an_adapter_of_experts_is_refused(tmp_path: Path) -> None:
         find_adapter("own", tmp_path, model)
 
 
-def test_experts_are_not_quantised(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(MIXTURE_SHAPES["olmoe"], "float32", {})))
-    with pytest.raises(CheckpointError, match="export without --quantise"):
-        quantise_folder(tmp_path, tmp_path / "int8")
+def test_a_matrix_that_is_whole_on_every_rank_has_no_int8_form() -> None:
+    latent = LatentAttention(8, 4, 4, 8, q_lora_rank=8)
+    with pytest.raises(
+        CheckpointError, match=r"layers\.0\.self_attn\.q_a_proj\.weight has no int8 form here"
+    ):
+        require_packed(replace(MIXTURE_SHAPES["qwen3_moe"], latent=latent))
+    require_packed(MIXTURE_SHAPES["qwen3_moe"])
 
 
 @pytest.mark.parametrize("name", MIXTURE_SHAPES)
