@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import prod, sqrt
 
 from megalite.topology.adapter import Lora, Prefix, names_module
-from megalite.topology.experts import BlockTensor, MixtureShape, expert_tensors, latent_tensors
+from megalite.topology.experts import ROUTER, BlockTensor, MixtureShape, expert_tensors, latent_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, ShardSpec
 from megalite.topology.stages import PipelineSplit, pipeline_split
@@ -46,9 +46,9 @@ class Parameter:
 
     @property
     def takes_lora(self) -> bool:
-        """Whether a low-rank adapter may change it: a matrix of a layer that is cut, which no router is."""
+        """Whether a low-rank adapter may change it: a matrix of a layer, but no router."""
         # A mixture's layer without shared experts is planned as a dense one with an empty MLP.
-        return self.is_hidden_matrix and self.spec.dim is not None and self.numel > 0
+        return self.is_hidden_matrix and self.numel > 0 and not self.name.endswith(f".{ROUTER}.weight")
 
 
 EMBEDDING = "model.embed_tokens.weight"
