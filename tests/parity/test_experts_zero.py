@@ -56,12 +56,17 @@ for stage, shape in BIASED.items():
     )
 for stage, offload in ((1, "optimizer"), (2, "optimizer"), (3, "parameters")):
     JOBS[f"ZeRO {stage}, dp4 ep2, offloaded"] = replace(JOBS[f"ZeRO {stage}, dp4 ep2"], offload=offload)
+# DeepSpeed broadcasts or partitions frozen experts, too.
+FROZEN = replace(EIGHT.shape, adapter=Lora(3, 6.0, ("q_proj", "v_proj", "o_proj")))
+for stage in (1, 2, 3):
+    JOBS[f"ZeRO {stage}, dp4 ep2, LoRA of attention"] = replace(JOBS[f"ZeRO {stage}, dp4 ep2"], shape=FROZEN)
 CORE = (
     "ZeRO 1, pp2 dp2 ep2",
     "ZeRO 1, dp2 ep2, small buckets",
     "ZeRO 2, dp4 ep2",
     "ZeRO 3, tp2 dp2 ep2, cut, LoRA",
     "ZeRO 3, tp2 dp2 ep2, cut",
+    "ZeRO 2, dp4 ep2, LoRA of attention",
 )
 
 
