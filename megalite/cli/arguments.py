@@ -204,6 +204,8 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     add_value(parser, "--tensor", whole_number(1), "N", "tensor-parallel size", 1)
     add_value(parser, "--pipeline", whole_number(1), "N", "pipeline-parallel size", 1)
     add_value(parser, "--context", whole_number(1), "N", "ranks that share each long prompt or window", 1)
+    about = "ranks among which the experts of a layer are divided: of --context and --tensor"
+    add_value(parser, "--expert", whole_number(1), "N", about, 1)
     add_value(parser, "--tokenizer", Path, "FOLDER", "tokenizer folder (default: the model's own)")
     add_value(parser, "--base", Path, "FOLDER", "the weights beside an adapter, where they have moved")
 

@@ -18,11 +18,10 @@ from megalite.errors import ConfigError, MegaliteError
 from megalite.evaluate.documents import TextSource
 from megalite.evaluate.report import table, write_json
 from megalite.evaluate.task_list import load_tasks
-from megalite.generation.layout_and_memory import cache_problems
+from megalite.generation.layout_and_memory import cache_problems, inference_layout
 from megalite.generation.prompts import Chat, chat_template
 from megalite.generation.source import ModelSource, find_source
 from megalite.monitor.work import working
-from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
 from megalite.version import __version__
 
@@ -35,10 +34,10 @@ def run(arguments: Sequence[str]) -> int:
     """Print the figures; return the exit code. Raises CheckpointError, DataError, ConfigError."""
     options = command_parser().parse_args(arguments)
     source = find_source(options.model, tokenizer=options.tokenizer, base=options.base)
-    layout = Layout(options.pipeline, options.data_parallel, options.tensor, context=options.context)
+    layout = inference_layout(options)
     # Scored sequences have no cache, and the number of generated answers is not known yet.
     cache = (("--batch-size", options.batch_size), ("--batch-size", 0))
-    too_large = cache_problems(source, options.dtype, *cache, copies=layout.copies)
+    too_large = cache_problems(source, options.dtype, *cache, layout=layout)
     if wrong := [*problems(options, layout, source.shape), *too_large]:
         raise ConfigError(wrong, "the request")
     if options.tasks:

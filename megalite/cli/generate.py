@@ -22,10 +22,14 @@ from megalite.cli.inference_memory import InferenceMemory
 from megalite.cli.local_ranks import on_local_ranks
 from megalite.cli.results import wanted
 from megalite.errors import ConfigError, DataError, Problem
-from megalite.generation.layout_and_memory import DEFAULT_TOKENS, cache_problems, layout_problems
+from megalite.generation.layout_and_memory import (
+    DEFAULT_TOKENS,
+    cache_problems,
+    inference_layout,
+    layout_problems,
+)
 from megalite.generation.request import Request, Sampling, check_request, sampling_problems
 from megalite.generation.source import ModelSource, find_source
-from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
 
 
@@ -43,7 +47,7 @@ def run(arguments: Sequence[str]) -> int:
     )
     _check(options, source.shape)
     job = _job(options, source)
-    if too_large := list(cache_problems(source, job.dtype, *_cache_size(job), copies=job.layout.copies)):
+    if too_large := list(cache_problems(source, job.dtype, *_cache_size(job), layout=job.layout)):
         raise ConfigError(too_large, "the request")
     if job.task == "chat" and job.layout.world_size > 1:  # the standard input of a forked rank is closed
         job = replace(job, keyboard=os.dup(sys.stdin.fileno()))
@@ -65,7 +69,7 @@ def _job(options: argparse.Namespace, source: ModelSource) -> GenerationJob:
     tokenizer = load_tokenizer(source.tokenizer, end_of_document=source.end_of_document)
     stops, stop = stops_of(source, tokenizer), tuple(options.stop)
     first = Request((), options.tokens, Sampling.of(vars(options)), stops.ids, stop, options.logprobs)
-    layout = Layout(pipeline=options.pipeline, tensor=options.tensor, context=options.context)
+    layout = inference_layout(options)
     job = GenerationJob("prompt", source, layout, options.dtype, first, max_requests=options.max_requests)
     template = None if options.prompt is not None else chat_template(source, options.chat_template)
     if options.chat:
@@ -109,8 +113,7 @@ def _cache_size(job: GenerationJob) -> tuple[tuple[str, int], tuple[str, int]]:
 
 def _check(options: argparse.Namespace, shape: ModelShape) -> None:
     """Raise ConfigError for a layout that the model does not fit, or wrong sampling options."""
-    layout = Layout(pipeline=options.pipeline, tensor=options.tensor, context=options.context)
-    problems = list(layout_problems(layout, shape))
+    problems = list(layout_problems(inference_layout(options), shape))
     if options.chat and wanted():
         remedy = "use --prompt or --batch, or megalite serve"
         problems.append(Problem("--json", "is not for --chat, a conversation with a person", remedy))

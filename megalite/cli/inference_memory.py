@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megalite.config.output.summary import memory_text
-from megalite.generation.layout_and_memory import cache_bytes
+from megalite.generation.layout_and_memory import cache_bytes, weight_bytes, wider_experts
 from megalite.generation.source import ModelSource
 from megalite.topology.axes import Layout
 from megalite.topology.dtypes import FLOATS
-from megalite.topology.parameters import parameter_count
 from megalite.topology.sharding import tensor_sizes
 
 if TYPE_CHECKING:
@@ -49,7 +48,7 @@ class InferenceMemory:
     def _kinds(self, dtype: str) -> str:
         shape, layout = self.source.shape, self.layout
         in_type = "int8" if self.source.int8 else dtype
-        weights = parameter_count(shape) * (1 if self.source.int8 else FLOATS[dtype].size_bytes)
+        weights = weight_bytes(self.source, dtype, layout)
         ranks = layout.world_size // layout.copies
         kinds = f"weights {memory_text(weights / ranks)} in {in_type}"
         if self.cached:
@@ -72,9 +71,12 @@ class InferenceMemory:
             size
             for size in tensor_sizes(shape.num_attention_heads, shape.num_key_value_heads)
             if size > self.layout.tensor
+            and (self.layout.expert == 1 or size * self.layout.context % self.layout.expert == 0)
         ]
         if wider:
             yield f"--tensor {wider[0]}"
+        for size in wider_experts(self.layout, shape):
+            yield f"--expert {size}"
         if not self.source.int8:
             if FLOATS[dtype].size_bytes > 2:
                 yield "--dtype bfloat16"

@@ -24,11 +24,15 @@ from megalite.cli.local_ranks import on_local_ranks
 from megalite.cli.results import report_now
 from megalite.config.sections.shape_settings import longest_sequence_setting
 from megalite.errors import ConfigError, Problem
-from megalite.generation.layout_and_memory import DEFAULT_TOKENS, cache_problems, layout_problems
+from megalite.generation.layout_and_memory import (
+    DEFAULT_TOKENS,
+    cache_problems,
+    inference_layout,
+    layout_problems,
+)
 from megalite.generation.source import ModelSource, find_source
 from megalite.launcher.rank.environment import api_key
 from megalite.serve.settings import ServePlan, ServeSettings
-from megalite.topology.axes import Layout
 
 if TYPE_CHECKING:
     from megalite.parallel.mesh import ParallelMesh
@@ -58,12 +62,12 @@ def run(arguments: Sequence[str]) -> int:
     source = find_source(
         options.model, tokenizer=options.tokenizer, base=options.base, adapters=options.adapter
     )
-    layout = Layout(pipeline=options.pipeline, tensor=options.tensor, context=options.context)
+    layout = inference_layout(options)
     name = options.model_name or source.folder.resolve().name
     problems = [*layout_problems(layout, source.shape), *_length_problems(options.context_length, source)]
     context = min(options.context_length or DEFAULT_TOKENS, source.shape.longest_sequence)
     cache = ("--max-requests", options.max_requests), ("--context-length", context)
-    problems += cache_problems(source, options.dtype, *cache, copies=layout.copies)
+    problems += cache_problems(source, options.dtype, *cache, layout=layout)
     if name in source.adapters:
         message = f"{name!r} is the name of the base model, too"
         problems.append(Problem("--adapter", message, "choose another, or name the base with --model-name"))

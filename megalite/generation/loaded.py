@@ -98,7 +98,7 @@ def build_model(
     """
     split = pipeline_split(shape.num_hidden_layers, mesh.pp.size)
     operators = kernels_without_training(shape, dtype, mesh).operators
-    options = ModelOptions(dtype=dtype, operators=operators)
+    options = ModelOptions(dtype=dtype, operators=operators, expert_dispatch="all_gather")
     return build_replica(shape, mesh, split, options, seed=None, int8=int8)
 
 

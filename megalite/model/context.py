@@ -40,5 +40,15 @@ class StepContext:
         """True if a sequence of this micro batch begins with it."""
         return self.cache is None or self.cache.begins
 
+    def gathered(self, values: Tensor) -> Tensor:
+        """Return the values of the tokens of all context-parallel ranks, each once, from this rank's [B, S, ...]."""
+        cut = self.cache or self.rows
+        return values if cut is None else cut.gathered(values)
+
+    def own(self, values: Tensor) -> Tensor:
+        """Invert `gathered`: return the values of this rank's tokens."""
+        cut = self.cache or self.rows
+        return values if cut is None else cut.own(values)
+
 
 EMPTY_CONTEXT = StepContext()

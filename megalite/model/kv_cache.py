@@ -135,6 +135,27 @@ class CachedStep:
         """Return a step of `count` tokens in slot 0, which holds `start` tokens."""
         return cls(cache, segments=(PromptSegment(0, start, count, start + count),))
 
+    def gathered(self, values: Tensor) -> Tensor:
+        """Return the values [1, all tokens, ...] of the tokens of all ranks, each once, from those of this rank."""
+        if all(segment.share is None for segment in self.segments):
+            return values
+        counts = [len(self.lengths), *(segment.computed for segment in self.segments)]
+        decoded, *parts = values[0].split(counts)
+        whole = [
+            part if segment.share is None else segment.share.gathered(part)
+            for segment, part in zip(self.segments, parts, strict=True)
+        ]
+        return torch.cat((decoded, *whole)).unsqueeze(0)
+
+    def own(self, values: Tensor) -> Tensor:
+        """Return this rank's [1, T, ...] of the values of all tokens that `gathered` returns."""
+        return values[:, self._own_places] if values.shape[1] > len(self.position_ids) else values
+
+    @cached_property
+    def _own_places(self) -> Tensor:
+        places = computed_tokens(len(self.lengths), self.segments)
+        return on_device([torch.tensor(places)], self.cache.device)[0]
+
     @property
     def begins(self) -> bool:
         """True if a segment is the beginning of its prompt, in front of which the virtual tokens stand."""

@@ -18,10 +18,11 @@ from megalite.model.recompute import recomputing
 from megalite.ops.activations import clamped_swiglu
 from megalite.ops.router import Routing, balance_loss, route, sequence_counts, with_loss, z_loss
 from megalite.parallel.collectives import all_reduce, column_input, gather_ranks, row_output
-from megalite.parallel.experts import expert_mlp, through_experts
+from megalite.parallel.experts import expert_mlp, own_experts, through_experts
 from megalite.parallel.layers import ExpertLinear
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.experts import ExpertShape, MixtureShape
+from megalite.topology.stages import balanced_split
 
 
 class _Experts(nn.Module):
@@ -31,15 +32,14 @@ class _Experts(nn.Module):
         super().__init__()
         experts, hidden = shape.experts, shape.hidden_size
         assert experts is not None
-        width = experts.moe_intermediate_size
-        width = mesh.local(width) if mesh.cuts_experts else width
+        width = len(balanced_split(experts.moe_intermediate_size, mesh.etp.size)[mesh.etp.rank])
         linear = partial(
             ExpertLinear, dtype=options.dtype, gradients=options.weight_gradients, bias=experts.expert_bias
         )
         held = len(mesh.experts(shape))
         self.gate_up_proj = linear(held * 2 * width, hidden)
         # Ranks that share an expert have parts of its output, to which the bias belongs once.
-        self.down_proj = linear(held * hidden, width, adds_bias=not mesh.cuts_experts or mesh.tp.rank == 0)
+        self.down_proj = linear(held * hidden, width, adds_bias=mesh.etp.rank == 0)
 
 
 class Router(nn.Module):
@@ -121,6 +121,8 @@ class Mixture(nn.Module):
         self.mesh, self.number, self.activation = mesh, experts.num_experts, options.ops.glu.swiglu
         if experts.swiglu_limit is not None:
             self.activation = partial(clamped_swiglu, limit=experts.swiglu_limit)
+        self.own_experts = mesh.experts(shape)
+        self.gathers_tokens = options.expert_dispatch == "all_gather" and mesh.ep.size > 1
         self.gate = Router(shape, experts, mesh, options)
         self.experts = _Experts(shape, mesh, options)
         self.shared_experts: GatedMLP | None = None
@@ -129,6 +131,8 @@ class Mixture(nn.Module):
 
     def forward(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
+        if self.gathers_tokens:
+            return self._on_gathered_tokens(hidden_states, context, masks)
         routing, rows = self.gate(hidden_states, context.router_scale), hidden_states
         if self.mesh.cuts_experts:
             routing, rows = self._of_all_positions(routing, hidden_states)
@@ -145,6 +149,16 @@ class Mixture(nn.Module):
             if shared is not None:
                 output = output + shared(hidden_states, context, masks)
         return output
+
+    def _on_gathered_tokens(self, hidden_states: Tensor, context: StepContext, masks: LayerMasks) -> Tensor:
+        """Return what `forward` does where all ranks of tp have the same tokens, and the ranks of tp and cp together
+        one copy of the experts. Two collectives at most, and a third one where ranks of cp share tokens."""
+        tokens = context.gathered(hidden_states)
+        routing = self.gate(tokens, None)
+        parts = own_experts(tokens.flatten(0, 1), routing, self.own_experts, self._compute)
+        output = context.own(all_reduce(all_reduce(parts, self.mesh.tp), self.mesh.cp).view_as(tokens))
+        shared = self.shared_experts
+        return output if shared is None else output + shared(hidden_states, context, masks)
 
     def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         gate_up, down = self.experts.gate_up_proj, self.experts.down_proj

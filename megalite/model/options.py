@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import torch
 
@@ -18,6 +19,8 @@ class ModelOptions:
 
     model, training, adapter: the sections of these names; how a step is computed is read from them where it is used.
     operators: the implementation of each operator. `assemble` sets weight_gradients.
+    expert_dispatch: how tokens meet the experts of other ranks: they go there and come back, or, without training, the
+    ranks that share a sequence gather its tokens and sum the outputs of their own experts.
     """
 
     dtype: torch.dtype = torch.float32
@@ -27,6 +30,7 @@ class ModelOptions:
     dropout_seed: int = 0
     operators: Operators = PLAIN_TORCH
     weight_gradients: WeightGradients = BY_AUTOGRAD
+    expert_dispatch: Literal["all_to_all", "all_gather"] = "all_to_all"
 
     @cached_property
     def ops(self) -> Operators:

@@ -78,6 +78,11 @@ class ContextRows:
         """Return the whole rows, in order, of this rank's tokens: [rows, S / c, ...] -> [rows, S, ...]."""
         return self._in_order(stack_of_ranks(values, self.ranks))
 
+    def own(self, values: Tensor) -> Tensor:
+        """Return this rank's tokens of whole rows in order: [rows, S, H] -> [rows, S / c, H]."""
+        places = self.positions.expand(len(values), -1).unsqueeze(2).expand(-1, -1, values.shape[2])
+        return values.gather(1, places)
+
     def to_heads(self, values: Tensor) -> Tensor:
         """Change tokens for heads: [rows, S / c, c * heads, ...] -> [rows, S, heads, ...], this rank's, in order."""
         by_rank = values.unflatten(2, (self.ranks.size, -1)).movedim(2, 0)

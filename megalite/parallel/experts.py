@@ -6,6 +6,9 @@ rows take part with empty tensors: each rank makes the same collectives, and eac
 
 An exchange is two autograd nodes, one that starts it and one that waits. Work between the two, the MLP that all tokens
 share, runs while rows are under way; in the backward the second node starts and the first one waits.
+
+Without training no rows travel: ranks that have the same tokens compute their own experts of them and sum the outputs.
+A decode step has a few rows an expert, for which one all-reduce is cheaper than counts, rows out and rows back.
 """
 
 from collections.abc import Callable, Sequence
@@ -62,6 +65,22 @@ def through_experts(
         done = exchange.wait(exchange.start(done))
     output = tokens_of_rows(done, routing.weights, order)
     return output if shared is None else output + shared
+
+
+def own_experts(tokens: Tensor, routing: Routing, experts: range, compute: ExpertCompute) -> Tensor:
+    """Return the part of this rank's `experts` in what `through_experts` returns: [T, H] -> [T, H]; no collective.
+
+    Ranks with the same tokens, whose experts are all of them together, sum their parts. Outside autograd.
+    """
+    order, counts = RowOrder.of(routing.experts), routing.counts.tolist()
+    own = counts[experts.start : experts.stop]
+    begin = sum(counts[: experts.start])
+    end = begin + sum(own)
+    done = compute(tokens.index_select(0, order.tokens[begin:end]), own)
+    # The rows of other ranks' experts are one row of zeros here.
+    done = torch.cat((done, done.new_zeros(1, done.shape[1])))
+    rows = torch.where((order.rows >= begin) & (order.rows < end), order.rows - begin, end - begin)
+    return tokens_of_rows(done, routing.weights, RowOrder(order.tokens, rows))
 
 
 def expert_mlp(

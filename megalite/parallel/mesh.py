@@ -146,9 +146,14 @@ class ParallelMesh(RankPlace):
         return self.groups.get("ep", ALONE)
 
     @property
+    def etp(self) -> RankGroup:
+        """The ranks that share each expert (expert tensor parallelism)."""
+        return self.groups.get("etp", ALONE)
+
+    @property
     def cuts_experts(self) -> bool:
         """True if the ranks of `tp` share each expert, so that all of them route the same tokens."""
-        return self.groups.get("etp", ALONE).size > 1
+        return self.etp.size > 1
 
     @property
     def pp(self) -> RankGroup:

@@ -43,8 +43,9 @@ class Layout:
     """The number of ranks on each axis. rank = ((pp * data + dp) * context + cp) * tensor + tp.
 
     That is the order of DeepSpeed and, with a context axis, of Megatron-LM.
-    expert: ranks among which the experts of a layer are divided. expert_tensor: ranks that share each expert, 1 or
-    `tensor`; None: `tensor`. The ranks of a stage, in their order, are EXPERT_AXES for these.
+    expert: ranks among which the experts of a layer are divided. expert_tensor: ranks that share each expert: 1 or
+    `tensor` in training, any divisor of `tensor` without; None: `tensor`. The ranks of a stage, in their order, are
+    EXPERT_AXES for these.
     """
 
     pipeline: int = 1

@@ -1,20 +1,29 @@
 """A model or a cache that this machine cannot hold is refused before anything is loaded."""
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megalite.generation import layout_and_memory as memory
-from megalite.generation.layout_and_memory import cache_bytes, cache_problems
+from megalite.generation.layout_and_memory import (
+    cache_bytes,
+    cache_problems,
+    inference_layout,
+    layout_problems,
+    weight_bytes,
+)
 from megalite.generation.source import ModelSource
-from megalite.topology.parameters import parameter_count
-from tests.support.tiny import tiny_shape
+from megalite.topology.axes import Layout
+from megalite.topology.parameters import model_parameters, parameter_count
+from tests.support.tiny import MIXTURE_SHAPES, tiny_shape
 
 SOURCE = ModelSource(
     Path("m"), "huggingface", replace(tiny_shape(), max_position_embeddings=10**9), tokenizer=Path("m")
 )
 GIB = 2**30
+MIXTURE = replace(MIXTURE_SHAPES["mixtral"], max_position_embeddings=320)
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def problems(slots: int, tokens: int, dtype: str = "float32", copies: int = 1) -> list[str]:
     named = ("--max-requests", slots), ("--context-length", tokens)
-    return [str(each) for each in cache_problems(SOURCE, dtype, *named, copies=copies)]
+    return [str(each) for each in cache_problems(SOURCE, dtype, *named, layout=Layout(context=copies))]
 
 
 def test_the_larger_of_slots_and_tokens_is_named_with_the_largest_that_fits() -> None:
@@ -62,6 +71,65 @@ def test_weights_alone_are_named_as_the_model(machine: pytest.MonkeyPatch, token
     assert "for each of 4 copies; use fewer context or data ranks or a smaller model" in problem
     machine.setattr(memory, "has_accelerator", lambda: True)
     assert problems(1, 10**9) == []
+
+
+def of_experts(**sizes: int) -> Layout:
+    return inference_layout(Namespace(**{"pipeline": 1, "tensor": 1, "context": 1, "expert": 1, **sizes}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shared"),
+    [
+        ({"tensor": 4, "expert": 4}, 1),
+        ({"tensor": 4, "expert": 2}, 2),
+        ({"context": 2, "tensor": 2, "expert": 2}, 2),
+        ({"context": 2, "tensor": 2, "expert": 4, "data_parallel": 3}, 1),
+        ({"context": 5, "expert": 5}, 1),
+    ],
+)
+def test_context_and_tensor_ranks_have_one_copy_of_the_experts(sizes: dict[str, int], shared: int) -> None:
+    layout = of_experts(**sizes)
+    assert list(layout_problems(layout, replace(MIXTURE, num_attention_heads=4))) == []
+    assert layout.expert_sizes == {"edp": layout.data, "ep": layout.expert, "etp": shared}
+    whole, divided = (
+        weight_bytes(ModelSource(Path("m"), "huggingface", MIXTURE, tokenizer=Path("m")), "float32", each)
+        for each in (replace(layout, expert=1), layout)
+    )
+    experts = sum(part.numel for part in model_parameters(MIXTURE) if ".experts." in part.name)
+    assert whole == 4 * parameter_count(MIXTURE)
+    assert divided == whole - 4 * (experts - experts // layout.context)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message", "new"),
+    [
+        ({"tensor": 2, "expert": 3}, "--context 1 x --tensor 2 cannot divide", 2),
+        ({"context": 4, "tensor": 2, "expert": 2}, "use 1 or 4 (", 1),
+        ({"context": 8, "expert": 8}, "8 ranks cannot divide the 5 experts of a layer; use 1", 1),
+        ({"tensor": 2, "expert": 10**6}, "use 1 or 2", 2),
+    ],
+)
+def test_ranks_that_cannot_divide_the_experts_are_refused(
+    sizes: dict[str, int], message: str, new: int
+) -> None:
+    longest = replace(MIXTURE, max_position_embeddings=10**6)
+    [problem] = layout_problems(of_experts(**sizes), longest)
+    assert message in str(problem) and problem.set == {"--expert": new}
+    assert list(layout_problems(of_experts(**sizes | {"expert": new}), longest)) == []
+
+
+def test_a_model_without_experts_is_refused_once() -> None:
+    [problem] = layout_problems(of_experts(tensor=2, expert=2), SOURCE.shape)
+    assert str(problem).startswith("--expert: 2 ranks divide experts, but the model has none; leave it out")
+
+
+def test_dividing_experts_is_advised_where_context_ranks_have_copies(machine: pytest.MonkeyPatch) -> None:
+    source = replace(SOURCE, shape=MIXTURE)
+    machine.setattr(memory, "total_memory_bytes", lambda: 8 * parameter_count(MIXTURE) - 8)
+    cache = ("--max-requests", 1), ("--context-length", 1)
+    [problem] = cache_problems(source, "float32", *cache, layout=of_experts(context=2))
+    assert "use fewer context or data ranks or --expert 2 or a smaller model" in str(problem)
+    assert list(cache_problems(source, "float32", *cache, layout=of_experts(context=2, expert=2))) == []
 
 
 @pytest.mark.parametrize("room", [1, 7, 40, 999])
