@@ -38,6 +38,7 @@ from megalite.launcher.rank.detect import DEFAULT_PORT, rank_info
 from megalite.launcher.rank.environment import variables
 from megalite.launcher.rank.placement import placement_warning
 from megalite.launcher.rank.slurm import in_shell
+from megalite.planner.experts import exchange_of_a_token
 from megalite.planner.machine import least_memory
 
 _HELP = """\
@@ -244,7 +245,8 @@ def _plan_lines(plan: _Plan) -> Iterator[str]:
         yield f"  and {len(plan.hosts) - _RANKS_SHOWN} more"
     if plan.idle:
         yield f"idle: {', '.join(plan.idle)}"
-    if warning := placement_warning(layout, [host.name for host in plan.hosts for _ in host.slots]):
+    hosts_of_ranks = [host.name for host in plan.hosts for _ in host.slots]
+    if warning := placement_warning(layout, hosts_of_ranks, exchange_of_a_token(plan.loaded.config)):
         yield f"warning: {warning}"
     names = ", ".join(plan.job.exported) or "none"
     if plan.backend == "local":

@@ -8,6 +8,8 @@ al. 2020, "GShard".
 from dataclasses import replace
 from math import ceil
 
+from megalite.config.output.summary import memory_text
+from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.training_section import RecomputeMode
 from megalite.planner.activations import Activations, layer_activations
 from megalite.planner.cluster import Cluster
@@ -15,6 +17,7 @@ from megalite.planner.planned_run import PlannedRun
 from megalite.planner.stage_parameters import ZeroShares, stage_counts
 from megalite.topology.adapter import Lora
 from megalite.topology.context import ContextSizes, context_kept, context_traffic, context_working
+from megalite.topology.dtypes import PRECISIONS
 from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
 
 IMBALANCE = 1.3
@@ -101,6 +104,21 @@ def exchanged_values(run: PlannedRun, *, recomputed: bool = False) -> float:
     experts, ranks = _experts(run), run.layout.expert
     rows = routed_tokens(run) * experts.num_experts_per_tok * run.shape.hidden_size
     return (6 if recomputed else 4) * rows * (ranks - 1) / ranks
+
+
+def exchange_of_a_token(config: RunConfig) -> str:
+    """Return in words what experts exchange in a step of a resolved run; "" where all are on each rank.
+
+    The load is even, and the precision has 16 bits where it is not known yet.
+    """
+    shape, ranks = config.shape(0), config.layout.expert
+    if ranks == 1 or not isinstance(shape, MixtureShape) or shape.experts is None:
+        return ""
+    training, layers = config.training, sum(map(shape.has_experts, range(shape.num_hidden_layers)))
+    rows = (6 if training.recompute == "full" else 4) * layers * shape.experts.num_experts_per_tok
+    size = 2 if training.precision == "auto" else PRECISIONS[training.precision].size_bytes
+    values = rows * shape.hidden_size * (ranks - 1) / ranks
+    return f"experts: {memory_text(values * size)} a token and step"
 
 
 def exchange_seconds(run: PlannedRun, cluster: Cluster) -> float:

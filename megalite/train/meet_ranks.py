@@ -13,6 +13,7 @@ from megalite.launcher.rank.environment import prepare_process, variables
 from megalite.launcher.rank.placement import placement_warning
 from megalite.launcher.rank.versions import software
 from megalite.monitor.console import announce
+from megalite.planner.experts import exchange_of_a_token
 from megalite.train.start import meeting_line
 
 _SAME_START = (
@@ -41,7 +42,7 @@ def meet_ranks(info: RankInfo, config: RunConfig, end: RankEnd) -> Meeting:
     end.judge = meeting
     meeting.member.agree("start", flat_settings(config) | software(), _SAME_START)
     if info.rank == 0:
-        if warning := placement_warning(config.layout, meeting.hosts):
+        if warning := placement_warning(config.layout, meeting.hosts, exchange_of_a_token(config)):
             announce(f"warning: {warning}")
         announce(
             meeting_line(config, meeting.hosts, meeting.meets_at, variables().get("GLOO_SOCKET_IFNAME", ""))

@@ -1,4 +1,4 @@
-"""Places ranks on cores, by NUMA node, and says where ranks that share a layer or a sequence are on different hosts."""
+"""Places ranks on cores, by NUMA node, and says which ranks that exchange much are on different hosts."""
 
 import os
 from collections import Counter
@@ -112,31 +112,44 @@ def _numbers(ranges: str) -> list[int]:
 
 
 def groups_across_hosts(layout: Layout, axis: str, hosts: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return the groups along an axis whose ranks are not all on one host. hosts: the host of each rank."""
-    return [group for group in layout.groups(axis) if len({hosts[rank] for rank in group}) > 1]
+    """Return the groups along an axis, "ep" among them, whose ranks are not all on one host.
+
+    hosts: the host of each rank.
+    """
+    return [group for group in _groups(layout, axis) if len({hosts[rank] for rank in group}) > 1]
 
 
-def placement_warning(layout: Layout, hosts: Sequence[str]) -> str:
+def _groups(layout: Layout, axis: str) -> Sequence[tuple[int, ...]]:
+    if axis != "ep":
+        return layout.groups(axis)
+    return tuple(dict.fromkeys(layout.expert_peers(rank)["ep"] for rank in range(layout.world_size)))
+
+
+def placement_warning(layout: Layout, hosts: Sequence[str], exchanged: str = "") -> str:
     """Return a warning, with its remedy, if ranks that exchange tensors in every layer are on different hosts.
 
-    Those are tensor-parallel ranks, and context-parallel ones where a host has room for all that share a sequence.
-    Empty if all are together.
+    Those are tensor-parallel ranks, and context- and expert-parallel ones where a host has room for all that share a
+    sequence, or the experts of a layer. exchanged: what experts exchange, in words. Empty if all are together.
     """
     if groups_across_hosts(layout, "tp", hosts):
         return _warning(layout, "tp", layout.tensor, hosts)
-    together = layout.tensor * layout.context
-    fits = together <= max(Counter(hosts).values())
-    return (
-        _warning(layout, "cp", together, hosts) if fits and groups_across_hosts(layout, "cp", hosts) else ""
-    )
+    room, experts = max(Counter(hosts).values()), layout.expert * layout.expert_sizes["etp"]
+    for axis, size, together in (
+        ("cp", layout.context, layout.tensor * layout.context),
+        ("ep", layout.expert, experts),
+    ):
+        if size > 1 and together <= room and groups_across_hosts(layout, axis, hosts):
+            return _warning(layout, axis, together, hosts, exchanged if axis == "ep" else "")
+    return ""
 
 
-def _warning(layout: Layout, axis: str, together: int, hosts: Sequence[str]) -> str:
+def _warning(layout: Layout, axis: str, together: int, hosts: Sequence[str], exchanged: str = "") -> str:
     """Describe the groups along `axis` that span hosts. together: the consecutive ranks that belong on one host."""
-    apart, name = groups_across_hosts(layout, axis, hosts), AXES[axis]
+    apart, name = groups_across_hosts(layout, axis, hosts), AXES.get(axis, "expert")
     places = _listed(f"{rank} on {hosts[rank]}" for rank in apart[0])
-    count = f"{len(apart)} of {len(layout.groups(axis))} {name}-parallel groups"
-    text = f"{count} span hosts (ranks {places}), so that every layer waits for the network; "
+    count = f"{len(apart)} of {len(_groups(layout, axis))} {name}-parallel groups"
+    amount = f" ({exchanged})" if exchanged else ""
+    text = f"{count} span hosts (ranks {places}), so that every layer waits for the network{amount}; "
     names = list(dict.fromkeys(hosts))
     in_order = [name for name in names for host in hosts if host == name]
     if not groups_across_hosts(layout, axis, in_order):
@@ -146,7 +159,7 @@ def _warning(layout: Layout, axis: str, together: int, hosts: Sequence[str]) -> 
             "give neighbouring ranks to the same host (Open MPI: --map-by slot, srun: --distribution=block, MPICH: "
             "HOST:SLOTS lines in the host file)"
         )
-    inner = together // layout.sizes[axis]
+    inner = together // {**layout.sizes, "ep": layout.expert}[axis]
     fitting = gcd(together, *Counter(hosts).values()) // inner
     smaller = f"use parallel.{name} = {fitting}, or " if fitting > 1 else ""
     return f"{text}{smaller}start a multiple of {together} ranks on each host"

@@ -6,6 +6,7 @@ from math import prod
 import pytest
 import torch
 
+from megalite.config.load import load_run
 from megalite.model.context import StepContext
 from megalite.model.dropout import NO_MASKS
 from megalite.model.latent_attention import LatentSelfAttention
@@ -19,6 +20,7 @@ from megalite.planner.experts import (
     IMBALANCE,
     adapter_values,
     block_activations,
+    exchange_of_a_token,
     exchange_seconds,
     exchanged_values,
     expert_values,
@@ -61,6 +63,36 @@ def test_an_exchange_sends_the_rows_of_other_ranks_experts(ranks: int) -> None:
     assert exchanged_values(run) == 4 * sent
     assert exchanged_values(run, recomputed=True) == 6 * sent
     assert exchanged_values(replace(run, layout=Layout(data=ranks))) == 0
+
+
+def test_the_words_of_an_exchange_are_of_a_token_and_all_layers() -> None:
+    """256 x 2 values of 4 bytes on their way through 8 layers, of which half stay on the rank; two ways more again."""
+    settings = {
+        "model.family": "qwen3_moe",
+        "model.num_experts": 4,
+        "model.num_experts_per_tok": 2,
+        "model.moe_intermediate_size": 96,
+        "model.hidden_size": 256,
+        "model.intermediate_size": 96,
+        "training.sequence_length": 16,
+        "training.global_batch_size": 4,
+        "training.micro_batch_size": 2,
+        "training.steps": 1,
+        "data.source": "stdlib",
+        "model.num_hidden_layers": 8,
+        "model.num_attention_heads": 4,
+        "parallel.data": 2,
+        "training.precision": "fp32",
+    }
+    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+
+    def words(*more: str) -> str:
+        return exchange_of_a_token(load_run(None, [*flags, *more], 2).config)
+
+    assert words() == ""
+    assert words("--parallel.expert", "2") == "experts: 32 KiB a token and step"
+    again = ("--parallel.expert", "2", "--training.recompute", "full")
+    assert words(*again) == "experts: 48 KiB a token and step"
 
 
 def test_tensor_parallel_ranks_route_their_own_tokens_or_with_cut_experts_all() -> None:

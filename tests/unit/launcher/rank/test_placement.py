@@ -150,3 +150,22 @@ def test_ranks_that_share_a_sequence_are_kept_on_one_host_where_they_fit():
     assert both.startswith("2 of 4 context-parallel groups") and both.endswith(
         "; start a multiple of 4 ranks on each host"
     )
+
+
+def test_ranks_that_divide_experts_are_kept_on_one_host_where_they_fit():
+    """Two hosts of four ranks: two expert ranks, whole or cut over tensor ranks, are neighbours on one of them."""
+    hosts, dealt = ["n0"] * 4 + ["n1"] * 4, ["n0", "n1"] * 4
+    assert placement_warning(Layout(data=8, expert=4), hosts, "words") == ""
+    assert placement_warning(Layout(data=4, tensor=2, expert=2), hosts) == ""
+    assert placement_warning(Layout(data=8, expert=8), hosts) == "", "they have no room on one host"
+    text = placement_warning(Layout(data=8, expert=4), dealt, "experts: 3 MiB a token and step")
+    assert text.startswith(
+        "2 of 2 expert-parallel groups span hosts (ranks 0 on n0, 1 on n1, 2 on n0, 3 on n1), so that every layer waits"
+        " for the network (experts: 3 MiB a token and step); give neighbouring ranks"
+    )
+    uneven = placement_warning(Layout(data=4, tensor=2, expert=2), ["n0"] * 6 + ["n1"] * 2)
+    assert uneven.startswith("2 of 4 expert-parallel groups") and "parallel.expert" not in uneven
+    assert uneven.endswith("; start a multiple of 4 ranks on each host")
+    assert placement_warning(Layout(data=8, expert=4), ["n0"] * 6 + ["n1"] * 2).endswith(
+        "use parallel.expert = 2, or start a multiple of 4 ranks on each host"
+    )
