@@ -148,7 +148,8 @@ class Stream:
 class Manifest:
     """Everything about a checkpoint except the elements of its tensors.
 
-    trainer_state: step, samples and tokens so far. layout, stage_layers: those of the run that wrote it.
+    trainer_state: step, samples and tokens so far, and what else a run remembers. layout, stage_layers: those of the
+    run that wrote it.
     config: the resolved run configuration. optimizer: JSON scalars of the optimizer.
     tensors: state key -> canonical name -> entry; state keys are "weight" and the optimizer's ("exp_avg", ...).
     files: name -> size in bytes of each safetensors file.
@@ -159,7 +160,7 @@ class Manifest:
 
     megalite: str
     torch: str
-    trainer_state: Mapping[str, int]
+    trainer_state: Mapping[str, Any]
     layout: Layout
     stage_layers: tuple[tuple[int, ...], ...]
     model: ModelShape
@@ -173,7 +174,7 @@ class Manifest:
 
     @property
     def step(self) -> int:
-        return self.trainer_state["step"]
+        return int(self.trainer_state["step"])
 
     @property
     def exact_weights(self) -> str:

@@ -142,7 +142,11 @@ def manifest_of(content: Mapping[str, Any]) -> Manifest:
         _require(is_int(value), "trainer_state", name, value)
     for table in ("trainer_state", "optimizer"):
         for name, value in content[table].items():
-            _require(value is None or isinstance(value, int | float), table, name, value)
+            if name == "idle_experts":
+                rows = isinstance(value, list) and all(_are_ints(row) and len(row) == 3 for row in value)
+                _require(rows, table, name, value)
+            else:
+                _require(value is None or isinstance(value, int | float), table, name, value)
     for name, size_bytes in files.items():
         _require(_FILE_NAME.fullmatch(name) is not None and is_int(size_bytes), "files", name, size_bytes)
     for name in ("megalite", "torch"):

@@ -32,7 +32,7 @@ class RunRecord:
     streamed text, on rank 0. data: the fingerprints of the data.
     """
 
-    trainer_state: Mapping[str, int]
+    trainer_state: Mapping[str, Any]
     config: Mapping[str, Any]
     base: Base | None = None
     stream: Stream | None = None

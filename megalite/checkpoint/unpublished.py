@@ -69,7 +69,7 @@ class Draft:
 
     @property
     def step(self) -> int:
-        return self._manifest.trainer_state["step"]
+        return self._manifest.step
 
     @property
     def size_bytes(self) -> int:

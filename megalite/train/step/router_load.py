@@ -4,7 +4,7 @@ The biases are those of Wang et al. 2024, "Auxiliary-loss-free load balancing st
 are whole numbers of the global batch, so that biases are the same in every layout.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -99,6 +99,21 @@ class RouterLoad:
             "idle_experts": float((loads == 0).sum()),
             "router_loss": float(totals[-1]) / sequences,
         }
+
+    @property
+    def idle_experts(self) -> list[list[int]]:
+        """Layer, number and steps since the last token of each expert that had none in the last step."""
+        places = self._idle_steps.nonzero().tolist()
+        return [
+            [self._layers[place], expert, int(self._idle_steps[place, expert])] for place, expert in places
+        ]
+
+    def go_on(self, idle_experts: Iterable[Sequence[int]]) -> None:
+        """Count on from the idle experts of a checkpoint; those of any layout are the same."""
+        self._idle_steps.zero_()
+        for layer, expert, steps in idle_experts:
+            if layer in self._layers and 0 <= expert < self._number:
+                self._idle_steps[self._layers.index(layer), expert] = steps
 
     def newly_dead(self) -> list[str]:
         """Return the experts that now had no token in DEAD_STEPS steps, as a message names them."""

@@ -11,6 +11,7 @@ class TrainerState:
 
     best_loss, best_step: the lowest validation loss, and after which step it was found. improved_loss: the validation
     loss of the last improvement by validation.minimum_improvement or more, from which patience counts.
+    idle_experts: `RouterLoad.idle_experts` at the checkpoint from which the run goes on.
     """
 
     step: int = 0
@@ -22,6 +23,7 @@ class TrainerState:
     best_step: int | None = None
     improved_loss: float | None = None
     validations_without_improvement: int = 0
+    idle_experts: list[list[int]] = field(default_factory=list)
 
     def advanced(self, *, samples: int, tokens: int, skipped: bool) -> "TrainerState":
         return replace(

@@ -323,7 +323,7 @@ class TrainStep:
     def draft(self, folder: Path) -> Draft:
         """List what a checkpoint of this moment has, to be written below `folder`; writes no tensor yet. Collective."""
         record = RunRecord(
-            asdict(self.state),
+            asdict(replace(self.state, idle_experts=self.routers.idle_experts)),
             self.config.model_dump(mode="json"),
             self.base,
             gathered_position(self.loader, self.state.samples, self.mesh),
@@ -347,6 +347,7 @@ class TrainStep:
                 " know; use the version that wrote it"
             )
         self.state = self._within_epochs(TrainerState(**loaded.trainer_state), loaded.config)
+        self.routers.go_on(self.state.idle_experts)
         progress.finished(self.state.step)
         self.learning_rate = schedule_of(self.config, self.total_steps)
         self.batches.close()

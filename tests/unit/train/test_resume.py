@@ -1,6 +1,9 @@
 """Settings that may change between a checkpoint and the run that resumes from it, and those that stay."""
 
+import json
+import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,7 +11,7 @@ import pytest
 import torch
 
 from megalite.checkpoint.folder import read_manifest
-from megalite.checkpoint.manifest_json import to_json
+from megalite.checkpoint.manifest_json import manifest_of, to_json
 from megalite.checkpoint.reader import CheckpointReader
 from megalite.checkpoint.regions import full_slice
 from megalite.data.batches.blend import SampleOrder
@@ -255,12 +258,34 @@ def test_sgd_with_or_without_momentum_goes_on_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_counter_of_a_later_version_is_refused(written: Path, tmp_path: Path) -> None:
-    import shutil
-    from dataclasses import replace
-
     copy = Path(shutil.copytree(written, tmp_path / written.name))
     manifest = read_manifest(copy)
     later = replace(manifest, trainer_state={**manifest.trainer_state, "moons": 2})
     (copy / "manifest.json").write_text(to_json(later))
     with pytest.raises(CheckpointError, match="trainer_state has moons, which this version"):
         resumed(copy)
+
+
+def test_the_steps_that_experts_were_idle_are_counted_on(tmp_path: Path) -> None:
+    """Of 64 experts most get no token in a step; some get one and others none before and after the checkpoint."""
+    mixture = {
+        "model__num_experts": 64,
+        "model__num_experts_per_tok": 1,
+        "model__moe_intermediate_size": 4,
+        "training__router_balance": 0.01,
+    }
+    trainer = trainer_of(data__loader_workers=0, **mixture)
+    for _ in range(BEFORE):
+        trainer.train_step()
+    path = save(trainer, tmp_path)
+    again = resumed(path, **mixture)
+    assert again.routers.idle_experts == trainer.routers.idle_experts
+    for _ in range(2):
+        trainer.train_step()
+        again.train_step()
+    idle = again.routers.idle_experts
+    assert idle == trainer.routers.idle_experts
+    assert {steps for _, _, steps in idle} >= {1, BEFORE + 2}
+    copy = replace(read_manifest(path), trainer_state={"step": 1, "idle_experts": [[0, 1]]})
+    with pytest.raises(ValueError, match="idle_experts"):
+        manifest_of(json.loads(to_json(copy))["manifest"])

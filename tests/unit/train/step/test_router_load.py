@@ -58,6 +58,10 @@ def test_an_expert_without_tokens_is_named_once_and_may_come_back() -> None:
     load, named = RouterLoad(replica, 0.0), []
     without, with_all = torch.tensor([3.0, 0, 2, 3, 0]), torch.tensor([3.0, 1, 2, 2, 0])
     for step in range(1, 3 * DEAD_STEPS + 2):
+        if step % 30 == 0:
+            # As a run that goes on from a checkpoint.
+            before, load = load, RouterLoad(replica, 0.0)
+            load.go_on(before.idle_experts)
         load.stepped(with_all if step == 2 * DEAD_STEPS else without, 8, skipped=False)
         named += [(step, dead) for dead in load.newly_dead()]
     assert named == [(DEAD_STEPS, "expert 1 of layer 1"), (3 * DEAD_STEPS, "expert 1 of layer 1")]
