@@ -14,7 +14,7 @@ from megalite.config.sections.shape_settings import as_settings
 from megalite.config.sections.toml import shown
 from megalite.config.sections.unchecked import SettingsDraft
 from megalite.config.sources.hub import HubName, fetch_description
-from megalite.config.sources.quantisation import KEY, is_int8
+from megalite.config.sources.quantisation import KEY, is_block_fp8, is_int8
 from megalite.errors import CheckpointError, ConfigError, listed
 from megalite.families.family import Family
 from megalite.families.inert import BATCH_BALANCE, INERT
@@ -65,7 +65,7 @@ def apply_hf_config(draft: SettingsDraft, *, int8: bool = False, trains: bool = 
         draft.incomplete.add("model")
         return
     quantised = config.get(KEY)
-    if quantised and not (int8 and is_int8(quantised)):
+    if quantised and not is_block_fp8(quantised) and not (int8 and is_int8(quantised)):
         remedy = "use the weights from before they were quantised"
         draft.problem(named_by, f"{path} has a {KEY}", f"{remedy}{_FOR_INFERENCE * is_int8(quantised)}")
     for text, remedy in family.refused(config):
@@ -87,6 +87,8 @@ def notes_of(family: Family, config: Mapping[str, Any]) -> Iterator[str]:
     unknown = sorted(key for key in config.keys() - known if config[key] is not None)
     if unknown := [*unknown, *family.ignored(config)]:
         yield f"has keys that transformers' {family.model_type} does not use, nor this run: {listed(unknown)}"
+    if is_block_fp8(config.get(KEY)):
+        yield "has weights in FP8, which are multiplied by their factors when they are read: nothing computes in FP8"
     if code := config.get(_CODE):
         classes = sorted({str(name) for name in code.values()} if isinstance(code, Mapping) else {str(code)})
         yield (

@@ -1,4 +1,4 @@
-"""The quantization_config of a Hugging Face folder with int8 weights, in compressed-tensors' form."""
+"""The quantization_config of a Hugging Face folder: int8 weights of compressed-tensors, and DeepSeek-V3's in FP8."""
 
 import json
 from collections.abc import Mapping
@@ -10,6 +10,9 @@ KEY = "quantization_config"
 _FORM = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 _WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
 _NONE_ELSE = ("input_activations", "output_activations")
+FP8_BLOCK = 128
+"""The rows and columns of a weight in FP8 that have one factor."""
+_FP8 = {"quant_method": "fp8", "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
 _ABSENT = ("kv_cache_scheme", "sparsity_config", "transform_config")
 
 
@@ -38,6 +41,14 @@ def is_int8(config: Any) -> bool:
     weights = group.get("weights")
     alone = not any(group.get(name) for name in _NONE_ELSE)
     return alone and isinstance(weights, Mapping) and _has({"dynamic": False, **weights}, _WEIGHTS)
+
+
+def is_block_fp8(config: Any) -> bool:
+    """Whether a quantization_config is that of weights in float8_e4m3fn with a factor for each block, as DeepSeek-V3's.
+
+    Such weights are read as numbers, and nothing is computed in FP8.
+    """
+    return isinstance(config, Mapping) and _has({"fmt": "e4m3", **config}, {**_FP8, "fmt": "e4m3"})
 
 
 def holds_int8(folder: Path) -> bool:

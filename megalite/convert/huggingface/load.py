@@ -12,6 +12,7 @@ from megalite.checkpoint.weights import BLOCK_ELEMENTS, INT8_SCALE, WeightReader
 from megalite.convert.finite import require_finite
 from megalite.convert.foreign.new_run import new_run
 from megalite.convert.foreign.streamed import ImportedRun, write_streamed
+from megalite.convert.huggingface import block_fp8
 from megalite.convert.huggingface.files import headers
 from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.huggingface.origin import CONFIG, keep_origin
@@ -72,8 +73,9 @@ class HuggingFaceReader(WeightReader):
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """The types of the files' tensors."""
-        return {TYPES[opened.header[name].dtype] for name, opened in self._where.items()}
+        """The types of the files' tensors; without those in FP8, which are read as float32."""
+        kinds = (opened.header[name].dtype for name, opened in self._where.items())
+        return {TYPES[kind] for kind in kinds if kind in TYPES}
 
     def read(self, state_key: str, name: str, region: TensorSlice) -> Tensor:
         """Return a region of one canonical tensor in the file's dtype; raises CheckpointError.
@@ -113,6 +115,9 @@ class HuggingFaceReader(WeightReader):
             raise CheckpointError(f"{opened.path} cannot be read ({error}); fetch it again") from error
         if values.dtype == torch.int8:
             return unpacked(values)
+        if values.dtype == torch.float8_e4m3fn:
+            of_blocks = self._of_file(f"{name}{block_fp8.SCALE}", block_fp8.region_of_scales(stored))
+            values = block_fp8.scaled(values, of_blocks, stored)
         require_finite(values, name, opened.path, stored.offsets)
         return values.t() if transposed else values
 
@@ -158,6 +163,8 @@ class HuggingFaceReader(WeightReader):
         expected = {self._stored(tensor): tensor for tensor in self._tensors.values()}
         int8 = {name: tensor for name, tensor in expected.items() if self._int8 and is_packed(tensor)}
         expected |= {f"{name}{SCALE}": scale_of(tensor) for name, tensor in int8.items()}
+        fp8 = {name: tensor for name, tensor in expected.items() if self._is_fp8(name)}
+        expected |= {f"{name}{block_fp8.SCALE}": block_fp8.scale_of(tensor) for name, tensor in fp8.items()}
         missing = expected.keys() - self._where.keys()
         extra = {name for name in self._where.keys() - expected.keys() if not name.endswith(BUFFERS)}
         if shape.tie_word_embeddings and self._head in extra and self._is_like_the_embedding(self._head):
@@ -171,10 +178,15 @@ class HuggingFaceReader(WeightReader):
                     " use the config.json of these weights"
                 )
             types = ("I8",) if name in int8 else tuple(TYPES)
-            if stored.dtype not in types:
+            if name not in fp8 and stored.dtype not in types:
                 raise CheckpointError(
                     f"{self._folder}: {name} is of {stored.dtype}; use weights of {', '.join(types)}"
                 )
+
+    def _is_fp8(self, name: str) -> bool:
+        """Whether a tensor of the files is in FP8 with a factor for each block."""
+        opened, scales = self._where.get(name), f"{name}{block_fp8.SCALE}"
+        return opened is not None and opened.header[name].dtype == block_fp8.FP8 and scales in self._where
 
     def _stored(self, tensor: FamilyTensor) -> str:
         return tensor.name.removeprefix(self._prefix) if self._prefix else tensor.name
