@@ -32,6 +32,7 @@ from megalite.model.norms import build_norm
 from megalite.model.rope import LayerRotations
 from megalite.ops.activations import soft_capped
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.experts import CORRECTION_BIAS
 from megalite.topology.parameters import (
     EMBEDDING,
     FINAL_NORM,
@@ -61,6 +62,11 @@ class PartDifference:
     what: str
     absolute: float
     relative: float
+
+
+def exported_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a tensor in an export of `dtype`; biases of routers stay float32, as in transformers."""
+    return torch.float32 if name.endswith(CORRECTION_BIAS) else dtype
 
 
 @torch.no_grad()
@@ -209,7 +215,7 @@ class _Parity:
         for parameter in layer_parameters(self.shape, layer):
             tensor = tensors[parameter.name.removeprefix(f"model.layers.{layer}.")]
             self.reader.fill_all(targets(parameter, tensor, mesh))
-            tensor.copy_(tensor.to(self.dtype))
+            tensor.copy_(tensor.to(exported_dtype(parameter.name, self.dtype)))
         return built
 
     def _mask(self, window: int | None) -> Tensor:

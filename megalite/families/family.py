@@ -110,7 +110,7 @@ class Family:
     def refused(self, config: Config) -> Iterator[tuple[str, str]]:
         """Yield (what config.json has, a remedy) for each of its values that is not built."""
         config = self._completed(config)
-        if _HEAD_DIM not in self.keys and (own := _foreign_head_dim(config, self.keys)):
+        if _HEAD_DIM not in self.free and (own := _foreign_head_dim(config, self.keys)):
             yield (
                 f"has {_HEAD_DIM} = {own[0]}",
                 f"only {own[1]}, the hidden size divided by the heads, is supported",

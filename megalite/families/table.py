@@ -4,18 +4,20 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from megalite.families.family import Family
 from megalite.families.fields import EXPERT_SETTINGS
 from megalite.families.tensors import FamilyTensor, StackedExperts
 from megalite.families.words import Shared
-from megalite.topology.experts import EXPERT_AXIS, ExpertShape, MixtureShape
+from megalite.topology.experts import EXPERT_AXIS, ExpertShape, LatentAttention, MixtureShape
 from megalite.topology.parameters import canonical_tensors, model_parameters
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, ShardSpec
 
 _QUERY_HEADS, _SHARED_HEADS, _HEAD_DIM, _EXPERTS = 11, 5, 7, 13
+_LATENT = LatentAttention(17, qk_nope_head_dim=23, qk_rope_head_dim=4, v_head_dim=29, q_lora_rank=19)
 _SIZES = {
     1009: "V",
     101: "H",
@@ -26,6 +28,13 @@ _SIZES = {
     _HEAD_DIM: "D",
     _QUERY_HEADS * _HEAD_DIM: "N D",
     _SHARED_HEADS * _HEAD_DIM: "K D",
+    227: "S",
+    17: "C",
+    17 + 4: "(C + R)",
+    19: "Q",
+    _QUERY_HEADS * (23 + 4): "N (U + R)",
+    _QUERY_HEADS * (23 + 29): "N (U + W)",
+    _QUERY_HEADS * 29: "N W",
 }
 # Fields that leave tensors out of a folder, with the value that does.
 _OPTIONAL = {
@@ -40,12 +49,13 @@ _PREAMBLE = """# Hugging Face folders, tensor by tensor
 Written by `megalite convert families` from the tables that import and export use; a test keeps it so.
 
 Sizes: V vocabulary, H hidden, F intermediate, P positions, N query heads and K key-value heads of D each, E experts
-of M (moe_intermediate_size). `*` is the layer or the expert. *theirs* is a tensor of a Hugging Face folder, *ours* the
-same tensor in megalite. Several of ours may be stacked along the rows of one of theirs; each is cut on its own. *cut*
-is the slice of ours that a tensor-parallel rank holds. Our rows are a projection's outputs, so a transposed tensor of
-theirs is cut by columns where ours is cut by rows. If there are more ranks than key-value heads, several ranks hold the
-same head. Sizes that the ranks do not divide are cut unevenly, and never padded. Whole experts are divided over the
-expert-parallel ranks, and each is cut over the ranks that share it.
+of M (moe_intermediate_size), S shared_intermediate_size; of latent attention C kv_lora_rank, Q q_lora_rank,
+U qk_nope_head_dim, R qk_rope_head_dim, W v_head_dim. `*` is the layer or the expert. *theirs* is a tensor of a Hugging
+Face folder, *ours* the same tensor in megalite. Several of ours may be stacked along the rows of one of theirs; each is
+cut on its own. *cut* is the slice of ours that a tensor-parallel rank holds. Our rows are a projection's outputs, so a
+transposed tensor of theirs is cut by columns where ours is cut by rows. If there are more ranks than key-value heads,
+several ranks hold the same head. Sizes that the ranks do not divide are cut unevenly, and never padded. Whole experts
+are divided over the expert-parallel ranks, and each is cut over the ranks that share it.
 
 Folders that transformers writes with `save_original_format=False` hold a layer's experts in two tensors,
 `mlp.experts.gate_up_proj` [E, 2 M, H] and `mlp.experts.down_proj` [E, H, M]; they are read too.
@@ -65,10 +75,12 @@ def _section(family: Family) -> Iterator[str]:
     yield ""
     yield "| theirs | shape | ours | cut | present |"
     yield "|---|---|---|---|---|"
-    cuts = {part.name: (part, spec) for spec in _specs(shape) for part in spec.parts}
+    shapes = list(_forms(shape))
+    cuts = {part.name: (part, spec) for each in shapes for spec in _specs(each) for part in spec.parts}
+    canonical = {name: size for each in shapes for name, size in canonical_tensors(each).items()}
     conditions = dict(_conditions(shape, family))
     shown = set[str]()
-    for tensor in family.tensors(shape):
+    for tensor in chain.from_iterable(family.tensors(each) for each in shapes):
         theirs, ours = _pattern(tensor.name), [_pattern(part) for part in tensor.parts]
         if theirs in shown:
             continue
@@ -77,7 +89,7 @@ def _section(family: Family) -> Iterator[str]:
         cut = dict.fromkeys(_cut(*cuts[part]) for part in tensor.parts)
         columns = (
             f"`{theirs}`",
-            _shape_text(tensor, shape),
+            _shape_text(tensor, canonical),
             same + (", transposed" if tensor.transposed else "") + (", by head" if tensor.groups > 1 else ""),
             "; ".join(cut),
             conditions.get(tensor.name, "always"),
@@ -105,8 +117,24 @@ def _shape(family: Family) -> ModelShape:
     if "num_experts" not in family.free:
         return dense
     own = "moe_intermediate_size" in family.keys
-    experts = ExpertShape(_EXPERTS, 1, size["M" if own else "F"], mlp_only_layers=(1,) * own)
-    return MixtureShape(**vars(replace(dense, num_hidden_layers=2)), experts=experts)
+    shared = size["S"] if "shared_intermediate_size" in family.free else 0
+    corrected = family.defaults.get("router_correction_bias", False)
+    experts = ExpertShape(
+        *(_EXPERTS, 1, size["M" if own else "F"], shared),
+        correction_bias=corrected,
+        mlp_only_layers=(1,) * own,
+    )
+    mixture = MixtureShape(**vars(replace(dense, num_hidden_layers=2)), experts=experts)
+    if "kv_lora_rank" not in family.free:
+        return mixture
+    return replace(mixture, latent=_LATENT, head_dim=_LATENT.qk_head_dim)
+
+
+def _forms(shape: ModelShape) -> Iterator[ModelShape]:
+    """Yield the shape, and the one without a vector for queries where the family may have none."""
+    yield shape
+    if isinstance(shape, MixtureShape) and shape.latent is not None:
+        yield replace(shape, latent=replace(shape.latent, q_lora_rank=None))
 
 
 def _said(family: Family) -> str:
@@ -135,6 +163,10 @@ def _specs(shape: ModelShape) -> list[ShardSpec]:
 
 
 def _conditions(shape: ModelShape, family: Family) -> Iterator[tuple[str, str]]:
+    [with_rank, *others] = ({tensor.name for tensor in family.tensors(each)} for each in _forms(shape))
+    for other in others:
+        yield from ((name, "`q_lora_rank`") for name in with_rank - other)
+        yield from ((name, "no `q_lora_rank`") for name in other - with_rank)
     keys = {name: words.key for words in family.words if isinstance(words, Shared) for name in words.fields}
     for name, without in _OPTIONAL.items():
         if name in family.free:
@@ -142,7 +174,7 @@ def _conditions(shape: ModelShape, family: Family) -> Iterator[tuple[str, str]]:
             left = {tensor.name for tensor in family.tensors(replace(shape, **change))}
             there = f"`{keys[name]}`" if name in keys else "untied"
             yield from ((tensor.name, there) for tensor in family.tensors(shape) if tensor.name not in left)
-    if "mlp_only_layers" in family.free:
+    if "moe_intermediate_size" in family.keys:
         for tensor in family.tensors(shape):
             if ".mlp." in tensor.name:
                 first = tensor.name.startswith(f"{family.names.layers}.0.")
@@ -158,8 +190,7 @@ def _cut(part: Part, spec: ShardSpec) -> str:
     return f"{along}, of each expert" if spec.axis == EXPERT_AXIS else along
 
 
-def _shape_text(tensor: FamilyTensor, shape: ModelShape) -> str:
-    canonical: Mapping[str, tuple[int, ...]] = canonical_tensors(shape)
+def _shape_text(tensor: FamilyTensor, canonical: Mapping[str, tuple[int, ...]]) -> str:
     parts = tensor.of_expert(0) if isinstance(tensor, StackedExperts) else tensor.parts
     rows = Counter(_SIZES[canonical[part][0]] for part in parts)
     summed = " + ".join(size if count == 1 else f"{count} {size}" for size, count in rows.items())

@@ -1,7 +1,7 @@
 """The tensors of a family's Hugging Face folder, each made of canonical tensors: renamed, fused, transposed."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
@@ -92,6 +92,8 @@ class TensorNames:
     optional_prefix: what the names in some published files lack.
     in_models: name in files -> name of the parameter in a model of transformers 5, where they differ.
     in_mixtures: as `modules`, in a mixture of transformers 5, of its MLPs whose names are not the canonical ones.
+    further: a tensor that files may have in layers behind the last, which predict further tokens; no model here has
+    those layers.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
@@ -100,6 +102,7 @@ class TensorNames:
     optional_prefix: str = ""
     in_models: Mapping[str, str] = field(default_factory=dict)
     in_mixtures: Mapping[str, str] = field(default_factory=dict)
+    further: str = ""
 
     @property
     def layers(self) -> str:
@@ -110,6 +113,13 @@ class TensorNames:
         """Return the family's name of a canonical tensor outside of the layers."""
         module, kind = name.rsplit(".", 1)
         return f"{self.modules.get(module, module)}.{kind}"
+
+    def of_further_tokens(self, names: Collection[str], shape: ModelShape) -> Iterator[str]:
+        """Yield those of a folder's tensors that stand in layers which predict further tokens."""
+        layer = shape.num_hidden_layers
+        while self.further and f"{self.layers}.{layer}.{self.further}" in names:
+            yield from (name for name in names if name.startswith(f"{self.layers}.{layer}."))
+            layer += 1
 
     def tensors(self, shape: ModelShape) -> Iterator[FamilyTensor]:
         """Return every tensor of the folder, in forward order; each canonical tensor stands in exactly one."""

@@ -11,39 +11,29 @@ from typing import Any
 
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError, Problem
-from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
+from megalite.topology.experts import ExpertShape, MixtureShape
 
 _Config = Mapping[str, Any]
-_NUMBER = ("num_local_experts", "num_experts", "n_routed_experts")
-_PLACES = ("first_k_dense_replace", "decoder_sparse_step")
+_NUMBER = ("num_local_experts", "num_experts")
 
 
 @dataclass(frozen=True)
 class MixtureReading:
     """How a family's config.json is read.
 
-    width: the key of an expert's width. shared: that of the shared MLP's width; shared_experts: that of a number of
-    shared experts of `width` each. bias: keys of the biases of attention's inputs and of its output.
-    absent: transformers' defaults. fixed, experts: fields of MixtureShape and ExpertShape that the family fixes.
-    required: keys with the value whose mathematics is known here.
+    width: the key of an expert's width. shared: that of the shared MLP's width. bias: keys of the biases of attention's
+    inputs and of its output. absent: transformers' defaults. fixed, experts: fields of MixtureShape and ExpertShape
+    that the family fixes.
     """
 
     width: str = "moe_intermediate_size"
     shared: str | None = None
-    shared_experts: str | None = None
     bias: tuple[str | None, str | None] = ("attention_bias", "attention_bias")
-    latent: bool = False
     absent: _Config = field(default_factory=dict)
     fixed: _Config = field(default_factory=dict)
     experts: _Config = field(default_factory=dict)
-    required: _Config = field(default_factory=dict)
 
 
-_DEEPSEEK: dict[str, Any] = {
-    "shared_experts": "n_shared_experts",
-    "latent": True,
-    "required": {"moe_layer_freq": 1, "mlp_bias": False},
-}
 MIXTURES: Mapping[str, MixtureReading] = {
     "phimoe": MixtureReading("intermediate_size", fixed={"norm": "layer_norm"}),
     "qwen2_moe": MixtureReading(
@@ -52,8 +42,6 @@ MIXTURES: Mapping[str, MixtureReading] = {
         absent={"qkv_bias": True},
         experts={"shared_gate": True},
     ),
-    "deepseek_v2": MixtureReading(**_DEEPSEEK, absent={"q_lora_rank": 1536}),
-    "deepseek_v3": MixtureReading(**_DEEPSEEK, absent={"q_lora_rank": 1536, "first_k_dense_replace": 3}),
     "gpt_oss": MixtureReading(
         "intermediate_size",
         absent={"attention_bias": True, "head_dim": 64, "sliding_window": 128},
@@ -107,14 +95,10 @@ def mixture_shape(config: _Config) -> MixtureShape:
     Raises KeyError with a key that it lacks, ConfigError for a value whose model is not known here.
     """
     reading = MIXTURES[config["model_type"]]
-    # A null is a choice, as that of no q_lora_rank.
     config = {key: value for key, value in {**reading.absent, **config}.items() if value is not None}
-    for key, built in reading.required.items():
-        if config.get(key, built) != built:
-            raise _unknown(config, key, f"only {built} can be planned")
     if config.get("tie_word_embeddings") and config.get("lm_head_bias"):
         raise _unknown(config, "lm_head_bias", "only an untied head with a bias can be planned")
-    heads, latent = config["num_attention_heads"], _latent(config) if reading.latent else None
+    heads = config["num_attention_heads"]
     biases = (config.get(key, False) if key else False for key in reading.bias)
     dense = {
         "vocab_size": config["vocab_size"],
@@ -122,15 +106,15 @@ def mixture_shape(config: _Config) -> MixtureShape:
         "intermediate_size": config["intermediate_size"],
         "num_hidden_layers": config["num_hidden_layers"],
         "num_attention_heads": heads,
-        "num_key_value_heads": heads if latent else config.get("num_key_value_heads", heads),
-        "head_dim": latent.qk_head_dim if latent else config.get("head_dim", config["hidden_size"] // heads),
+        "num_key_value_heads": config.get("num_key_value_heads", heads),
+        "head_dim": config.get("head_dim", config["hidden_size"] // heads),
         "max_position_embeddings": config["max_position_embeddings"],
         "tie_word_embeddings": config.get("tie_word_embeddings", False),
         "head_bias": config.get("lm_head_bias", False),
         **dict(zip(("attention_bias", "attention_output_bias"), biases, strict=True)),
         **_windows(config),
     }
-    shape = MixtureShape(**{**dense, **reading.fixed}, experts=_experts(config, reading), latent=latent)
+    shape = MixtureShape(**{**dense, **reading.fixed}, experts=_experts(config, reading))
     windows = [shape.window_of(layer) is not None for layer in range(shape.num_hidden_layers)]
     if [kind == "sliding_attention" for kind in config.get("layer_types", ())] not in ([], windows):
         raise _unknown(config, "layer_types", "only the family's own order of windows can be planned")
@@ -145,20 +129,16 @@ def _experts(config: _Config, reading: MixtureReading) -> ExpertShape:
     number = next((config[key] for key in _NUMBER if key in config), None)
     if number is None:
         raise KeyError(" or ".join(_NUMBER))
-    width, shared = config[reading.width], 0
-    if reading.shared is not None:
-        shared = config[reading.shared]
-    elif reading.shared_experts is not None:
-        shared = width * config[reading.shared_experts]
-    places = {key: config[key] for key in _PLACES if key in config}
-    dense = tuple(config.get("mlp_only_layers", ()))
-    top = config["num_experts_per_tok"]
-    return ExpertShape(number, top, width, shared, mlp_only_layers=dense, **places, **reading.experts)
-
-
-def _latent(config: _Config) -> LatentAttention:
-    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    return LatentAttention(**{name: config[name] for name in names}, q_lora_rank=config.get("q_lora_rank"))
+    shared = 0 if reading.shared is None else config[reading.shared]
+    return ExpertShape(
+        number,
+        config["num_experts_per_tok"],
+        config[reading.width],
+        shared,
+        mlp_only_layers=tuple(config.get("mlp_only_layers", ())),
+        decoder_sparse_step=config.get("decoder_sparse_step", 1),
+        **reading.experts,
+    )
 
 
 def _windows(config: _Config) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from megalite.config.sections.derived import offload_devices
 from megalite.config.sections.schema import RunConfig
 from megalite.planner.memory import RankMemory, kinds_text, memory_of_stages
+from megalite.topology.experts import MixtureShape
 from megalite.topology.optimizers import OPTIMIZERS
 from megalite.topology.sharding import divisors, tensor_sizes
 
@@ -100,7 +101,11 @@ def _highest_zero_stage(config: RunConfig) -> int:
     if config.model.num_experts % layout.expert:
         return 1  # its buckets need equally many experts on each rank
     shared_heads = config.layout.tensor > (config.model.num_key_value_heads or config.layout.tensor)
-    whole = config.training.compile or optimizer.ema_decay or config.model.router_correction_bias
+    shape = config.model.shape(1)
+    corrected = (
+        isinstance(shape, MixtureShape) and shape.experts is not None and shape.experts.correction_bias
+    )
+    whole = config.training.compile or optimizer.ema_decay or corrected
     return 2 if whole or shared_heads else 3
 
 

@@ -13,7 +13,6 @@ from megalite.config.load import load_run
 from megalite.errors import ConfigError
 from megalite.planner.calibration import write_calibration
 from megalite.planner.cluster import Cluster
-from megalite.planner.mixture_config import mixture_shape
 from megalite.planner.operations import ParameterCount
 from megalite.planner.search import search
 from megalite.topology.context import CONTEXT_METHODS
@@ -276,6 +275,12 @@ def mixture_file(folder: Path, **changes: object) -> str:
     return str(file)
 
 
+def unknown_file(folder: Path) -> str:
+    """Write the config.json of a mixture that is planned alone."""
+    (folder / "config.json").write_text(json.dumps(CONFIGS["Phi-3.5-MoE"]))
+    return str(folder)
+
+
 def test_a_mixture_is_planned_with_its_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = [
         mixture_file(tmp_path),
@@ -288,15 +293,18 @@ def test_a_mixture_is_planned_with_its_experts(tmp_path: Path, capsys: pytest.Ca
         "32",
     ]
     shown = said(capsys, *small, "--expert", "4")
-    count = ParameterCount.of(mixture_shape(json.loads((tmp_path / "config.json").read_text())))
+    shape = shape_of(json.loads((tmp_path / "config.json").read_text()))
+    count = ParameterCount.of(shape)
     assert f"latent attention of 64, 8 experts, 2 of them a token: {count.total:,} parameters" in shown
     assert f"{count.active:,} of them active" in shown
     assert " x expert 4, micro batch" in shown and "of tokens sent by a card a layer and micro batch" in shown
     layout = json.loads(said(capsys, *small, "--expert", "4", "--json"))["layouts"][0]
     assert layout["settings"]["parallel.expert"] == 4 and layout["step_seconds"]["experts"] > 0
     assert "8 experts, 2 of them a token, bf16, adamw" in said(capsys, *small, "--fit")
-    written = ["--write", str(tmp_path / "run.toml")]
-    assert "megalite train does not know this model yet" in said(capsys, *small, *written, code=2)
+    written = tmp_path / "run.toml"
+    said(capsys, *small, "--write", str(written))
+    flags = ["--data.source", "text.txt", "--tokenizer.vocab_size", "1000"]
+    assert load_run(written, flags).config.shape(1000) == shape
 
 
 def test_the_experts_of_a_run_are_laid_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -348,7 +356,7 @@ def test_axes_that_are_planned_only_go_without_other_options(
 
 def test_a_mixture_is_not_planned_by_measurements(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "megalite train does not know this model yet" in said(
-        capsys, mixture_file(tmp_path), "--calibrate", code=2
+        capsys, unknown_file(tmp_path), "--calibrate", code=2
     )
 
 
@@ -367,8 +375,8 @@ def test_a_mixture_that_is_trained_is_planned_and_written_as_a_run(
 
 
 def test_train_refuses_the_mixture_that_plan_knows(tmp_path: Path) -> None:
-    settings = {"model.hf_config": mixture_file(tmp_path), "training.steps": 1}
-    with pytest.raises(ConfigError, match='is of model_type "deepseek_v2"'):
+    settings = {"model.hf_config": unknown_file(tmp_path), "training.steps": 1}
+    with pytest.raises(ConfigError, match='is of model_type "phimoe"'):
         load_run(None, [word for key, value in settings.items() for word in (f"--{key}", str(value))])
 
 

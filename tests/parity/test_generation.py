@@ -18,8 +18,14 @@ from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES
 from tests.unit.convert.exporting import lively_stage, save_stage
 
-CORE = ("llama 3", "gemma2", "mistral")
-EXTENDED = ("gpt2", "phi", "gemma3", "granite", "granitemoe", "olmo2", "smollm3 with windows")
+# Latent attention with and without a vector for queries, in mixtures with and without groups of experts.
+LATENT = ("deepseek_v2, one query projection, biases", "deepseek_v3")
+SHAPES = FAMILY_SHAPES | MIXTURE_SHAPES
+CORE = ("llama 3", "gemma2", "mistral", LATENT[1])
+EXTENDED = (
+    LATENT[0],
+    *("gpt2", "phi", "gemma3", "granite", "granitemoe", "olmo2", "smollm3 with windows"),
+)
 LAYOUTS = [
     Layout(pipeline=pipeline, tensor=tensor)
     for pipeline in (1, 2)
@@ -57,7 +63,7 @@ def known(tmp_path_factory: pytest.TempPathFactory):
 
 
 def _made(family: str, folder: Path) -> Known:
-    shape = (FAMILY_SHAPES | MIXTURE_SHAPES)[family]
+    shape = SHAPES[family]
     stage = lively_stage(shape, scale=8.0)
     with torch.no_grad():
         for name, tensor in stage.named_parameters():
@@ -110,6 +116,7 @@ def test_tokens_without_the_compiled_attention_are_the_same(known, monkeypatch, 
             ("gemma2", Layout(pipeline=2, tensor=2)),
             ("llama 3", Layout(tensor=4)),
             ("llama 3", Layout(pipeline=2)),
+            (LATENT[1], Layout(pipeline=2, tensor=2)),
         ],
         core=[("gemma2", Layout(pipeline=2, tensor=2))],
     ),

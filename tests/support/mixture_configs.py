@@ -66,19 +66,26 @@ def _qwen3(*sizes: int, width: int) -> Config:
 
 
 def _deepseek(model_type: str, *sizes: int, vocabulary: int, **own: Any) -> Config:
+    v3 = model_type == "deepseek_v3"
     return _mixture(
         model_type,
         sizes,
         vocabulary,
-        163840,
+        **{"positions": 163840, "rms_norm_eps": 1e-6, "rope_theta": 10000, "rope_scaling": _yarn(1.0)} | own,
         kv_lora_rank=512,
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
         v_head_dim=128,
         attention_bias=False,
         moe_layer_freq=1,
-        **own,
+        norm_topk_prob=v3,
+        scoring_func="sigmoid" if v3 else "softmax",
     )
+
+
+def _yarn(scale: float) -> Config:
+    original = {"original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
+    return {"type": "yarn", "factor": 40, "mscale": scale, "mscale_all_dim": scale, **original}
 
 
 def _gpt_oss(layers: int, experts: int) -> Config:
@@ -173,6 +180,8 @@ CONFIGS: dict[str, Config] = {
         n_shared_experts=2,
         num_experts_per_tok=6,
         moe_intermediate_size=1408,
+        **{"topk_method": "greedy", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+        rope_scaling=_yarn(0.707),
     ),
     "DeepSeek-V2": _deepseek(
         "deepseek_v2",
@@ -184,6 +193,8 @@ CONFIGS: dict[str, Config] = {
         n_shared_experts=2,
         num_experts_per_tok=6,
         moe_intermediate_size=1536,
+        **{"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3},
+        routed_scaling_factor=16.0,
     ),
     "DeepSeek-V3": _deepseek(
         "deepseek_v3",
@@ -195,9 +206,22 @@ CONFIGS: dict[str, Config] = {
         n_shared_experts=1,
         num_experts_per_tok=8,
         moe_intermediate_size=2048,
-        n_group=8,
-        topk_group=4,
+        **{"topk_method": "noaux_tc", "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5},
         num_nextn_predict_layers=1,
+    ),
+    "Moonlight 16B-A3B": _deepseek(
+        "deepseek_v3",
+        *(2048, 11264, 27, 16, 16),
+        vocabulary=163840,
+        **{"positions": 8192, "rms_norm_eps": 1e-5, "rope_theta": 50000.0, "rope_scaling": None},
+        q_lora_rank=None,
+        first_k_dense_replace=1,
+        n_routed_experts=64,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        moe_intermediate_size=1408,
+        **{"topk_method": "noaux_tc", "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446},
+        num_nextn_predict_layers=0,
     ),
     "gpt-oss 20b": _gpt_oss(24, 32),
     "gpt-oss 120b": _gpt_oss(36, 128),

@@ -298,6 +298,10 @@ _MIXTURES = {
     "OLMoE 1B-7B": 6_919_161_856,
     "Granite 3.0 1B-A400M": 1_334_628_352,
     "Granite 3.0 3B-A800M": 3_298_793_472,
+    "DeepSeek-V2-Lite": 15_706_484_224,
+    "DeepSeek-V2": 235_741_434_880,
+    "DeepSeek-V3": 671_026_419_200,
+    "Moonlight 16B-A3B": 15_960_110_208,
 }
 
 PUBLISHED: dict[str, tuple[Config, int | str]] = {
@@ -458,7 +462,7 @@ PUBLISHED: dict[str, tuple[Config, int | str]] = {
         "has clip_qkv = 8.0; only null is supported",
     ),
     "Qwen1.5-MoE A2.7B": _other("qwen2_moe"),
-    "DeepSeek V3": _other("deepseek_v3"),
+    "DeepSeek-V3.2": _other("deepseek_v32"),
     "Falcon 7B": _other("falcon"),
     "GPT-OSS 20B": _other("gpt_oss"),
     "OPT 6.7B": _other("opt"),

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.families.fields import EXPERT_SETTINGS
+from megalite.families.fields import EXPERT_SETTINGS, LATENT_SETTINGS
 from megalite.families.registry import FAMILIES
-from megalite.topology.experts import ExpertShape, MixtureShape
+from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
 from megalite.topology.shape import ModelShape, RopeScaling
 
 if TYPE_CHECKING:
@@ -112,12 +112,25 @@ FAMILY_SHAPES = {
 
 
 def _mixture(family: str, **changes: Any) -> ModelShape:
-    """Return a mixture of five experts; changes: fields of ModelShape and of ExpertShape."""
+    """Return a mixture of five experts; changes: fields of ModelShape, ExpertShape and LatentAttention."""
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     settings = {**vars(tiny_shape()), "family": family, **FAMILIES[family].defaults, **experts, **changes}
     own = {name: settings.pop(setting) for name, setting in EXPERT_SETTINGS.items() if setting in settings}
-    return MixtureShape(**settings, experts=ExpertShape(**own))
+    sizes = {name: settings.pop(name) for name in LATENT_SETTINGS if name in settings}
+    latent = LatentAttention(**sizes) if sizes else None
+    if latent is not None:
+        settings |= {"num_key_value_heads": settings["num_attention_heads"], "head_dim": latent.qk_head_dim}
+    return MixtureShape(**settings, experts=ExpertShape(**own), latent=latent)
 
+
+def _yarn(mscale: float, mscale_all_dim: float) -> RopeScaling:
+    length = {"original_max_position_embeddings": 16}
+    return RopeScaling("yarn", 4.0, **length, mscale=mscale, mscale_all_dim=mscale_all_dim)
+
+
+# Widths that differ, and keys wider than values.
+_LATENT = {"kv_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 5}
+_GROUPED = {"num_experts": 6, "shared_intermediate_size": 40, "first_k_dense_replace": 1}
 
 # Every family of mixtures, and every choice within one that its files can say.
 MIXTURE_SHAPES = {
@@ -152,6 +165,31 @@ MIXTURE_SHAPES = {
         tie_word_embeddings=True,
         attention_bias=True,
         attention_output_bias=True,
+    ),
+    "deepseek_v2": _mixture(
+        "deepseek_v2",
+        **_LATENT | _GROUPED,
+        q_lora_rank=9,
+        **{"n_group": 3, "topk_group": 2, "routed_scaling_factor": 3.0},
+        rope_scaling=_yarn(1.2, 0.7),
+    ),
+    "deepseek_v2, one query projection, biases": _mixture(
+        "deepseek_v2",
+        **_LATENT,
+        shared_intermediate_size=20,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        attention_output_bias=True,
+    ),
+    "deepseek_v3": _mixture(
+        "deepseek_v3",
+        **_LATENT | _GROUPED,
+        q_lora_rank=9,
+        **{"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5},
+        rope_scaling=_yarn(1.0, 1.0),
+    ),
+    "deepseek_v3, one query projection, no groups": _mixture(
+        "deepseek_v3", **_LATENT, shared_intermediate_size=20, norm_topk_prob=False, rope_theta=500.0
     ),
 }
 

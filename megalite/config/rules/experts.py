@@ -15,7 +15,7 @@ from megalite.config.sections.toml import shown
 from megalite.errors import Problem
 from megalite.families.fields import EXPERT_SETTINGS
 from megalite.topology.adapter import Lora
-from megalite.topology.experts import EXPERT_AXIS
+from megalite.topology.experts import EXPERT_AXIS, ExpertShape, MixtureShape
 from megalite.topology.parameters import stage_parameters
 from megalite.topology.sharding import divisors
 
@@ -58,7 +58,7 @@ def tokens_find_their_experts(run: CheckedRun) -> Iterator[Problem]:
     if not number or top is None:
         return
     # The score of a group of sigmoids is the sum of its two best experts.
-    least = 2 if model.router_scores == "sigmoid" and groups > 1 else 1
+    least = 2 if _experts(run).router_scores == "sigmoid" and groups > 1 else 1
     if top > number:
         message = f"{top} is more than {_NUMBER} = {number}"
         yield Problem.reset("model.num_experts_per_tok", message, f"use at most {number}", number)
@@ -166,7 +166,7 @@ def router_biases_are_there_to_change(run: CheckedRun) -> Iterator[Problem]:
     if not rate or not run.model.num_experts:
         return
     reason = ""
-    if not run.model.router_correction_bias:
+    if not _experts(run).correction_bias:
         reason = "has no effect without model.router_correction_bias = true"
     elif run.adapter.kind != "none":
         reason = f"changes a weight of the model, but adapter.kind = {shown(run.adapter.kind)} trains none"
@@ -214,9 +214,16 @@ def zero_2_scatters_sums_of_experts(run: CheckedRun) -> Iterator[Problem]:
 
 
 def zero_3_has_no_router_biases(run: CheckedRun) -> Iterator[Problem]:
-    if run.zero_stage == 3 and run.model.num_experts and run.model.router_correction_bias:
+    if run.zero_stage == 3 and run.model.num_experts and _experts(run).correction_bias:
         message = "3 partitions model.router_correction_bias, which no optimizer changes"
         yield Problem.reset("deepspeed.zero_optimization.stage", message, "use 1 or 2", 1)
+
+
+def _experts(run: CheckedRun) -> ExpertShape:
+    """Return the experts of a mixture, with the family's own where the run leaves them open."""
+    shape = model_shape(run.model, 1)
+    assert isinstance(shape, MixtureShape) and shape.experts is not None
+    return shape.experts
 
 
 def _apart(run: CheckedRun) -> bool:

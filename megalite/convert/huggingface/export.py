@@ -20,7 +20,12 @@ from megalite.convert.exported_folder import exported_folder
 from megalite.convert.huggingface.files import SINGLE
 from megalite.convert.huggingface.model_card import is_our_card, model_card
 from megalite.convert.huggingface.origin import CONFIG, GENERATION, Origin, find_origin
-from megalite.convert.parity import PartDifference, WholeWeights, compare_with_transformers
+from megalite.convert.parity import (
+    PartDifference,
+    WholeWeights,
+    compare_with_transformers,
+    exported_dtype,
+)
 from megalite.convert.peft.base import folder_of_base
 from megalite.convert.peft.merged import MergedCheckpoints
 from megalite.data.chat.chat_template import load_chat_template
@@ -142,12 +147,12 @@ def _write_weights(
 ) -> list[str]:
     tensors = {tensor.name: tensor for tensor in family_tensors(reader.manifest.model)}
     shapes = canonical_tensors(reader.manifest.model)
-    infos = {name: TensorInfo(dtype, tensor.shape) for name, tensor in tensors.items()}
+    infos = {name: TensorInfo(exported_dtype(name, dtype), tensor.shape) for name, tensor in tensors.items()}
     files = plan_files({name: info.size_bytes for name, info in infos.items()}, shard_size_bytes)
 
     def read(name: str) -> Iterator[Tensor]:
         for block in _family_blocks(reader, tensors[name], shapes):
-            yield rounded(block, dtype, name)
+            yield rounded(block, infos[name].dtype, name)
 
     for file, names in files.items():
         write_tensor_file(folder / file, {name: infos[name] for name in names}, read)

@@ -56,6 +56,8 @@ class HuggingFaceReader(WeightReader):
         ]
         self._where = {name: opened for opened in self._files for name in opened.header}
         names = FAMILIES[shape.family].names
+        for name in [*names.of_further_tokens(self._where, shape)]:
+            del self._where[name]
         stacked = any(name.endswith(STACKED) for name in self._where)
         tensors = names.stacked(shape) if stacked else names.tensors(shape)
         self._tensors = {part: tensor for tensor in tensors for part in tensor.parts}

@@ -13,6 +13,8 @@ MIXTURE: dict[str, Any] = {
     "model.moe_intermediate_size": 20,
 }
 _GROUPED = {**MIXTURE, "model.n_group": 3, "model.topk_group": 2, "checkpoint.export": False}
+# Sigmoids and correction biases are the family's own, and set nowhere.
+_OF_V3 = {**_GROUPED, "model.family": "deepseek_v3"}
 FOLDER = str(Path(__file__).parent / "small_llama")
 _ADAPTED = {**MIXTURE, "model.weights": FOLDER, "adapter.kind": "lora", "checkpoint.export": False}
 _SPREAD = {**MIXTURE, "parallel.data": 2, "parallel.expert": 2}
@@ -67,6 +69,12 @@ EXPERT_CASES = [
         {**_GROUPED, "model.n_group": 6, "model.router_scores": "sigmoid"},
         "model.n_group: 6 does not divide model.num_experts = 6 into groups of 2 or more; use one of [1, 2, 3]",
         {**_GROUPED, "model.router_scores": "sigmoid"},
+    ),
+    Case(
+        "tokens_find_their_experts",
+        {**_OF_V3, "model.n_group": 6},
+        "model.n_group: 6 does not divide model.num_experts = 6 into groups of 2 or more; use one of [1, 2, 3]",
+        {**_OF_V3, "training.router_bias_rate": 0.001},
     ),
     Case(
         "tokens_find_their_experts",

@@ -85,6 +85,10 @@ PARAMETERS = {
     "granite-3.0-3b-a800m": 3_298_793_472,
     "granite-3.1-1b-a400m": 1_334_628_352,
     "olmoe-1b-7b": 6_919_161_856,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v2": 235_741_434_880,
+    "deepseek-v3": 671_026_419_200,
+    "moonlight-16b-a3b": 15_960_110_208,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
     # With a vocabulary of 16384.

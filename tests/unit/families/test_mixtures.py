@@ -153,9 +153,13 @@ def test_the_numbers_of_a_configuration_are_those_of_transformers(name: str, tmp
     (tmp_path / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
     theirs = AutoConfig.from_pretrained(tmp_path)
     width = getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-    # Granite-MoE has one of the two names.
-    assert (getattr(theirs, "num_experts", 5), theirs.num_local_experts) == (5, 5)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    assert {getattr(theirs, name) for name in names if hasattr(theirs, name)} == {shape.experts.num_experts}
     assert (theirs.num_experts_per_tok, width) == (2, 20)
+    assert getattr(theirs, "n_shared_experts", 0) * width == shape.experts.shared_intermediate_size
+    for name in ("routed_scaling_factor", "n_group", "topk_group"):
+        assert getattr(theirs, name, 1) == getattr(shape.experts, name)
+    assert getattr(theirs, "first_k_dense_replace", 0) == shape.experts.first_k_dense_replace
     assert getattr(theirs, "sliding_window", None) == shape.sliding_window
     # Mixtral's router always divides by the sum, and has no key for it.
     assert getattr(theirs, "norm_topk_prob", True) == shape.experts.norm_topk_prob
@@ -164,7 +168,7 @@ def test_the_numbers_of_a_configuration_are_those_of_transformers(name: str, tmp
 
 
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts"])
-@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe"])
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"])
 def test_the_number_of_experts_has_two_names(model_type: str, key: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, key: 12}))
     shape = shape_of_folder(str(tmp_path))
