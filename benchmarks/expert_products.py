@@ -3,7 +3,8 @@
     python -m benchmarks.expert_products [--quick]
 
 From tokens and chosen experts to the weighted sums, and the gradients of tokens, of the choice's weights and of the
-experts. The forms take turns on one thread; a figure is the median of their times on the processor.
+experts. The forms take turns on one thread; a figure is the median of their times on the processor. "torch rows" is our
+own form with rows and sums by torch's operators; "rows" are those alone, forward and backward.
 "first": no gradients yet. "later": a micro batch whose gradients are added to those of earlier ones.
 """
 
@@ -21,6 +22,7 @@ from megalite.launcher.process import keep_freed_memory
 from megalite.ops import extension
 from megalite.ops.activations import COMPILED_GLU, TORCH_GLU
 from megalite.ops.adamw import add_weight_gradient_, compiled_add_weight_gradient_
+from megalite.ops.expert_rows import RowOrder, rows_of_tokens, tokens_of_rows
 from megalite.ops.router import Routing, route
 from megalite.parallel.experts import expert_linear, expert_mlp, through_experts
 from megalite.parallel.gradient_sums import WeightGradients
@@ -45,13 +47,16 @@ SHAPES = {
     "64 rows": Sizes(512, 512, 32, 4, 256),
     "256 rows": Sizes(1024, 512, 16, 4, 512),
     "512 rows": Sizes(2048, 512, 8, 2, 512),
+    "512 rows, narrow experts": Sizes(4096, 512, 64, 8, 128),
 }
 QUICK = {"4 rows an expert": Sizes(16, 64, 8, 2, 32)}
 THEIRS = ("eager", "grouped_mm")
+TORCH_ROWS, ROWS, ROWS_BY_TORCH = "torch rows", "rows", "rows by torch"
 COLUMNS = {
     **{name: name for name in ("shape", "type", "moment", "ms")},
     **{name: f"{name} ms" for name in THEIRS},
-    **{f"{name} x": f"{name} / ours" for name in THEIRS},
+    **{f"{name} x": f"{name} / ours" for name in (*THEIRS, TORCH_ROWS)},
+    **{ROWS: f"{ROWS} ms", f"{ROWS} x": f"{ROWS_BY_TORCH} / ours"},
 }
 
 
@@ -78,7 +83,7 @@ def _theirs(stacked: Sequence[Tensor], sizes: Sizes, routing: Routing, implement
     return Form(lambda tokens, weights: experts(tokens, routing.experts, weights), [*experts.parameters()])
 
 
-def _ours(stacked: Sequence[Tensor], sizes: Sizes, routing: Routing) -> Form:
+def _ours(stacked: Sequence[Tensor], routing: Routing, compiled_rows: bool) -> Form:
     compiled = extension.available("cpu")
     gradients = WeightGradients(compiled_add_weight_gradient_ if compiled else add_weight_gradient_)
     activation = (COMPILED_GLU if compiled else TORCH_GLU).swiglu
@@ -91,9 +96,17 @@ def _ours(stacked: Sequence[Tensor], sizes: Sizes, routing: Routing) -> Form:
 
     def run(tokens: Tensor, weights: Tensor) -> Tensor:
         chosen = Routing(routing.experts, weights, routing.shares, routing.counts)
-        return through_experts(tokens, chosen, ALONE, sizes.experts, compute)
+        return through_experts(tokens, chosen, ALONE, compute, compiled=compiled_rows)
 
     return Form(run, experts)
+
+
+def _rows_alone(routing: Routing, compiled: bool) -> Form:
+    def run(tokens: Tensor, weights: Tensor) -> Tensor:
+        order = RowOrder.of(routing.experts, compiled)
+        return tokens_of_rows(rows_of_tokens(tokens, order), weights, order)
+
+    return Form(run, ())
 
 
 def _seconds(form: Form, inputs: Sequence[Tensor], grad: Tensor, later: bool) -> float:
@@ -117,13 +130,19 @@ def _measure(name: str, sizes: Sizes, dtype: torch.dtype, rounds: int) -> list[d
         for shape in ((2 * sizes.width, sizes.hidden), (sizes.hidden, sizes.width))
     ]
     inputs = tokens, routing.weights.to(dtype).requires_grad_()
-    forms = {"ms": _ours(stacked, sizes, routing)}
+    compiled = extension.available("cpu")
+    forms = {"ms": _ours(stacked, routing, compiled), TORCH_ROWS: _ours(stacked, routing, False)}
     forms |= {each: _theirs(stacked, sizes, routing, each) for each in THEIRS}
+    forms |= {ROWS: _rows_alone(routing, compiled), ROWS_BY_TORCH: _rows_alone(routing, False)}
     rows = []
     for moment in ("first", "later"):
         times: dict[str, list[float]] = {each: [] for each in forms}
         for turn in range(rounds + 1):
             for label, form in forms.items():
+                if (
+                    not form.experts
+                ):  # so short that they would measure what the form before left in the caches
+                    form.run(*inputs).backward(grad)
                 seconds = _seconds(form, inputs, grad, moment == "later")
                 if turn:  # libraries allocate memory on first use
                     times[label].append(seconds)
@@ -132,7 +151,8 @@ def _measure(name: str, sizes: Sizes, dtype: torch.dtype, rounds: int) -> list[d
             {
                 **{"shape": name, "type": str(dtype).removeprefix("torch."), "moment": moment},
                 **{each: round(seconds * 1e3, 2) for each, seconds in medians.items()},
-                **{f"{each} x": round(medians[each] / medians["ms"], 2) for each in THEIRS},
+                **{f"{each} x": round(medians[each] / medians["ms"], 2) for each in (*THEIRS, TORCH_ROWS)},
+                f"{ROWS} x": round(medians[ROWS_BY_TORCH] / medians[ROWS], 2),
             }
         )
     return rows

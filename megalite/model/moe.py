@@ -16,6 +16,7 @@ from megalite.model.mlp import GatedMLP
 from megalite.model.options import ModelOptions
 from megalite.model.recompute import recomputing
 from megalite.ops.activations import clamped_swiglu
+from megalite.ops.choice import COMPILED
 from megalite.ops.router import Routing, balance_loss, route, sequence_counts, with_loss, z_loss
 from megalite.parallel.collectives import all_reduce, column_input, gather_ranks, row_output
 from megalite.parallel.experts import expert_mlp, own_experts, through_experts
@@ -123,6 +124,7 @@ class Mixture(nn.Module):
             self.activation = partial(clamped_swiglu, limit=experts.swiglu_limit)
         self.own_experts = mesh.experts(shape)
         self.gathers_tokens = options.expert_dispatch == "all_gather" and mesh.ep.size > 1
+        self.compiled_rows = options.ops.expert_rows == COMPILED
         self.gate = Router(shape, experts, mesh, options)
         self.experts = _Experts(shape, mesh, options)
         self.shared_experts: GatedMLP | None = None
@@ -141,7 +143,7 @@ class Mixture(nn.Module):
         if shared is not None and not self.mesh.cuts_experts:
             beside = lambda: shared(hidden_states, context, masks).flatten(0, 1)  # noqa: E731
         output = through_experts(
-            rows.flatten(0, 1), routing, self.mesh.ep, self.number, self._compute, beside
+            rows.flatten(0, 1), routing, self.mesh.ep, self._compute, beside, self.compiled_rows
         )
         output = output.view(rows.shape)
         if self.mesh.cuts_experts:

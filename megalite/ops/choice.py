@@ -50,9 +50,9 @@ class OperatorSlot:
     """An operator that a model uses.
 
     words: its name in messages. functions: implementation -> function, or a record of functions; an implementation
-    without one has torch's. Empty for attention, where the implementation's name is bound. registered: the compiled
-    library's operator. compiled, plain: a description of the two forms; all three are empty where another slot's cover
-    this one.
+    without one has torch's. Empty for attention and experts' rows, where the implementation's name is bound.
+    registered: the compiled library's operator. compiled, plain: a description of the two forms; all three are empty
+    where another slot's cover this one.
     """
 
     words: str
@@ -79,8 +79,8 @@ class OperatorSlots:
     """Each operator that a model uses, declared once; an `Operators` has the chosen functions in its place.
 
     norm(x, weight, bias, eps, zero_centered_gamma); add_norm(x, residual, weight, ...) -> x + residual, which may
-    overwrite x, and its norm. attention and attention_*: the implementation's name, see `Operators.attend`. Others:
-    see their files.
+    overwrite x, and its norm. attention, attention_* and expert_rows: the implementation's name, see `Operators.attend`
+    and `ops.expert_rows`. Others: see their files.
     """
 
     norm: Norm = _slot(
@@ -114,6 +114,13 @@ class OperatorSlots:
         "bias_gelu",
         "compiled",
         "torch's GELU of the product with its bias",
+    )
+    expert_rows: str = _slot(
+        "rows of experts",
+        {},
+        "expert_rows",
+        "compiled: rows to experts and weighted sums back",
+        "torch's look-ups and embedding bags",
     )
     cross_entropy: ShardCrossEntropy = _slot(
         "cross entropy",

@@ -1,6 +1,7 @@
 """Rows sorted by expert from tokens, and tokens' weighted sums of the rows that come back.
 
 Both are look-ups and sums of k rows each. Scattered additions would come in another order in each run on a GPU.
+Each has two forms: plain torch, and the compiled operators of csrc/expert_rows.h.
 """
 
 from dataclasses import dataclass
@@ -10,24 +11,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megalite.ops import extension
+
 
 @dataclass(frozen=True)
 class RowOrder:
     """The rows of T tokens with k experts each, sorted by expert and, within an expert, by token.
 
-    tokens: [T k] int64, the token of each row. rows: [T, k] int64, the row of each token's choice.
+    tokens: [T k] int64, the token of each row. rows: [T, k] int64, the row of each token's choice. compiled: rows and
+    sums of this order are made by the compiled operators.
     """
 
     tokens: Tensor
     rows: Tensor
+    compiled: bool = False
 
     @classmethod
-    def of(cls, experts: Tensor) -> "RowOrder":
+    def of(cls, experts: Tensor, compiled: bool = False) -> "RowOrder":
         """Return the order of the choices [T, k]."""
         number, chosen = experts.shape
         order = experts.flatten().argsort(stable=True)
         tokens = torch.arange(number, device=experts.device).repeat_interleave(chosen)
-        return cls(tokens.index_select(0, order), inverse(order).view_as(experts))
+        return cls(tokens.index_select(0, order), inverse(order).view_as(experts), compiled)
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -37,7 +42,7 @@ def inverse(order: Tensor) -> Tensor:
 
 def rows_of_tokens(tokens: Tensor, order: RowOrder) -> Tensor:
     """Return each token once for each of its experts, sorted by expert: [T, H] -> [T k, H]."""
-    rows: Tensor = _RowsOfTokens.apply(tokens, order)
+    rows: Tensor = _expert_rows(tokens, order.rows) if order.compiled else _RowsOfTokens.apply(tokens, order)
     return rows
 
 
@@ -46,7 +51,12 @@ def tokens_of_rows(rows: Tensor, weights: Tensor, order: RowOrder) -> Tensor:
 
     The sum is at least float32 and rounded once; the weights are rounded to the type of the rows.
     """
-    tokens: Tensor = _TokensOfRows.apply(rows, weights.to(rows.dtype), order)
+    weights = weights.to(rows.dtype)
+    tokens: Tensor = (
+        _expert_sums(rows, weights, order.rows)
+        if order.compiled
+        else _TokensOfRows.apply(rows, weights, order)
+    )
     return tokens
 
 
@@ -84,3 +94,40 @@ class _TokensOfRows(torch.autograd.Function):
                 grad, values, rows.flatten(), bags * number, bags.repeat_interleave(number), 0
             ).view_as(weights)
         return values_grad, weights_grad, None
+
+
+def _keep_places(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _expert_rows_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return _expert_sums(grad, None, *ctx.saved_tensors), None
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Tensor, Tensor | None, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _expert_sums_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    rows, weights, places = ctx.saved_tensors
+    if weights is None:
+        return _expert_rows(grad, places), None, None
+    return *torch.ops.megalite.expert_sums_backward(grad, rows, weights, places), None
+
+
+_expert_rows = extension.register(
+    "expert_rows",
+    lambda tokens, places: tokens.new_empty(places.numel(), tokens.shape[1]),
+    _expert_rows_backward,
+    _keep_places,
+)
+_expert_sums = extension.register(
+    "expert_sums",
+    lambda rows, weights, places: rows.new_empty(len(places), rows.shape[1]),
+    _expert_sums_backward,
+    _keep_inputs,
+)
+extension.register(
+    "expert_sums_backward",
+    lambda grad, rows, weights, places: (rows.new_empty(rows.shape), weights.new_empty(weights.shape)),
+)

@@ -38,22 +38,22 @@ def through_experts(
     tokens: Tensor,
     routing: Routing,
     ranks: RankGroup,
-    number: int,
     compute: ExpertCompute,
     beside: Callable[[], Tensor] | None = None,
+    compiled: bool = False,
 ) -> Tensor:
     """Return the weighted sum of the outputs of each token's experts: [T, H] -> [T, H]. Collective over `ranks`.
 
-    number: of all experts, of which rank r has balanced_split(number, ranks.size)[r]. beside: what all tokens go
-    through, [T, H], run while rows are under way and added to the result.
+    Rank r has balanced_split(experts, ranks.size)[r] of them. beside: what all tokens go through, [T, H], run while
+    rows are under way and added to the result. compiled: see RowOrder.
     The host waits for the device once, for the counts of rows.
     """
-    order = RowOrder.of(routing.experts)
+    order = RowOrder.of(routing.experts, compiled)
     if ranks.size == 1:
         shared = beside() if beside else None
         done = compute(rows_of_tokens(tokens, order), routing.counts.tolist())
     else:
-        plan = _plan(routing.counts, ranks, number)
+        plan = _plan(routing.counts, ranks)
         exchange = _Exchange(ranks, plan.sent, plan.received)
         # No name for the rows that leave: they are freed once they are sent.
         arriving = exchange.start(rows_of_tokens(tokens, order))
@@ -145,8 +145,9 @@ class _Plan:
     inverse: Tensor
 
 
-def _plan(counts: Tensor, ranks: RankGroup, number: int) -> _Plan:
+def _plan(counts: Tensor, ranks: RankGroup) -> _Plan:
     """Exchange the counts [E] of the ranks' rows. The only place where the host waits."""
+    number = len(counts)
     experts = [len(experts) for experts in balanced_split(number, ranks.size)]
     own = experts[ranks.rank]
     of_ranks = counts.new_empty(ranks.size * own)

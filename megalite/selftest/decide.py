@@ -14,6 +14,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.selftest import trust
 from megalite.selftest.registry import Case, Workload, cases_of
 from megalite.selftest.trust import UNTESTED, Findings, OperatorChoice
+from megalite.topology.experts import MixtureShape
 from megalite.topology.shape import ModelShape
 
 Asked = Literal["auto", "fused", "reference"]
@@ -34,6 +35,7 @@ def workload_of(config: RunConfig, shape: ModelShape, dtype: torch.dtype) -> Wor
 
 def workload_of_model(shape: ModelShape, dtype: torch.dtype, tensor: int) -> Workload:
     """Return the workload of one token. tensor: the size of the tensor parallel axis."""
+    experts = shape.experts if isinstance(shape, MixtureShape) else None
     windows = {shape.window_of(layer) for layer in range(shape.num_hidden_layers)}
     return Workload(
         dtype=dtype,
@@ -46,6 +48,7 @@ def workload_of_model(shape: ModelShape, dtype: torch.dtype, tensor: int) -> Wor
         vocabulary=-(-shape.vocab_size // tensor),
         norm=shape.norm,
         gated=shape.gated_mlp,
+        experts_per_token=experts.num_experts_per_tok if experts else 0,
         hidden_act=shape.hidden_act,
         rotary=shape.position_embedding == "rope",
         qk_norm=shape.qk_norm is not None,
@@ -182,7 +185,7 @@ def _agreed(
 
 
 # Attention is left to torch: the self-test compares it without a key-value cache.
-_GENERATES = ("norm", "add_norm", "rotary", "glu", "bias_gelu")
+_GENERATES = ("norm", "add_norm", "rotary", "glu", "bias_gelu", "expert_rows")
 
 
 def kernels_without_training(shape: ModelShape, dtype: torch.dtype, mesh: ParallelMesh) -> KernelChoice:

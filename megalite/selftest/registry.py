@@ -50,7 +50,8 @@ class Workload:
 
     rows: sequences in a micro batch. heads, key_value_heads, intermediate_size, vocabulary: this rank's share. qk_norm:
     whether queries and keys are normalised. window: the keys that a token sees in layers with a sliding window.
-    hidden_act: see ModelShape. dropout: whether attention probabilities are dropped.
+    hidden_act: see ModelShape. experts_per_token: 0: the model has no experts. dropout: whether attention
+    probabilities are dropped.
     """
 
     dtype: torch.dtype
@@ -64,6 +65,7 @@ class Workload:
     vocabulary: int = 32000
     norm: str = "rms_norm"
     gated: bool = True
+    experts_per_token: int = 0
     hidden_act: str = "silu"
     rotary: bool = True
     qk_norm: bool = False

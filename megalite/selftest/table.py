@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-from megalite.selftest import activations, attention, loss, norms, optimizer, rotary
+from megalite.selftest import activations, attention, expert_rows, loss, norms, optimizer, rotary
 from megalite.selftest.registry import Entry
 
 ENTRIES: tuple[Entry, ...] = (
@@ -11,6 +11,7 @@ ENTRIES: tuple[Entry, ...] = (
     *rotary.ENTRIES,
     *activations.ENTRIES,
     *attention.ENTRIES,
+    *expert_rows.ENTRIES,
     *loss.ENTRIES,
     *optimizer.ENTRIES,
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megalite.ops import extension
 from megalite.ops.activations import GELU, SILU, compiled_bias_gelu, compiled_swiglu
+from megalite.ops.expert_rows import RowOrder, rows_of_tokens, tokens_of_rows
 from megalite.ops.norms import compiled_add_norm
 from megalite.ops.packed_attention import packed_attention
 from megalite.ops.rotary import Rotation, compiled_rotate, compiled_split_and_rotate
@@ -21,6 +22,7 @@ from tests.support.kernels import needs_library
 pytestmark = needs_library
 COSINES, SINES = torch.rand(2, 1, 6, 1, 4)
 ROTATION = Rotation(COSINES, SINES)
+ORDER = RowOrder.of(torch.tensor([[2, 0], [1, 2], [0, 1]]), compiled=True)
 ENDS = torch.tensor([0, 6], dtype=torch.int32)
 
 # Operator -> our call, the shapes of its tensors, and the arguments of the operator behind them.
@@ -28,6 +30,12 @@ CALLS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], tuple[Any, ...
     "norm": (lambda *tensors: compiled_add_norm(*tensors, 1e-5), [(6, 8), (6, 8), (8,), (8,)], (1e-5,)),
     "glu": (compiled_swiglu, [(6, 16)], (SILU,)),
     "bias_gelu": (compiled_bias_gelu, [(6, 16), (16,)], (GELU["none"],)),
+    "expert_rows": (lambda tokens: rows_of_tokens(tokens, ORDER), [(3, 8)], (ORDER.rows,)),
+    "expert_sums": (
+        lambda rows, weights: tokens_of_rows(rows, weights, ORDER),
+        [(6, 8), (3, 2)],
+        (ORDER.rows,),
+    ),
     "rotary_split": (
         lambda qkv: compiled_split_and_rotate(qkv, 4, 2, ROTATION),
         [(1, 6, 8, 8)],

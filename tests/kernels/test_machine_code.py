@@ -50,6 +50,9 @@ WIDE = {
     "glu_backward": (0, 0),
     "bias_gelu": (0, 0),
     "bias_gelu_backward": (1, 0),  # a column's sum over the rows
+    "expert_rows": (0, 1),  # the place of a row
+    "expert_sums": (0, 6),  # places and weights of rows, of which two are in flight
+    "expert_sums_backward": (1, 2),
     "turn": (0, 1),  # the token's position
     "norm_forward": (2, 0),  # mean and inverse deviation
     "norm_backward": (0, 2),
@@ -85,11 +88,10 @@ def built() -> list[Kernel]:
 
 
 def _in_packs(kernels: list[Kernel]) -> Iterator[Kernel]:
-    """Yield the vectorised kernels; `turn` and the activations have scalar variants, N = 1, for unaligned rows."""
+    """Yield the vectorised kernels; some have scalar variants, N = 1, for unaligned rows."""
+    scalar = ("activations.cu", "expert_rows.cu", "rotary.cu")
     for kernel in kernels:
-        if kernel.function in WIDE and not (
-            kernel.source in ("activations.cu", "rotary.cu") and kernel.arguments[-1] == "1"
-        ):
+        if kernel.function in WIDE and not (kernel.source in scalar and kernel.arguments[-1] == "1"):
             yield kernel
 
 

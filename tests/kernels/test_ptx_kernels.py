@@ -15,12 +15,14 @@ from torch import Tensor
 from megalite.ops.activations import bias_gelu, geglu, swiglu
 from megalite.ops.adamw import AdamWRule, AdamWTensors, accumulate_, adamw_
 from megalite.ops.cross_entropy import Targets, shard_statistics, write_gradient
+from megalite.ops.expert_rows import RowOrder, tokens_of_rows
 from megalite.ops.norms import rms_norm
 from megalite.ops.rotary import Rotation, rotate
 from tests.support.kernels import DTYPES, with_gradients
 from tests.support.parity import OPERATOR_RTOL, assert_close, assert_no_worse
 from tests.support.ptx.build import WHY_NOT
 from tests.support.ptx.device import Device
+from tests.support.ptx.memory import Fault
 from tests.support.selection import cases
 
 pytestmark = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -233,6 +235,55 @@ def test_rotary(dtype: torch.dtype, head_dim: int, interleaved: bool) -> None:
     plain, exact = in_torch(dtype), in_torch(torch.float64)
     for head in range(2):
         assert_no_worse(made[:, :, head : head + 1], plain[head], exact[head], what=f"head {head}")
+
+
+class Places(ctypes.Structure):
+    """The struct of csrc/expert_rows.h."""
+
+    _fields_ = [
+        ("places", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("tokens", "chosen", "rows", "columns")),
+    ]
+
+
+@pytest.mark.parametrize("dtype", cases(DTYPES, core=[torch.float32, torch.bfloat16]), ids=str)
+@pytest.mark.parametrize("columns", [48, 13])
+def test_rows_of_experts(dtype: torch.dtype, columns: int) -> None:
+    tokens, chosen = 5, 3
+    order = RowOrder.of(torch.tensor([[2, 0, 4], [4, 2, 1], [0, 4, 2], [4, 0, 1], [2, 4, 0]]))
+    values, grad, weights = (
+        random(tokens, count, dtype=dtype, seed=count) for count in (columns, columns + 1, chosen)
+    )
+    grad, rows = grad[:, 1:].contiguous(), unset(tokens * chosen, columns, dtype=dtype)
+    run, numbers = (
+        device("expert_rows").call,
+        Places(order.rows.data_ptr(), tokens, chosen, len(rows), columns),
+    )
+    last = (ctypes.byref(numbers), dtype)
+    assert run("megalite_expert_rows_cuda", values, rows, *last, touched=[order.rows]) == 0
+    assert torch.equal(rows, values[order.tokens])
+    rows, sums = random(*rows.shape, dtype=dtype, seed=1), torch.full_like(values, torch.nan)
+    assert run("megalite_expert_sums_cuda", rows, weights, sums, *last, touched=[order.rows]) == 0
+    made = torch.full_like(rows, torch.nan), torch.full_like(weights, torch.nan)
+    inputs = (grad, rows, weights, *made, *last)
+    assert run("megalite_expert_sums_backward_cuda", *inputs, touched=[order.rows]) == 0
+
+    def plain(rows: Tensor, weights: Tensor) -> Tensor:
+        return tokens_of_rows(rows, weights, order)
+
+    ours = with_gradients(plain, [rows, weights], [grad])
+    exact = with_gradients(plain, [rows.double(), weights.double()], [grad.double()])
+    for which, result in enumerate((sums, *made)):
+        assert_no_worse(result, ours[which], exact[which], what=f"result {which}")
+
+
+def test_a_place_that_is_no_row_stops_the_kernel() -> None:
+    values, rows, places = random(1, 8), torch.zeros(2, 8).double(), torch.tensor([[0, 2]])
+    numbers = Places(places.data_ptr(), 1, 2, 2, 8)
+    with pytest.raises(Fault, match="trap"):
+        device("expert_rows").call(
+            "megalite_expert_rows_cuda", values, rows, ctypes.byref(numbers), values.dtype, touched=[places]
+        )
 
 
 def addresses(tensors: list[Tensor]) -> ctypes.Array[ctypes.c_void_p]:

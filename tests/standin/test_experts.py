@@ -115,7 +115,7 @@ def waits_of_the_host() -> list[int]:
     compute = partial(_experts, gate_up=gate_up, down=down)
     routing = route(logits, ExpertShape(EXPERTS, 2, WIDTH))
     with count_syncs() as syncs:
-        through_experts(tokens, routing, mesh.batch, EXPERTS, compute).sum().backward()
+        through_experts(tokens, routing, mesh.batch, compute).sum().backward()
     return [*syncs.lines.values()]
 
 

@@ -103,7 +103,7 @@ def of_rank(case: ExpertCase, ranks: RankGroup) -> list[Tensor]:
     beside = (lambda: tokens.square()) if case.shared else None
 
     def forward(tokens: Tensor, logits: Tensor) -> Tensor:
-        return through_experts(tokens, route(logits, case.shape), ranks, case.number, compute, beside)
+        return through_experts(tokens, route(logits, case.shape), ranks, compute, beside)
 
     again = partial(checkpoint, forward, use_reentrant=False)
     output = (again if case.recomputed else forward)(tokens, logits)
@@ -160,7 +160,7 @@ def order_on_rank(case: ExpertCase) -> list[str]:
     compute = partial(_experts, **dict(zip(("gate_up", "down"), own, strict=True)))
     with mock.patch.object(dist, "all_to_all_single", noted):
         routing = route(logits, case.shape)
-        output = through_experts(tokens, routing, mesh.batch, case.number, compute, beside)
+        output = through_experts(tokens, routing, mesh.batch, compute, beside)
         events.append("backward")
         output.sum().backward()
     return events
@@ -185,7 +185,7 @@ class _ForgetfulOrder(RowOrder):
     """The rows' places are taken for the order that made them: right only where a permutation is its own inverse."""
 
     @classmethod
-    def of(cls, experts: Tensor) -> RowOrder:
+    def of(cls, experts: Tensor, compiled: bool = False) -> RowOrder:
         order = experts.flatten().argsort(stable=True)
         return RowOrder(order // experts.shape[1], order.view_as(experts))
 

@@ -22,10 +22,14 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 from tests.support.counting import kernels
 from tests.support.kernels import needs_library
-from tests.support.tiny import FAMILY_SHAPES, tiny_batch, tiny_shape
+from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES, tiny_batch, tiny_shape
 
 CPU = torch.device("cpu")
-SHAPES = {"llama": tiny_shape(layers=1), "qwen3": FAMILY_SHAPES["qwen3"]}
+SHAPES = {
+    "llama": tiny_shape(layers=1),
+    "qwen3": FAMILY_SHAPES["qwen3"],
+    "mixtral": MIXTURE_SHAPES["mixtral"],
+}
 
 pytestmark = needs_library
 
