@@ -10,6 +10,8 @@ FIGURES = ("reward_accuracy", "reward_margin", "expert_load")
 """The names that StepMetrics.figures may have, and that a line shows."""
 ROUTER_FIGURES = ("router_entropy", "idle_experts", "router_loss")
 """Figures that records have, and no line."""
+SELF_CHECK = "self_check_seconds"
+"""Seconds of the last comparison of all copies (monitor.self_check_every), in the record of the next step."""
 AT_THE_START = ("parameters", "trained_parameters", "frozen_parameters", "total_steps")
 """The keys in the first record of every start: the values of the whole model with its adapter, the run's last step."""
 OF_RANKS = (
@@ -154,6 +156,7 @@ def is_own_metric(name: str) -> bool:
         *FIGURES,
         *ROUTER_FIGURES,
         *AT_THE_START,
+        SELF_CHECK,
         *OF_RANKS,
         *(each.name for each in fields(StepMetrics)),
     } or name.startswith(("validation_", "checkpoint_", _COMMUNICATION, _GROUP_RATE, *_NORMS))

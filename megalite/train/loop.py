@@ -1,6 +1,7 @@
 """A run from its first step to its last: steps, validations, checkpoints, callbacks, and the reasons to end."""
 
 import signal
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from megalite.config.sections.duration import epochs_of
 from megalite.data.batches.stream_loader import StreamLoader
 from megalite.errors import TrainingError
+from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.exit_codes import INTERRUPTED, STOPPED
 from megalite.monitor.memory import empty_cache
 from megalite.monitor.metrics import SaveMetrics, ValidationMetrics
@@ -16,6 +18,7 @@ from megalite.train.checkpoints.saving import RunSaver
 from megalite.train.interruption import NAMES, StopSignals
 from megalite.train.report import RunReporter
 from megalite.train.step.router_load import no_token
+from megalite.train.step.self_check import cause, compare_copies
 from megalite.train.step.state import StepReport
 from megalite.train.step.train_step import TrainStep
 from megalite.train.time_budget import TimeBudget
@@ -134,11 +137,27 @@ class TrainingLoop:
     def _save(self, report: StepReport, validation: ValidationMetrics | None, *, last: bool) -> None:
         settings = self._config.checkpoint
         best = settings.best and validation is not None and self._trainer.state.best_step == report.step
-        if not (last or best or self._saves_after(report.step)):
+        saves = last or best or self._saves_after(report.step)
+        self._check_copies(report.step, saves=saves)
+        if not saves:
             return
         with self._reporter.working(f"saving step-{report.step:06}"):
             checkpoints = self._saver.save(at_once=last)
         self._published(checkpoints)
+
+    def _check_copies(self, step: int, *, saves: bool) -> None:
+        """Compare the copies of all tensors where it is due: a checkpoint has none that differ."""
+        every = self._config.monitor.self_check_every
+        if not every or (step % every and not saves):
+            return
+        started = time.perf_counter()
+        progress.begin(Activity.COMPARING)
+        difference = compare_copies(self._trainer)
+        if difference is not None:
+            # The checkpoint in flight was compared before it was taken.
+            self._published(self._saver.finish())
+            raise cause(difference, self._trainer, self.saved)
+        self._reporter.compared(time.perf_counter() - started)
 
     def _published(self, checkpoints: Sequence[SaveMetrics]) -> None:
         for checkpoint in checkpoints:

@@ -23,7 +23,7 @@ from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.losses import EpochLoss, LossSpikes
 from megalite.monitor.memory import MemoryUse
-from megalite.monitor.metrics import AT_THE_START, SaveMetrics, StepMetrics, ValidationMetrics
+from megalite.monitor.metrics import AT_THE_START, SELF_CHECK, SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.profiler import HOW_TO_READ, StepProfile
 from megalite.monitor.sink import ReportedRun
 from megalite.monitor.sinks import RunSinks
@@ -175,6 +175,10 @@ class RunReporter:
             if self._monitor.log_checkpoints:
                 self._sinks.checkpoint(metrics.path)
             self.console.saved(metrics)
+
+    def compared(self, seconds: float) -> None:
+        """Record what a comparison of all copies took."""
+        self._unrecorded[SELF_CHECK] = seconds
 
     def start(self, validation: ValidationMetrics, custom: Mapping[str, float]) -> None:
         """Record the validation of a run that has not made a step yet, and what callbacks add to it."""

@@ -42,3 +42,14 @@ def settings_of_sinks_that_are_off(run: CheckedRun) -> Iterator[str]:
         if getattr(run.monitor, key) and not set(sinks) & set(run.monitor.report_to):
             words = " or ".join(f'"{sink}"' for sink in sinks)
             yield f"monitor.{key} has no effect without {words} in monitor.report_to"
+
+
+def copies_are_compared(run: CheckedRun) -> Iterator[str]:
+    """A note: the run may go on with fewer ranks, or another ZeRO stage, and its file keeps the setting."""
+    if not run.monitor.self_check_every:
+        return
+    layout = Layout.of(run.parallel, data_size(run))
+    if run.zero_stage == 3:
+        yield "monitor.self_check_every compares nothing: ZeRO 3 keeps one copy of each weight"
+    elif layout.world_size == layout.pipeline:
+        yield "monitor.self_check_every compares nothing: in this layout each weight has one copy"

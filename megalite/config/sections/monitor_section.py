@@ -50,3 +50,6 @@ class MonitorConfig(Section):
     layers_every: Annotated[int, Field(ge=0)] = Field(
         0, description="steps between records of each layer's gradient, weight and update norms; 0: none"
     )
+    self_check_every: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps between comparisons of all copies of each tensor, also before saves; 0: none"
+    )

@@ -30,6 +30,7 @@ class Activity(Enum):
     REDUCING = "reducing gradients"
     TOTALLING = "summing the step's totals"
     UPDATING = "updating the weights"
+    COMPARING = "comparing the copies of the weights"
     BETWEEN_STEPS = "between two steps"
     PROFILING = "starting or writing the profile"
     VALIDATING = "validating"

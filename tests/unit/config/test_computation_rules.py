@@ -1,6 +1,9 @@
 """Messages about the settings that decide how a step is computed."""
 
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.unit.config.runs import load
 
@@ -73,3 +76,23 @@ def test_a_rank_that_is_not_there_is_not_profiled(tmp_path: Path) -> None:
     assert not load(tmp_path, changes).notes
     [note] = load(tmp_path, {**changes, "monitor.profile_steps": [1]}).notes
     assert note == "monitor.profile_ranks: there is no rank 2 and no rank 3; the last one is 1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"parallel.pipeline": 2}, "in this layout each weight has one copy"),
+        (
+            {"parallel.data": 2, "deepspeed.zero_optimization.stage": 3},
+            "ZeRO 3 keeps one copy of each weight",
+        ),
+        ({"parallel.data": 2}, None),
+        ({"parallel.tensor": 2}, None),
+    ],
+)
+def test_a_self_check_without_copies_is_told(
+    tmp_path: Path, changes: dict[str, Any], why: str | None
+) -> None:
+    notes = load(tmp_path, {**changes, "monitor.self_check_every": 5}).notes
+    told = [note for note in notes if note.startswith("monitor.self_check_every")]
+    assert told == ([] if why is None else [f"monitor.self_check_every compares nothing: {why}"])

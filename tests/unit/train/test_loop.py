@@ -75,6 +75,7 @@ class Trainer:
         validation = {"every": None, "at_start": False, "patience": None}
         self.config = SimpleNamespace(
             checkpoint=SimpleNamespace(best=False, every=2),
+            monitor=SimpleNamespace(self_check_every=0),
             training=SimpleNamespace(empty_cache_every=self.empty_cache_every),
             validation=SimpleNamespace(**validation),
         )
