@@ -20,7 +20,6 @@ from megalite.cli.run_status import report_run
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.smaller_layout import smaller_layout
 from megalite.errors import LaunchError, RankFailure
-from megalite.launcher.control.connection import RendezvousLimits
 from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.messages import counted_ranks
 from megalite.launcher.control.rank_states import CoordinatedJob
@@ -330,7 +329,7 @@ def _attempt(plan: _Plan, environ: Mapping[str, str]) -> Result:
         coordinator = Coordinator(
             listener,
             CoordinatedJob(job.world_size, nonce=nonce, layout=config.layout, hosts=hosts),
-            RendezvousLimits(config.launch.rendezvous_seconds, config.launch.heartbeat_seconds),
+            config.rendezvous_limits,
             say=_say,
         )
         address, port = coordinator.address

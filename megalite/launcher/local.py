@@ -26,6 +26,8 @@ from typing import Any, Literal, NoReturn
 
 from megalite.errors import LaunchError, RankFailure
 from megalite.launcher.control.failures import FailureFolder, FailureReport, first_cause
+from megalite.launcher.control.hang import HangPolicy
+from megalite.launcher.control.local_hangs import LocalHangs
 from megalite.launcher.control.progress import Progress, progress
 from megalite.launcher.control.rank_process import RankEnd, run_rank
 from megalite.launcher.control.verdicts import describe_job
@@ -63,14 +65,28 @@ class Terminated(BaseException):
     """SIGTERM or SIGUSR1 where there is nothing to save, as KeyboardInterrupt is SIGINT."""
 
 
+@dataclass(frozen=True)
+class RankStart:
+    """How the ranks of a local job are started and watched.
+
+    preload: modules to import before the fork; they must not start CUDA or compute on import. method: "spawn" starts
+    each rank as a new Python process without preloading; worker and arguments must then be picklable. hangs: what
+    follows when no rank moves; None: nobody watches. say: called with the report of a hang that does not end the job.
+    """
+
+    preload: Sequence[str] = ("torch",)
+    method: Literal["fork", "spawn"] = "fork"
+    hangs: HangPolicy | None = None
+    say: Callable[[str], None] = lambda _: None
+
+
 def run_local_ranks(
     worker: Worker,
     layout: Layout,
     failures: Path,
     *,
     arguments: Sequence[Any] = (),
-    preload: Sequence[str] = ("torch",),
-    method: Literal["fork", "spawn"] = "fork",
+    start: RankStart | None = None,
 ) -> int:
     """Run every rank of `layout` on this machine as `worker(info, *arguments)` and return the exit code.
 
@@ -79,14 +95,13 @@ def run_local_ranks(
     passed on to the ranks, which may take their time to save; a second SIGINT kills them. Must be called from the main
     thread, for signals. A single rank runs in this process, as in `run_rank`.
 
-    failures: the folder for the reports of failed ranks. preload: modules to import before the fork; they must not
-    start CUDA or compute on import. method: "spawn" starts each rank as a new Python process without preloading;
-    `worker` and `arguments` must then be picklable.
+    failures: the folder for the reports of failed ranks.
 
     Raises RankFailure within 2 seconds of the first failure, and KeyboardInterrupt if Ctrl-C ended the ranks. In all
     cases, even if this process is killed, no rank is left running, nor a process that a rank has started, unless it
     has begun a session of its own. Other children of this process are left alone.
     """
+    start = start or RankStart()
     folder = FailureFolder(failures, layout, job=identity(os.getpid()))
     folder.clear()
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as scratch:
@@ -96,12 +111,14 @@ def run_local_ranks(
                 return run_rank(worker, RankEnd(infos[0], layout, failures), arguments=arguments)
         marks = Path(scratch) / "progress"
         Progress.create_file(marks, layout.world_size)
-        for module in preload if method == "fork" else ():
+        for module in start.preload if start.method == "fork" else ():
             importlib.import_module(module)
         with _orphans_adopted(), JobSignals() as signals:
-            job = _LocalJob(infos, folder, signals, marks)
+            watch = None if start.hangs is None else LocalHangs(start.hangs, layout, marks)
+            job = _LocalJob(infos, folder, signals, marks, watch)
+            job.say = start.say
             try:
-                job.start(worker, arguments, method)
+                job.start(worker, arguments, start.method)
                 job.watch()
             finally:
                 job.kill()
@@ -156,8 +173,17 @@ class JobSignals:
 class _LocalJob:
     """The processes of one job, from their start to the end of the last one."""
 
-    def __init__(self, infos: Sequence[RankInfo], folder: FailureFolder, signals: JobSignals, marks: Path):
+    def __init__(
+        self,
+        infos: Sequence[RankInfo],
+        folder: FailureFolder,
+        signals: JobSignals,
+        marks: Path,
+        hangs: LocalHangs | None,
+    ):
         self._infos, self._folder, self._signals, self._marks = infos, folder, signals, marks
+        self._hangs, self._hang = hangs, ""
+        self.say: Callable[[str], None] = lambda _: None
         self._running: dict[int, BaseProcess] = {}
         self._pids: dict[int, int] = {}
         self._codes: dict[int, int] = {}
@@ -172,7 +198,9 @@ class _LocalJob:
         context: Any = multiprocessing.get_context(method)
         # A forked rank inherits the signal handlers of this process, a spawned one does not.
         signals = self._signals if method == "fork" else None
-        task = _RankTask(worker, arguments, os.getpid(), self._folder, signals, self._marks)
+        task = _RankTask(
+            worker, arguments, os.getpid(), self._folder, signals, self._marks, self._hangs is not None
+        )
         for info in self._infos:
             process: BaseProcess = context.Process(target=task.run, args=(info,), name=f"rank {info.rank}")
             try:
@@ -193,6 +221,7 @@ class _LocalJob:
         while self._running:
             self._handle_signals()
             self._reap()
+            self._look_for_hangs()
             left = self._kill_at - time.monotonic()
             if left <= 0:
                 self._send(signal.SIGKILL)
@@ -220,6 +249,8 @@ class _LocalJob:
 
     def outcome(self) -> int:
         """Return the exit code of the job; RankFailure with the first cause, KeyboardInterrupt after Ctrl-C."""
+        if self._hang:
+            raise RankFailure(self._hang, 1)
         codes = set(self._codes.values())
         if codes <= set(_ORDERLY):
             return max(codes)
@@ -273,6 +304,15 @@ class _LocalJob:
             if code != 0:
                 self._kill_at = min(self._kill_at, time.monotonic() + self._grace_seconds(rank, code))
 
+    def _look_for_hangs(self) -> None:
+        if self._hangs is None or self._hang or self._signals.interrupts:
+            return
+        report = self._hangs.look({rank: self._pids[rank] for rank in self._running})
+        if report is not None and self._hangs.policy.stops:
+            self._hang, self._kill_at = report, 0.0
+        elif report is not None:
+            self.say(report)
+
     def _grace_seconds(self, rank: int, code: int) -> float:
         """Return how long the other ranks may run after this one ended with a code that is not 0."""
         if code in _ORDERLY:
@@ -293,7 +333,8 @@ class _LocalJob:
 class _RankTask:
     """The work of each new process of a job.
 
-    signals: the inherited handlers, if forked. marks: the file that keeps the marks of `progress`.
+    signals: the inherited handlers, if forked. marks: the file that keeps the marks of `progress`. tells_stacks:
+    whether the parent may ask for the rank's stacks.
     """
 
     worker: Worker
@@ -302,6 +343,7 @@ class _RankTask:
     folder: FailureFolder
     signals: JobSignals | None
     marks: Path
+    tells_stacks: bool
 
     def run(self, info: RankInfo) -> NoReturn:
         """Run a rank in a new process, whose signals are blocked at first."""
@@ -318,6 +360,8 @@ class _RankTask:
                 self.signals.restore()
             progress.restart()
             progress.keep_in(self.marks, info.local_rank)
+            if self.tells_stacks:
+                LocalHangs.answer(self.marks, info.local_rank)
             export_rank(info)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _WATCHED)
             code = self.worker(info, *self.arguments)

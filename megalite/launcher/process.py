@@ -248,3 +248,12 @@ def _prctl(option: int, value: int) -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, by SIGSTOP or a debugger; False where the system does not tell."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] in "Tt"

@@ -10,6 +10,8 @@ from functools import partial
 from types import TracebackType
 from typing import TextIO
 
+from megalite.launcher.control.progress import progress
+
 REDRAW_SECONDS, LINE_SECONDS = 0.25, 5.0
 _ERASE = "\r\x1b[2K"
 
@@ -59,6 +61,7 @@ class Work:
     def advance(self, count: int = 1) -> None:
         """Note that `count` more are done."""
         self._done += count
+        progress.beat()
 
     def text(self) -> str:
         """Return what is shown now."""

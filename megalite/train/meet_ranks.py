@@ -30,10 +30,9 @@ def meet_ranks(info: RankInfo, config: RunConfig, end: RankEnd) -> Meeting:
     Raises LaunchError if this rank does not reach the others.
     """
     progress.begin(Activity.MEETING)
-    limits = RendezvousLimits(config.launch.rendezvous_seconds, config.launch.heartbeat_seconds)
     meeting = meet(
         info,
-        limits,
+        config.rendezvous_limits,
         RankCalls(announce, progress.heartbeat, end.job_ended),
         agent_store=_agent_store,
         layout=config.layout,

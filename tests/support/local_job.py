@@ -16,7 +16,7 @@ from pathlib import Path
 from megalite.errors import DataError, MegaliteError
 from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.control.rank_process import RankEnd, run_rank
-from megalite.launcher.local import run_local_ranks
+from megalite.launcher.local import RankStart, run_local_ranks
 from megalite.launcher.rank.detect import RankInfo, rank_info
 from megalite.topology.axes import Layout
 
@@ -191,7 +191,9 @@ def main(behaviour: str, folder: Path, world_size: int = 8) -> int:
         threading.Thread(target=_start_a_process_of_the_users, args=(folder,), daemon=True).start()
     try:
         if info is None:
-            return run_local_ranks(worker, layout, folder / "failures", arguments=(folder,), preload=())
+            return run_local_ranks(
+                worker, layout, folder / "failures", arguments=(folder,), start=RankStart(())
+            )
         end = RankEnd(info, layout, folder / "failures", say=lambda text: print(text, file=sys.stderr))
         end.watch()
         return run_rank(worker, end, arguments=(folder,))

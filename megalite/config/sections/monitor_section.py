@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megalite.config.sections.section import Count, Lenient, Section, Text
+from megalite.launcher.control.hang import HangPolicy
 
 
 class MonitorConfig(Section):
@@ -53,3 +54,13 @@ class MonitorConfig(Section):
     self_check_every: Annotated[int, Field(ge=0)] = Field(
         0, description="steps between comparisons of all copies of each tensor, also before saves; 0: none"
     )
+    on_hang: Literal["stop", "report", "off"] = Field(
+        "stop", description="when no rank moves any more: end the run with who is waited for, or only say so"
+    )
+    hang_seconds: float = Field(
+        60.0, gt=0, description="seconds beyond twice the median step after which a run hangs"
+    )
+
+    @property
+    def hang_policy(self) -> HangPolicy | None:
+        return None if self.on_hang == "off" else HangPolicy(self.hang_seconds, self.on_hang == "stop")

@@ -16,6 +16,7 @@ from megalite.config.sections.shape_settings import model_shape, shape_settings
 from megalite.config.sections.text_sections import DataConfig, TokenizerConfig, ValidationConfig
 from megalite.config.sections.training_section import LEAST_MICRO_BATCH, BatchPlan, TrainingConfig
 from megalite.families.registry import names_in_files
+from megalite.launcher.control.connection import RendezvousLimits
 from megalite.topology.axes import Layout
 from megalite.topology.context import ContextMethod
 from megalite.topology.learning_rate import DECAYS
@@ -321,6 +322,12 @@ class RunConfig(Section):
     def layout(self) -> Layout:
         """Sizes of the mesh's axes; for a resolved run."""
         return Layout.of(self.parallel, self._data)
+
+    @property
+    def rendezvous_limits(self) -> RendezvousLimits:
+        """The times for ranks to come and to answer, and what follows when none moves."""
+        launch = self.launch
+        return RendezvousLimits(launch.rendezvous_seconds, launch.heartbeat_seconds, self.monitor.hang_policy)
 
     @property
     def split(self) -> PipelineSplit:

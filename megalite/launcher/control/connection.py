@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from megalite.errors import LaunchError
+from megalite.launcher.control.hang import HangPolicy
 
 ALIVE_SECONDS = 2.0
 """The shortest time between two messages of a rank that it is alive."""
@@ -18,10 +19,14 @@ _OTHER_FILES = 356
 
 @dataclass(frozen=True)
 class RendezvousLimits:
-    """The times that `[launch]` sets, in seconds: for ranks to come, and for a host to answer."""
+    """The times that `[launch]` sets, in seconds: for ranks to come, and for a host to answer.
+
+    hangs: what follows when no rank moves; None: nobody watches.
+    """
 
     rendezvous_seconds: float = 300.0
     heartbeat_seconds: float = 30.0
+    hangs: HangPolicy | None = None
 
 
 DEFAULT_LIMITS = RendezvousLimits()

@@ -30,6 +30,7 @@ from megalite.launcher.control.connection import (
     watch_link,
     why_lost,
 )
+from megalite.launcher.control.coordinated_hangs import CoordinatedHangs
 from megalite.launcher.control.failures import FailureReport
 from megalite.launcher.control.messages import (
     MOST_NAMED,
@@ -45,6 +46,7 @@ from megalite.launcher.control.rank_states import (
     CoordinatedJob,
     RankConnection,
     RankState,
+    lost_report,
     ranks_here,
     silent_line,
 )
@@ -56,7 +58,6 @@ _HELLO_SECONDS = 10.0  # a connection that says nothing for so long is closed
 _PRIMARY_SECONDS, _SECONDARY_SECONDS = 0.3, 2.0
 """The time to wait for earlier causes after a failure, and after the loss of a peer, which has another cause."""
 _LATE_SECONDS = 2.0  # in which ranks that were not there yet are told the verdict
-_RECENT_SECONDS = 5.0  # the report of a lost rank that was heard of less lately says so
 _UNSENT_BYTES = 2**24  # a rank that does not read for so long is lost
 _ACCEPTED_AT_ONCE = 64
 _SILENT_NAMED = 4  # of the ranks that fall silent at the same time
@@ -90,6 +91,9 @@ class Coordinator:
         self._asked_for_hosts: list[RankConnection] = []
         self._reports: list[FailureReport] = []
         self._reported = set[int]()
+        self._hangs = None
+        if limits.hangs is not None and job.layout is not None:
+            self._hangs = CoordinatedHangs(limits.hangs, job.layout)
         self._look_at = 0.0
         self._decide_at: float | None = None
         self._ended = math.inf
@@ -222,9 +226,11 @@ class Coordinator:
             self._end(verdict_of(self._reports, self.world_size))
         elif not self.complete:
             self._watch_arrivals(now)
-        elif now >= self._look_at:
-            self._look_at = now + self._limits.heartbeat_seconds / 10
-            self._watch_silence()
+        else:
+            self._watch_hangs()
+            if now >= self._look_at:
+                self._look_at = now + self._limits.heartbeat_seconds / 10
+                self._watch_silence()
 
     def _watch_arrivals(self, now: float) -> None:
         if now - self._began > self._limits.rendezvous_seconds:
@@ -245,6 +251,18 @@ class Coordinator:
         names = list(dict.fromkeys(hosts[rank] for rank in missing)) if hosts else []
         places = f" on {'host' if len(names) == 1 else 'hosts'} {listed(names, MOST_NAMED)}" if names else ""
         return counted_ranks(missing) + places
+
+    def _watch_hangs(self) -> None:
+        if self._hangs is None or self._left:
+            return
+        if asked := set(self._hangs.to_ask()):
+            for connection in [each for each in self._connections if each.rank in asked]:
+                self._send(connection, encode("where"))
+        outcome = self._hangs.outcome({rank: state.host for rank, state in self.ranks.items()})
+        if isinstance(outcome, Verdict):
+            self._end(outcome)
+        elif outcome is not None:
+            self._say(outcome)
 
     def _watch_silence(self) -> None:
         """Tell the user which ranks say nothing; those of a large job speak less often."""
@@ -315,6 +333,10 @@ class Coordinator:
         state.heard, state.silent = time.time(), False
         if kind == "alive":
             state.step, state.activity = message["step"], message["activity"]
+            if self._hangs is not None:
+                self._hangs.see(connection.rank, message["marks"])
+        elif kind == "stack" and self._hangs is not None:
+            self._hangs.answered(connection.rank, message["text"])
         elif kind == "facts":
             self._compare(connection.rank, message)
         elif kind == "announce":
@@ -412,25 +434,7 @@ class Coordinator:
         over = self.verdict is not None or connection.rank in self._reported
         if state is None or state.left or over:
             return
-        now, layout = time.time(), self._job.layout
-        silence = (
-            f", last heard {now - state.heard:.0f} s ago" if now - state.heard >= _RECENT_SECONDS else ""
-        )
-        self._fail(
-            FailureReport(
-                rank=connection.rank,
-                coordinates=layout.named_places(connection.rank) if layout is not None else {},
-                node=state.host,
-                pid=state.pid,
-                job=self._job.name,
-                time=now,
-                exception="",
-                message=f"vanished (pid {state.pid}{silence}): {reason}",
-                lost=True,
-                step=state.step,
-                activity=state.activity,
-            )
-        )
+        self._fail(lost_report(connection.rank, state, self._job, reason))
 
     def _broadcast(self, kind: str, **fields: Any) -> None:
         line = encode(kind, **fields)

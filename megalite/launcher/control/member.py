@@ -19,6 +19,7 @@ from megalite.launcher.control.connection import (
     why_lost,
 )
 from megalite.launcher.control.failures import FailureReport
+from megalite.launcher.control.hang import own_stacks
 from megalite.launcher.control.messages import Hello, LineReader, MessageError, Verdict, encode
 
 NOTE_SECONDS = 10.0
@@ -27,6 +28,8 @@ _ATTEMPT_SECONDS, _PAUSE_SECONDS = 5.0, 0.25
 _VERDICT_SECONDS = 4.0
 # Longer than rank 0 waits for its port (5 s), and an earlier job of the same port needs to end.
 _STRANGER_SECONDS = 15.0
+
+_NO_PROGRESS: Mapping[str, Any] = {"step": None, "activity": "", "marks": {}}
 
 Find = Callable[[], tuple[str, int, str]]
 
@@ -205,8 +208,8 @@ class Member:
         while self.verdict is None:
             if time.monotonic() >= beat and not self._left:
                 beat = time.monotonic() + alive_seconds(self.hello.world_size)
-                progress = self._calls.progress() if self._calls.progress else {"step": None, "activity": ""}
-                self._send("alive", step=progress["step"], activity=progress["activity"])
+                progress = self._calls.progress() if self._calls.progress else _NO_PROGRESS
+                self._send("alive", **progress)
             try:
                 received = self._socket.recv(2**16)
                 if received:
@@ -233,6 +236,8 @@ class Member:
                 self._changed.notify_all()
         elif message["kind"] == "signal":
             os.kill(os.getpid(), message["number"])
+        elif message["kind"] == "where":
+            self._send("stack", text=own_stacks())
         elif message["kind"] == "verdict":
             self._end(Verdict(**{name: message[name] for name in ("text", "exit_code", "rank", "host")}))
 

@@ -24,7 +24,8 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     # facts: a table as JSON, so that what all ranks say alike is read once (`facts_from`)
     "facts": {"name": str, "about": str, "facts": str},
     "announce": {"name": str, "value": (str, int, float, list, dict, type(None))},
-    "alive": {"step": (int, type(None)), "activity": str},
+    "alive": {"step": (int, type(None)), "activity": str, "marks": dict},
+    "stack": {"text": str},
     "failed": {"report": dict, "sent": (int, float)},
     "stop": {"text": str, "exit_code": int},
     "leave": {"exit_code": int},
@@ -34,6 +35,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "refused": {"reason": str, "final": bool},
     "value": {"name": str, "value": (str, int, float, list, dict, type(None))},
     "signal": {"number": int},
+    "where": {},
     "verdict": {"text": str, "exit_code": int, "rank": int, "host": str},
 }
 

@@ -6,11 +6,14 @@ step (monitor.trace_steps) each mark has a time stamp too.
 """
 
 import mmap
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from enum import Enum
 from itertools import product
 from pathlib import Path
-from typing import TypedDict
+from types import TracebackType
+from typing import Any, TypedDict
 
 from megalite.launcher.control.communication import CommunicationTimes
 from megalite.launcher.control.step_trace import SpanKind, SpanOf, StepTrace
@@ -40,10 +43,11 @@ class Activity(Enum):
 
 
 class Heartbeat(TypedDict):
-    """The progress of a rank as it travels. step: the last finished step, None before the first."""
+    """The progress of a rank as it travels. step: the last finished step, None before the first. marks: RankMarks."""
 
     step: int | None
     activity: str
+    marks: dict[str, Any]
 
 
 _ACTIVITIES = tuple(Activity)
@@ -62,13 +66,53 @@ _CALLS = (
     "recv",
 )
 # "": a group without a role.
-_COLLECTIVES = (None, *product(_CALLS, (*AXES, *ROLES, *EXPERT_AXES, "tied", "world", "")))
+_GROUP_ROLES = (*AXES, *ROLES, *EXPERT_AXES, "tied", "world", "")
+_COLLECTIVES = (None, *product(_CALLS, _GROUP_ROLES))
 _COLLECTIVE_NUMBERS = {collective: number for number, collective in enumerate(_COLLECTIVES)}
 
-# The three numbers of a rank; steps are counted from 1, so that 0 means none.
-_STEP, _ACTIVITY, _COLLECTIVE = range(3)
-_RANK_BYTES = 3 * 8
+_ROLE_NUMBERS = {role: number for number, role in enumerate(_GROUP_ROLES)}
+# The numbers of a rank; steps are counted from 1, so that 0 means none. Then the collectives that began, by role.
+_STEP, _ACTIVITY, _COLLECTIVE, _WAITS, _BEATS, _COUNTS = range(6)
+_RANK_NUMBERS = _COUNTS + len(_GROUP_ROLES)
+_RANK_BYTES = _RANK_NUMBERS * 8
 _UNTRACED = nullcontext()
+
+
+@dataclass(frozen=True)
+class RankMarks:
+    """The marks of a rank at one moment.
+
+    waits_over: the role of the group that it waits for, in a collective or a message; None: it does not wait. beats:
+    parts of long work that are done. counts: role -> the number of collectives that began.
+    """
+
+    step: int | None
+    phase: str
+    collective: str
+    waits_over: str | None
+    beats: int
+    counts: Mapping[str, int]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "RankMarks | None":
+        """Return the marks that `asdict` has made a table of; None for another table."""
+        names = tuple(cls.__dataclass_fields__)
+        counts = values.get("counts")
+        if set(values) != set(names) or not isinstance(counts, dict):
+            return None
+        texts = [values["phase"], values["collective"], values["waits_over"] or ""]
+        numbers = [values["step"] or 0, values["beats"], *counts.values()]
+        right = all(isinstance(each, str) for each in texts) and all(
+            isinstance(each, int) for each in numbers
+        )
+        return cls(**{name: values[name] for name in names}) if right else None
+
+    @property
+    def doing(self) -> str:
+        """The phase, and the last collective with whether the rank waits in it."""
+        if not self.collective:
+            return self.phase
+        return f"{self.phase}, {'waits in' if self.waits_over is not None else 'last collective:'} {self.collective}"
 
 
 class Progress:
@@ -95,6 +139,11 @@ class Progress:
         except OSError:
             pass
         return progress
+
+    @classmethod
+    def read_marks(cls, path: Path, ranks: int) -> dict[int, RankMarks]:
+        """Return the marks that the ranks of this machine have left in the file, by local rank."""
+        return {rank: cls.read(path, rank).marks() for rank in range(ranks)}
 
     def keep_in(self, path: Path, local_rank: int) -> None:
         """Keep the marks of this process in the file from now on, as the rank with this local rank."""
@@ -128,12 +177,31 @@ class Progress:
 
         role: of its group: an axis, a role of topology.axes, "world" or "".
         """
-        self._numbers[_COLLECTIVE] = _COLLECTIVE_NUMBERS[call, role]
+        numbers = self._numbers
+        numbers[_COLLECTIVE] = _COLLECTIVE_NUMBERS[call, role]
+        numbers[_COUNTS + _ROLE_NUMBERS[role]] += 1
         return self.wait(role)
 
     def wait(self, role: str) -> AbstractContextManager[None]:
-        """Count the time inside of the `with` block as communication in a group with this role."""
-        return _UNTRACED if self.communication is None else self.communication.wait(role)
+        """Mark the time inside of the `with` block as waiting for a group with this role, and count it."""
+        counted = None if self.communication is None else self.communication.wait(role)
+        return _Wait(self._numbers, _ROLE_NUMBERS.get(role, _ROLE_NUMBERS[""]) + 1, counted)
+
+    def beat(self) -> None:
+        """Note that a part of a long work is done, such as a batch of a validation."""
+        self._numbers[_BEATS] += 1
+
+    def marks(self) -> RankMarks:
+        """Return the marks of this moment."""
+        waits, counts = self._numbers[_WAITS], self._numbers[_COUNTS:_RANK_NUMBERS].tolist()
+        return RankMarks(
+            self.step,
+            self.phase,
+            self.last_collective,
+            _GROUP_ROLES[waits - 1] if waits else None,
+            self._numbers[_BEATS],
+            {role: count for role, count in zip(_GROUP_ROLES, counts, strict=True) if count},
+        )
 
     @property
     def step(self) -> int | None:
@@ -159,7 +227,28 @@ class Progress:
         return f"{call} over {role}" if role else call
 
     def heartbeat(self) -> Heartbeat:
-        return {"step": self.step, "activity": self.activity}
+        return {"step": self.step, "activity": self.activity, "marks": asdict(self.marks())}
+
+
+class _Wait:
+    """A `with` block in which a rank waits."""
+
+    __slots__ = ("_counted", "_numbers", "_role")
+
+    def __init__(self, numbers: memoryview, role: int, counted: AbstractContextManager[None] | None):
+        self._numbers, self._role, self._counted = numbers, role, counted
+
+    def __enter__(self) -> None:
+        self._numbers[_WAITS] = self._role
+        if self._counted is not None:
+            self._counted.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._counted is not None:
+            self._counted.__exit__(kind, error, traceback)
+        self._numbers[_WAITS] = 0
 
 
 progress = Progress()

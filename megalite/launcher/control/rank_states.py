@@ -6,8 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megalite.errors import listed
+from megalite.launcher.control.failures import FailureReport
 from megalite.launcher.control.messages import MOST_NAMED, LineReader, counted_ranks
 from megalite.topology.axes import Layout
+
+_RECENT_SECONDS = 5.0  # the report of a lost rank that was heard of less lately says so
 
 
 @dataclass
@@ -73,4 +76,23 @@ def silent_line(rank: int, state: RankState, layout: Layout | None, answers: boo
     return (
         f"{name} on {state.host} has been silent for {time.time() - state.heard:.0f} s{checked}: the process is "
         f"stopped, or busy outside of Python{'' if answers else ', or its host is gone'}"
+    )
+
+
+def lost_report(rank: int, state: RankState, job: CoordinatedJob, reason: str) -> FailureReport:
+    """Return the report of a rank whose connection ended."""
+    now, layout = time.time(), job.layout
+    silence = f", last heard {now - state.heard:.0f} s ago" if now - state.heard >= _RECENT_SECONDS else ""
+    return FailureReport(
+        rank=rank,
+        coordinates=layout.named_places(rank) if layout is not None else {},
+        node=state.host,
+        pid=state.pid,
+        job=job.name,
+        time=now,
+        exception="",
+        message=f"vanished (pid {state.pid}{silence}): {reason}",
+        lost=True,
+        step=state.step,
+        activity=state.activity,
     )

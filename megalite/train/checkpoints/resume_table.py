@@ -53,7 +53,7 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
         "monitor: tensorboard_folder csv_folder peak_tflops profile_steps profile_ranks trace_steps",
     ),
     (Rule.FREE, "", "monitor: layers_every"),
-    (Rule.FREE, "", "monitor: self_check_every"),
+    (Rule.FREE, "", "monitor: self_check_every on_hang hang_seconds"),
     (Rule.FREE, "", "launch: rendezvous_seconds heartbeat_seconds collective_seconds bind_cores interface"),
     (Rule.FREE, "", "launch: grace_seconds"),
     (

@@ -13,7 +13,7 @@ import torch
 
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import LaunchError
-from megalite.launcher.local import run_local_ranks
+from megalite.launcher.local import RankStart, run_local_ranks
 from megalite.launcher.process import available_cores, total_memory_bytes
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import bind_rank
@@ -79,9 +79,11 @@ def calibrate(
                 Layout(data=ranks),
                 Path(folder) / "failures",
                 arguments=(job,),
-                preload=["torch", "megalite.train.step.part_times"],
-                # A forked process cannot use a card that its parent has asked about.
-                method="spawn" if machine.cards else "fork",
+                start=RankStart(
+                    ["torch", "megalite.train.step.part_times"],
+                    # A forked process cannot use a card that its parent has asked about.
+                    "spawn" if machine.cards else "fork",
+                ),
             )
             if code:
                 raise LaunchError(f"the calibration was ended with code {code}")

@@ -178,7 +178,7 @@ def test_a_rank_says_which_part_of_a_step_it_is_in(written: Path, monkeypatch: p
     batch, reducing = Activity.READING_BATCH, Activity.REDUCING
     parts = [batch, Activity.FORWARD_BACKWARD, reducing, batch, Activity.UPDATING]
     assert seen == [(BEFORE, part.value) for part in parts]
-    assert progress.heartbeat() == {"step": BEFORE + 1, "activity": "between two steps"}
+    assert (progress.step, progress.activity) == (BEFORE + 1, "between two steps")
 
 
 def test_a_smaller_batch_is_read_ahead_too(written: Path) -> None:

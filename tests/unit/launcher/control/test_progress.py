@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megalite.launcher.control.progress import Activity, Progress
+from megalite.launcher.control.progress import Activity, Progress, RankMarks
 
 KILLED_IN_A_COLLECTIVE = """
 import os, signal, sys
@@ -20,18 +20,32 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def news(progress: Progress) -> tuple[int | None, str]:
+    heartbeat = progress.heartbeat()
+    assert RankMarks.from_dict(heartbeat["marks"]) == progress.marks()
+    return heartbeat["step"], heartbeat["activity"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"beats": "1"}, {"counts": []}, {"counts": {"tp": "x"}}, {"phase": 3}, {"more": 1}]
+)
+def test_what_is_no_table_of_marks_is_ignored(change):
+    assert RankMarks.from_dict({**Progress().heartbeat()["marks"], **change}) is None
+    assert RankMarks.from_dict({}) is None
+
+
 def test_before_its_first_step_a_rank_has_an_activity_and_no_step():
     progress = Progress()
-    assert progress.heartbeat() == {"step": None, "activity": "starting"}
+    assert news(progress) == (None, "starting")
     progress.begin(Activity.MEETING)
-    assert progress.heartbeat() == {"step": None, "activity": "meeting the other ranks"}
+    assert news(progress) == (None, "meeting the other ranks")
     assert (progress.phase, progress.last_collective) == ("meeting the other ranks", "")
 
 
 def test_a_step_and_a_collective_are_named_until_the_next_ones():
     progress = Progress()
     progress.finished(0)
-    assert progress.heartbeat() == {"step": 0, "activity": "between two steps"}
+    assert news(progress) == (0, "between two steps")
     progress.begin(Activity.REDUCING)
     progress.collective("all_reduce", "dp")
     progress.collective("barrier", "")
@@ -41,7 +55,7 @@ def test_a_step_and_a_collective_are_named_until_the_next_ones():
     progress.finished(41)
     assert progress.step == 41
     progress.restart()
-    assert progress.heartbeat() == {"step": None, "activity": "starting"}
+    assert news(progress) == (None, "starting")
 
 
 def test_the_marks_of_a_killed_rank_can_be_read(tmp_path):
@@ -49,10 +63,7 @@ def test_the_marks_of_a_killed_rank_can_be_read(tmp_path):
     Progress.create_file(path, 4)
     ended = subprocess.run([sys.executable, "-c", KILLED_IN_A_COLLECTIVE, str(path)], check=False)
     assert ended.returncode == -signal.SIGKILL
-    assert Progress.read(path, 2).heartbeat() == {
-        "step": 12,
-        "activity": "forward and backward, last collective: all_reduce over tp",
-    }
+    assert news(Progress.read(path, 2)) == (12, "forward and backward, last collective: all_reduce over tp")
     assert Progress.read(path, 1).step is None
 
 

@@ -1,0 +1,63 @@
+"""The coordinator's watch for a hang of its ranks: it asks the ranks that the others wait for where they are."""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megalite.launcher.control.hang import Hang, HangPolicy, HangWatch
+from megalite.launcher.control.messages import Verdict
+from megalite.launcher.control.progress import RankMarks
+from megalite.topology.axes import Layout
+
+_ANSWER_SECONDS = 2.0
+_ASKED = 8
+
+
+class CoordinatedHangs:
+    """The watch over the ranks of a coordinated job."""
+
+    def __init__(self, policy: HangPolicy, layout: Layout):
+        self.policy, self._layout = policy, layout
+        self._watch = HangWatch(layout, policy.seconds)
+        self._hang: Hang | None = None
+        self._stacks: dict[int, str] = {}
+        self._asked: Sequence[int] = ()
+        self._report_at: float | None = None
+
+    def see(self, rank: int, marks: Mapping[str, Any]) -> None:
+        """Take the marks that a rank has sent."""
+        if (known := RankMarks.from_dict(marks)) is not None:
+            self._watch.see(rank, known)
+
+    def to_ask(self) -> Sequence[int]:
+        """Return the ranks to ask for their stacks, when a hang has begun to count as one; else none."""
+        hang = self._watch.look()
+        new, self._hang = hang is not None and self._hang is None, hang
+        if hang is None:
+            self._report_at = None
+        if not new or hang is None:
+            return ()
+        self._stacks, self._asked = {}, hang.suspects[:_ASKED]
+        self._report_at = time.monotonic() + _ANSWER_SECONDS
+        return self._asked
+
+    def answered(self, rank: int, stack: str) -> None:
+        """Take the stacks of a rank that was asked."""
+        self._stacks[rank] = stack
+
+    def outcome(self, hosts: Mapping[int, str]) -> Verdict | str | None:
+        """Return the verdict that ends the job, or the report for the user, once the asked ranks have had their time.
+
+        hosts: rank -> host. No rank is at fault where several are waited for.
+        """
+        if self._hang is None or self._report_at is None:
+            return None
+        silent = set(self._asked) - self._stacks.keys()
+        if silent and time.monotonic() < self._report_at:
+            return None
+        self._report_at = None
+        report = self._hang.describe(self._layout, hosts, self._stacks, silent)
+        if not self.policy.stops:
+            return report
+        rank = self._asked[0] if len(self._asked) == 1 else -1
+        return Verdict(report, 1, rank, hosts.get(rank, ""))

@@ -1,0 +1,191 @@
+"""Notices that a job hangs, and names the ranks that the others wait for, from the marks of all ranks."""
+
+import faulthandler
+import re
+import tempfile
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from megalite.launcher.control.messages import counted_ranks
+from megalite.launcher.control.progress import Activity, RankMarks
+from megalite.topology.axes import Layout
+from megalite.topology.place import RankPlace
+
+_STEPS_BEFORE = 3  # the first steps compile, and measure
+_STEPS_KEPT = 20
+_PAUSED_SECONDS = 5.0  # between two looks: the whole job was stopped for a while, and goes on
+_LONGER = {Activity.SAVING.value: 6.0, Activity.VALIDATING.value: 6.0}
+_UNWATCHED = {Activity.EXPORTING.value, Activity.PROFILING.value}
+_NAMED = 4
+_LONGEST_STACKS = 100_000
+_FRAMES = 3
+_LIBRARY = re.compile(r"/python3[^/]*/(?!site-packages/)")
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class HangPolicy:
+    """When a job counts as hanging, and what follows.
+
+    seconds: without a mark, beyond twice the median step. stops: the job ends with the report, which is otherwise said
+    once for each hang.
+    """
+
+    seconds: float
+    stops: bool
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A job in which no rank moves.
+
+    seconds: for so long. patience: after so long it counts as a hang. suspects: the ranks that the others wait for;
+    all ranks where none stands out. marks: of each rank, by rank.
+    """
+
+    seconds: float
+    patience: float
+    suspects: Sequence[int]
+    marks: Mapping[int, RankMarks]
+
+    @property
+    def step(self) -> int:
+        """The step that does not end; that after which it hangs between two steps."""
+        return max(marks.step or 0 for marks in self.marks.values()) + 1
+
+    def describe(
+        self, layout: Layout, hosts: Mapping[int, str], stacks: Mapping[int, str], stopped: Collection[int]
+    ) -> str:
+        """Return the report: which ranks are waited for, what each does and where, and what the others do.
+
+        hosts: rank -> host. stacks: rank -> its stack as faulthandler writes it. stopped: ranks whose process is
+        stopped (SIGSTOP).
+        """
+        lines = [f"step {self.step} hangs: no rank has moved for {self.seconds:.0f} s (monitor.hang_seconds)"]
+        for rank in self.suspects[:_NAMED]:
+            doing = "its process is stopped (SIGSTOP)" if rank in stopped else self._doing(rank)
+            lines.append(f"{layout.describe(rank)} on {hosts.get(rank, 'this host')}: {doing}")
+            lines += [f"  at {frame}" for frame in frames_of(stacks.get(rank, ""))]
+        if len(self.suspects) > _NAMED:
+            lines.append(f"{len(self.suspects) - _NAMED} more ranks like these")
+        waiting: dict[str, list[int]] = {}
+        for rank, marks in self.marks.items():
+            if rank not in self.suspects:
+                waiting.setdefault(marks.doing, []).append(rank)
+        lines += [f"{counted_ranks(ranks)}: {doing}" for doing, ranks in waiting.items()]
+        return "\n  ".join(lines)
+
+    def _doing(self, rank: int) -> str:
+        marks = self.marks[rank]
+        return (
+            marks.doing
+            if marks.waits_over is not None or len(self.suspects) > 1
+            else f"{marks.doing}; the others wait for it"
+        )
+
+
+class HangWatch:
+    """Compares the marks of all ranks from look to look; a rank moves when a mark of its changes.
+
+    A job hangs when no rank has moved for twice the median step and `hang_seconds`; six times as long while a rank
+    saves or validates, and never before the third step of this start, in an export or around a profile.
+    """
+
+    def __init__(self, layout: Layout, hang_seconds: float, clock: Callable[[], float] = time.monotonic):
+        self._layout, self._hang_seconds, self._clock = layout, hang_seconds, clock
+        self._marks: dict[int, RankMarks] = {}
+        self._moved_at = self._stepped_at = self._looked_at = clock()
+        self._steps_seen = 0
+        self._seconds: deque[float] = deque(maxlen=_STEPS_KEPT)
+
+    def see(self, rank: int, marks: RankMarks) -> None:
+        """Take the marks of a rank of this moment. Steps are timed by rank 0."""
+        before = self._marks.get(rank)
+        if marks == before:
+            return
+        now = self._moved_at = self._clock()
+        self._marks[rank] = marks
+        if rank > 0:
+            return
+        steps = (marks.step or 0) - ((before.step if before else marks.step) or 0)
+        if steps > 0:
+            # News may come for several steps at once, and for the first ones with what was before them.
+            self._seconds += [(now - self._stepped_at) / steps] * min(steps, _STEPS_KEPT)
+            self._steps_seen += steps
+        if steps > 0 or marks.step is None:
+            self._stepped_at = now
+
+    def look(self) -> Hang | None:
+        """Return the hang, if the job hangs at this moment; called often."""
+        now = self._clock()
+        if now - self._looked_at > _PAUSED_SECONDS:
+            self._moved_at = now
+        self._looked_at = now
+        return self._hang(now) if len(self._marks) == self._layout.world_size else None
+
+    def _hang(self, now: float) -> Hang | None:
+        phases = {each.phase for each in self._marks.values()}
+        if self._steps_seen < _STEPS_BEFORE or phases & _UNWATCHED:
+            return None
+        patience = self._hang_seconds + 2 * median(self._seconds)
+        patience *= max((_LONGER.get(phase, 1.0) for phase in phases), default=1.0)
+        idle = now - self._moved_at
+        if idle < patience:
+            return None
+        return Hang(idle, patience, suspects(self._marks, self._layout), dict(self._marks))
+
+
+def suspects(marks: Mapping[int, RankMarks], layout: Layout) -> list[int]:
+    """Return the ranks that the others wait for: those behind in a collective that do not wait themselves.
+
+    Where there is none: those that do not wait, else those that are behind, else those in the rarest collective, since
+    all wait in different ones; else all.
+    """
+    busy = {rank for rank, each in marks.items() if each.waits_over is None}
+    behind = set()
+    for rank, each in marks.items():
+        peers_of = RankPlace(layout, rank).peers
+        for role, count in each.counts.items():
+            # Stages send and receive in pairs, which no count compares.
+            peers = () if role == "pp" else marks if role == "world" else peers_of.get(role, ())
+            behind |= {peer for peer in peers if peer in marks and marks[peer].counts.get(role, 0) < count}
+    places = Counter(each.collective for each in marks.values())
+    rarest = {rank for rank, each in marks.items() if places[each.collective] == min(places.values())}
+    for group in (busy & behind, busy, behind, rarest):
+        if group and group != set(marks):
+            return sorted(group)
+    return sorted(marks)
+
+
+def own_stacks() -> str:
+    """Return the stacks of all threads of this process, as faulthandler writes them."""
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()[:_LONGEST_STACKS]
+
+
+def frames_of(stack: str) -> list[str]:
+    """Return the innermost frames of the main thread, "file:line in function", in a stack that faulthandler wrote.
+
+    Frames of Python's own library are left out. Where the main thread waits for a thread, those of a busy one follow.
+    """
+    threads = [
+        [f"{file}:{line} in {name}" for file, line, name in _FRAME.findall(thread)]
+        for thread in re.split(r"^(?:Current thread|Thread) .*$", stack, flags=re.MULTILINE)[1:]
+    ]
+    if not threads:
+        return []
+    *others, main = threads  # the main thread was made first, and comes last
+    busy = [thread for thread in others if thread and not _LIBRARY.search(thread[0])]
+    shown = _own(main)
+    if main and _LIBRARY.search(main[0]) and busy:
+        shown += [f"{frame} (another thread)" for frame in _own(busy[0])[:1]]
+    return shown
+
+
+def _own(frames: Sequence[str]) -> list[str]:
+    return [frame for frame in frames if not _LIBRARY.search(frame)][:_FRAMES]

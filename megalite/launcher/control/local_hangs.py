@@ -1,0 +1,66 @@
+"""Watches the ranks that this process forked for a hang: their marks, and in a hang their stacks and states."""
+
+import faulthandler
+import os
+import signal
+import socket
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from megalite.launcher.control.hang import HangPolicy, HangWatch
+from megalite.launcher.control.progress import Progress
+from megalite.launcher.process import is_stopped
+from megalite.topology.axes import Layout
+
+_STACK_SECONDS = 1.0
+_SIGNAL = signal.SIGUSR2
+_POLLED_SECONDS = 0.05
+
+
+class LocalHangs:
+    """The watch over the ranks of a local job. marks: the file of their marks, in a folder of the job's own."""
+
+    def __init__(self, policy: HangPolicy, layout: Layout, marks: Path):
+        self.policy, self._layout, self._marks = policy, layout, marks
+        self._watch, self._told = HangWatch(layout, policy.seconds), False
+
+    @staticmethod
+    def stack_file(marks: Path, rank: int) -> Path:
+        return marks.with_name(f"stack-{rank}")
+
+    @classmethod
+    def answer(cls, marks: Path, rank: int) -> None:
+        """Have this process write its stacks when it is asked, even while native code does not return to Python."""
+        file = cls.stack_file(marks, rank).open("w")  # faulthandler keeps it open
+        faulthandler.register(_SIGNAL, file, all_threads=True)
+
+    def look(self, pids: Mapping[int, int]) -> str | None:
+        """Return the report of a hang that begins to count as one. pids: rank -> process, of ranks that run."""
+        if len(pids) < self._layout.world_size:
+            return None  # a rank has ended, and the others follow
+        for rank, marks in Progress.read_marks(self._marks, self._layout.world_size).items():
+            self._watch.see(rank, marks)
+        hang = self._watch.look()
+        if hang is None or self._told:
+            self._told = hang is not None
+            return None
+        self._told = True
+        stopped = {rank for rank, pid in pids.items() if is_stopped(pid)}
+        stacks = self._stacks({rank: pids[rank] for rank in hang.suspects if rank not in stopped})
+        hosts = dict.fromkeys(pids, socket.gethostname())
+        return hang.describe(self._layout, hosts, stacks, stopped)
+
+    def _stacks(self, pids: Mapping[int, int]) -> dict[int, str]:
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, _SIGNAL)
+        until = time.monotonic() + _STACK_SECONDS
+        stacks = {rank: "" for rank in pids}
+        while not all(stacks.values()) and time.monotonic() < until:
+            time.sleep(_POLLED_SECONDS)  # a stack is written in one piece well within it
+            for rank in pids:
+                with suppress(OSError):
+                    stacks[rank] = self.stack_file(self._marks, rank).read_text()
+        return stacks

@@ -1,0 +1,192 @@
+"""When a job counts as hanging, and which ranks are named, by the marks of all ranks."""
+
+from dataclasses import replace
+
+import pytest
+
+from megalite.launcher.control.hang import Hang, HangWatch, frames_of, suspects
+from megalite.launcher.control.progress import Activity, Progress, RankMarks
+from megalite.topology.axes import Layout
+
+LAYOUT = Layout(tensor=2, data=2)
+MOVING = RankMarks(1, "forward and backward", "all_reduce over tp", None, 0, {"tp": 4, "dp": 1, "world": 2})
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def looked(watch: HangWatch, marks: dict[int, RankMarks]) -> Hang | None:
+    for rank, each in marks.items():
+        watch.see(rank, each)
+    return watch.look()
+
+
+def watched(
+    steps: int = 6, seconds: float = 2.0, each: float = 10.0
+) -> tuple[HangWatch, Clock, dict[int, RankMarks]]:
+    """Return a watch that has seen steps of `seconds`, and the marks since."""
+    clock = Clock()
+    watch = HangWatch(LAYOUT, each, clock)
+    marks: dict[int, RankMarks] = {}
+    for step in range(steps):
+        marks = {rank: replace(MOVING, step=step) for rank in range(4)}
+        assert looked(watch, marks) is None
+        for _ in range(round(2 * seconds)):
+            clock.now += 0.5
+            assert looked(watch, marks) is None
+    return watch, clock, marks
+
+
+def wait(watch: HangWatch, clock: Clock, marks: dict[int, RankMarks], seconds: float):
+    hang = None
+    for _ in range(round(2 * seconds)):
+        clock.now += 0.5
+        hang = hang or looked(watch, marks)
+    return hang
+
+
+def test_twice_the_median_step_and_ten_seconds_without_a_mark_is_a_hang():
+    watch, clock, marks = watched()
+    assert wait(watch, clock, marks, 14.0 - 2.0 - 0.5) is None
+    hang = wait(watch, clock, marks, 1.0)
+    assert hang is not None and hang.patience == pytest.approx(14.0) and hang.step == 6
+
+
+@pytest.mark.parametrize("field", ["beats", "phase", "collective", "step"])
+def test_any_mark_of_any_rank_is_a_move(field):
+    watch, clock, marks = watched()
+    assert wait(watch, clock, marks, 11) is None
+    changed = {"beats": 1, "phase": "between two steps", "collective": "barrier", "step": 5}
+    moved = {**marks, 2: replace(marks[2], **{field: changed[field]})}
+    if field == "step":
+        moved = {**marks, 2: replace(marks[2], step=9)}
+    assert wait(watch, clock, moved, 11) is None
+    assert wait(watch, clock, moved, 4) is not None
+
+
+@pytest.mark.parametrize("phase", [Activity.SAVING, Activity.VALIDATING])
+def test_a_save_and_a_validation_may_take_six_times_as_long(phase):
+    watch, clock, marks = watched()
+    marks = {**marks, 0: replace(marks[0], phase=phase.value)}
+    assert wait(watch, clock, marks, 80) is None
+    assert wait(watch, clock, marks, 10) is not None
+
+
+@pytest.mark.parametrize("phase", [Activity.EXPORTING, Activity.PROFILING])
+def test_an_export_and_a_profile_are_not_watched(phase):
+    watch, clock, marks = watched()
+    assert wait(watch, clock, {**marks, 0: replace(marks[0], phase=phase.value)}, 1000) is None
+
+
+def test_the_first_steps_may_take_as_long_as_they_like():
+    watch, clock, marks = watched(steps=2)
+    assert wait(watch, clock, marks, 1000) is None
+
+
+def test_a_job_that_was_stopped_as_a_whole_and_goes_on_does_not_hang():
+    watch, clock, marks = watched()
+    clock.now += 600
+    assert looked(watch, marks) is None
+    assert wait(watch, clock, marks, 13) is None
+    assert wait(watch, clock, marks, 2) is not None
+
+
+def marks_of(**changes: dict[str, object]) -> dict[int, RankMarks]:
+    """Return marks of four ranks: all wait in the world's sum, but for the changes by "r0" ... "r3"."""
+    waiting = replace(MOVING, waits_over="world", counts={"tp": 4, "dp": 1, "world": 3})
+    return {rank: replace(waiting, **changes.get(f"r{rank}", {})) for rank in range(4)}
+
+
+BEHIND = {"waits_over": None, "counts": {"tp": 4, "dp": 1, "world": 2}}
+
+
+def test_the_rank_that_is_behind_and_does_not_wait_is_named():
+    assert suspects(marks_of(r2=BEHIND), LAYOUT) == [2]
+
+
+def test_a_rank_that_waits_for_another_is_not_named():
+    """Rank 2 waits over tp for rank 3, so it is behind in the world's sum too."""
+    at_tp = {"waits_over": "tp", "counts": {"tp": 5, "dp": 1, "world": 2}}
+    assert suspects(marks_of(r2=at_tp, r3=BEHIND), LAYOUT) == [3]
+
+
+def test_a_rank_that_left_a_collective_and_waits_elsewhere_is_named():
+    """Rank 1 has gone on to a barrier over dp while rank 0 sums over tp with it: rank 3, its peer, is behind too."""
+    at_tp = {"waits_over": "tp", "counts": {"tp": 5, "dp": 1, "world": 2}}
+    left = {"waits_over": "dp", "collective": "barrier over dp", "counts": {"tp": 4, "dp": 2, "world": 2}}
+    assert suspects(marks_of(r0=at_tp, r1=left, r2=at_tp, r3=at_tp), LAYOUT) == [1, 3]
+    in_world = {"waits_over": "world", "collective": "barrier over world", "counts": {"world": 4}}
+    at_dp = {"waits_over": "dp", "collective": "all_reduce over dp", "counts": {"dp": 5, "world": 3}}
+    assert suspects(
+        {0: replace(MOVING, **in_world)} | {n: replace(MOVING, **at_dp) for n in (1, 2, 3)}, LAYOUT
+    ) == [0]
+
+
+def test_all_are_named_where_none_stands_out():
+    assert suspects(marks_of(), LAYOUT) == [0, 1, 2, 3]
+
+
+def test_the_report_names_rank_place_and_frames():
+    watch, clock, marks = watched()
+    marks = {rank: replace(each, waits_over="tp") for rank, each in marks.items()}
+    marks[1] = replace(MOVING, step=5, phase="waiting for the batch", counts={"tp": 3, "dp": 1, "world": 2})
+    hang = wait(watch, clock, marks, 16)
+    assert hang is not None
+    text = hang.describe(LAYOUT, {1: "n7"}, {1: STACK}, ())
+    assert text.splitlines() == [
+        "step 6 hangs: no rank has moved for 14 s (monitor.hang_seconds)",
+        "  rank 1 (pp 0, dp 0, tp 1) on n7: waiting for the batch, last collective: all_reduce over tp; the others "
+        "wait for it",
+        "    at /a b/data.py:7 in read",
+        "    at /lib/loop.py:80 in _step",
+        "    at /lib/loop.py:60 in run",
+        "  ranks 0, 2-3: forward and backward, waits in all_reduce over tp",
+    ]
+    assert "its process is stopped (SIGSTOP)" in hang.describe(LAYOUT, {}, {}, {1})
+
+
+def test_of_a_reader_that_hangs_the_busy_thread_is_told_and_the_library_left_out():
+    stack = """Thread 0x00007f (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+Thread 0x00008f (most recent call first):
+  File "/net/reader.py", line 9 in read
+Current thread 0x00006f (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/x/.venv/lib/python3.11/site-packages/megalite/prefetch.py", line 45 in step_batch
+"""
+    assert frames_of(stack) == [
+        "/x/.venv/lib/python3.11/site-packages/megalite/prefetch.py:45 in step_batch",
+        "/net/reader.py:9 in read (another thread)",
+    ]
+
+
+STACK = """Current thread 0x00007f (most recent call first):
+  File "/lib/prefetch.py", line 3 in work
+Thread 0x00006f (most recent call first):
+  File "/a b/data.py", line 7 in read
+  File "/lib/loop.py", line 80 in _step
+  File "/lib/loop.py", line 60 in run
+  File "/lib/run.py", line 2 in main
+"""
+
+
+def test_no_stack_has_no_frames():
+    assert frames_of("") == []
+
+
+def test_marks_are_those_of_the_collectives():
+    progress = Progress()
+    progress.finished(3)
+    with progress.collective("all_reduce", "dp"):
+        waiting = progress.marks()
+        assert (
+            waiting.waits_over == "dp" and waiting.doing == "between two steps, waits in all_reduce over dp"
+        )
+    progress.collective("all_reduce", "dp")
+    progress.beat()
+    marks = progress.marks()
+    assert marks.waits_over is None and marks.counts == {"dp": 2} and marks.beats == 1 and marks.step == 3
