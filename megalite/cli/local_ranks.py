@@ -42,14 +42,14 @@ def on_local_ranks(
         grow_segments()
         return _with_memory(work, request, ParallelMesh.single(local_device(0, 1)), memory)
     threads = prepare_process("auto", local_ranks=layout.world_size, info=None)
-    from megalite.launcher.local import RankStart, run_local_ranks
+    from megalite.launcher.local import LocalStart, run_local_ranks
 
     scratch = Path(tempfile.mkdtemp(prefix=f"megalite-{name}-"))
     arguments = (layout, work, request, threads, memory)
     has_report = False
     try:
         return run_local_ranks(
-            _on_rank, layout, scratch, arguments=arguments, start=RankStart(["torch", *preload])
+            _on_rank, layout, scratch, arguments=arguments, start=LocalStart(["torch", *preload])
         )
     except RankFailure as failure:
         has_report = str(scratch) in str(failure)

@@ -66,7 +66,7 @@ class Terminated(BaseException):
 
 
 @dataclass(frozen=True)
-class RankStart:
+class LocalStart:
     """How the ranks of a local job are started and watched.
 
     preload: modules to import before the fork; they must not start CUDA or compute on import. method: "spawn" starts
@@ -86,7 +86,7 @@ def run_local_ranks(
     failures: Path,
     *,
     arguments: Sequence[Any] = (),
-    start: RankStart | None = None,
+    start: LocalStart | None = None,
 ) -> int:
     """Run every rank of `layout` on this machine as `worker(info, *arguments)` and return the exit code.
 
@@ -101,7 +101,7 @@ def run_local_ranks(
     cases, even if this process is killed, no rank is left running, nor a process that a rank has started, unless it
     has begun a session of its own. Other children of this process are left alone.
     """
-    start = start or RankStart()
+    start = start or LocalStart()
     folder = FailureFolder(failures, layout, job=identity(os.getpid()))
     folder.clear()
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as scratch:

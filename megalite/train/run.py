@@ -25,7 +25,7 @@ from megalite.errors import ConfigError, LaunchError, Problem
 from megalite.launcher.control.member import JobEnded
 from megalite.launcher.control.rank_process import RankEnd, run_rank
 from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, STOPPED, TERMINATED
-from megalite.launcher.local import RankStart, Terminated, run_local_ranks
+from megalite.launcher.local import LocalStart, Terminated, run_local_ranks
 from megalite.launcher.process import die_with_parent
 from megalite.launcher.rank.detect import RankInfo, rank_info
 from megalite.launcher.rank.environment import meets_others, prepare_process, watched_by_launcher, with_master
@@ -163,7 +163,7 @@ class Trainer:
                 config.layout,
                 folder.failures,
                 arguments=(RankJob(config, threads, self.callbacks, budget, self.origins),),
-                start=RankStart(preload, method, config.monitor.hang_policy, complain),
+                start=LocalStart(preload, method, config.monitor.hang_policy, complain),
             )
 
     def _run_launched(self, info: RankInfo, source: str, signals: StopSignals, started: float) -> int:

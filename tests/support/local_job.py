@@ -16,7 +16,7 @@ from pathlib import Path
 from megalite.errors import DataError, MegaliteError
 from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.control.rank_process import RankEnd, run_rank
-from megalite.launcher.local import RankStart, run_local_ranks
+from megalite.launcher.local import LocalStart, run_local_ranks
 from megalite.launcher.rank.detect import RankInfo, rank_info
 from megalite.topology.axes import Layout
 
@@ -192,7 +192,7 @@ def main(behaviour: str, folder: Path, world_size: int = 8) -> int:
     try:
         if info is None:
             return run_local_ranks(
-                worker, layout, folder / "failures", arguments=(folder,), start=RankStart(())
+                worker, layout, folder / "failures", arguments=(folder,), start=LocalStart(())
             )
         end = RankEnd(info, layout, folder / "failures", say=lambda text: print(text, file=sys.stderr))
         end.watch()

@@ -24,6 +24,11 @@ class CoordinatedHangs:
         self._asked: Sequence[int] = ()
         self._report_at: float | None = None
 
+    @classmethod
+    def of(cls, policy: HangPolicy | None, layout: Layout | None) -> "CoordinatedHangs | None":
+        """Return the watch, None where there is no policy, or the layout is not known."""
+        return None if policy is None or layout is None else cls(policy, layout)
+
     def see(self, rank: int, marks: Mapping[str, Any]) -> None:
         """Take the marks that a rank has sent."""
         if (known := RankMarks.from_dict(marks)) is not None:

@@ -91,9 +91,7 @@ class Coordinator:
         self._asked_for_hosts: list[RankConnection] = []
         self._reports: list[FailureReport] = []
         self._reported = set[int]()
-        self._hangs = None
-        if limits.hangs is not None and job.layout is not None:
-            self._hangs = CoordinatedHangs(limits.hangs, job.layout)
+        self._hangs = CoordinatedHangs.of(limits.hangs, job.layout)
         self._look_at = 0.0
         self._decide_at: float | None = None
         self._ended = math.inf

@@ -13,7 +13,7 @@ import torch
 
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import LaunchError
-from megalite.launcher.local import RankStart, run_local_ranks
+from megalite.launcher.local import LocalStart, run_local_ranks
 from megalite.launcher.process import available_cores, total_memory_bytes
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import bind_rank
@@ -79,7 +79,7 @@ def calibrate(
                 Layout(data=ranks),
                 Path(folder) / "failures",
                 arguments=(job,),
-                start=RankStart(
+                start=LocalStart(
                     ["torch", "megalite.train.step.part_times"],
                     # A forked process cannot use a card that its parent has asked about.
                     "spawn" if machine.cards else "fork",

@@ -7,6 +7,7 @@ import pytest
 from megalite.launcher.control.hang import Hang, HangWatch, frames_of, suspects
 from megalite.launcher.control.progress import Activity, Progress, RankMarks
 from megalite.topology.axes import Layout
+from tests.support.parity import about
 
 LAYOUT = Layout(tensor=2, data=2)
 MOVING = RankMarks(1, "forward and backward", "all_reduce over tp", None, 0, {"tp": 4, "dp": 1, "world": 2})
@@ -53,7 +54,7 @@ def test_twice_the_median_step_and_ten_seconds_without_a_mark_is_a_hang():
     watch, clock, marks = watched()
     assert wait(watch, clock, marks, 14.0 - 2.0 - 0.5) is None
     hang = wait(watch, clock, marks, 1.0)
-    assert hang is not None and hang.patience == pytest.approx(14.0) and hang.step == 6
+    assert hang is not None and hang.patience == about(14.0) and hang.step == 6
 
 
 @pytest.mark.parametrize("field", ["beats", "phase", "collective", "step"])
