@@ -100,6 +100,7 @@ def test_a_stopped_process_is_named(tmp_path: Path) -> None:
     require(lines, rank=1, doing="its process is stopped (SIGSTOP)")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("layout", [{"tensor": 2, "pipeline": 2}, {"data": 2}])
 def test_a_rank_that_sleeps_in_its_computation_is_named(
@@ -109,6 +110,7 @@ def test_a_rank_that_sleeps_in_its_computation_is_named(
     require(lines, rank=1, doing="forward and backward", function="sleep_for_ever")
 
 
+@pytest.mark.extended
 def test_a_rank_that_is_in_another_collective_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +125,7 @@ def test_a_rank_that_is_in_another_collective_is_named(
     require(train(tmp_path, {"data": 4}), rank=1, doing="waits in barrier over world")
 
 
+@pytest.mark.extended
 def test_reading_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(loader: StepLoader, samples: int, **arguments: Any) -> Any:
         if samples >= 8 * (HANGS_IN - 1) and dist.get_rank() == 1:
@@ -134,6 +137,7 @@ def test_reading_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     require(train(tmp_path, {"data": 2}), rank=1, doing="waiting for the batch", step=HANGS_IN - 1)
 
 
+@pytest.mark.extended
 def test_a_save_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(path: Path, *arguments: Any) -> Any:
         if dist.get_rank() == 1:
@@ -155,6 +159,7 @@ Trainer(config, callbacks=[InRankOne(FAULTS[sys.argv[3]])]).train()
 """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("fault", FAULTS)
 def test_under_torchrun_the_rank_is_named_by_all(tmp_path: Path, fault: str) -> None:
     """Rank 0 coordinates: it asks the rank where it is; a stopped one does not answer."""
