@@ -5,9 +5,12 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 
 from megalite.checkpoint.folder import find_latest
 from megalite.config.sections.schema import OptimizerConfig
+from megalite.generation.request import Request
+from megalite.model.transformer import Stage
 from megalite.topology.adapter import Lora
 from megalite.topology.axes import Layout
 from megalite.topology.experts import ExpertShape, LatentAttention, MixtureShape
@@ -16,6 +19,7 @@ from megalite.train.optimizer.settings import OptimizerSettings
 from tests.distributed.test_zero_precision import ADAMW, contents, train_and_save
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.context_faults import planted_context_fault
+from tests.support.generation import mixed_requests, tokens_on_rank
 from tests.support.latent_faults import LATENT_FAULTS
 from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL, OPERATOR_RTOL, ZERO_RTOL, assert_close, assert_same_tensors
@@ -23,6 +27,7 @@ from tests.support.ranks import RankFailed, RanksHung
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
 from tests.support.training import Job, RankResult, train_on_rank
+from tests.unit.convert.exporting import lively_stage, save_stage
 
 # All widths differ, and none is that of another model's head; weights large enough that scores matter.
 LATENT = LatentAttention(14, 6, 4, 5, q_lora_rank=18)
@@ -106,7 +111,6 @@ CORE = (
     "cp2, ring",
     "experts: tp2 ep2, whole, recompute",
     "compiled operators",
-    "LoRA, sequence",
 )
 ALONE: dict[str, Any] = {
     "layout": Layout(),
@@ -173,7 +177,37 @@ def test_a_checkpoint_of_one_rank_goes_on_over_two(ranks, tmp_path):
         assert_close(losses, alone, rtol=OPERATOR_RTOL, what="losses after the checkpoint")
 
 
-@pytest.mark.parametrize("name", cases(tuple(LATENT_FAULTS), core=tuple(LATENT_FAULTS)))
+def _greedy(stage: Stage, request: Request) -> list[int]:
+    """Return the tokens without a cache: each from the whole sequence before it."""
+    ids = list(request.prompt_ids)
+    for _ in range(request.max_tokens):
+        positions = torch.arange(len(ids)).unsqueeze(0)
+        hidden = stage.whole.decode(torch.tensor([ids]), positions)
+        ids.append(int(stage.whole.logits(hidden)[0, -1].argmax()))
+    return ids[len(request.prompt_ids) :]
+
+
+@pytest.mark.parametrize("ranks_of_tensor", cases((1, 2, 4), core=(2,)))
+def test_cached_tokens_are_those_of_whole_sequences(ranks, tmp_path, ranks_of_tensor):
+    stage = lively_stage(DEEPSEEK, scale=1.0)
+    checkpoint = save_stage(tmp_path, DEEPSEEK, stage)
+    requests = mixed_requests(8, DEEPSEEK.vocab_size)
+    with torch.no_grad():
+        expected = {number: _greedy(stage, request) for number, request in enumerate(requests)}
+    assert len({token for tokens in expected.values() for token in tokens}) > 5
+    results = ranks.run(
+        tokens_on_rank,
+        world_size=ranks_of_tensor,
+        checkpoint=checkpoint,
+        layout=Layout(tensor=ranks_of_tensor),
+        requests=requests,
+        how={"slots": 3, "chunk": 7, "joining": 2},
+        dtype="float64",
+    )
+    assert results[0] == expected
+
+
+@pytest.mark.parametrize("name", cases(tuple(LATENT_FAULTS), core=tuple(LATENT_FAULTS)[:2]))
 def test_a_planted_fault_departs_from_one_process(ranks, reference, name):
     job = replace(JOB, **LATENT_FAULTS[name].changes)
     with pytest.raises(AssertionError) as departed:
