@@ -147,6 +147,9 @@ MIXTURE_SHAPES = {
         logits_scaling=0.5,
         attention_multiplier=0.3,
     ),
+    "granitemoeshared": _mixture(
+        "granitemoeshared", intermediate_size=20, shared_intermediate_size=28, attention_multiplier=0.3
+    ),
     "olmoe": _mixture("olmoe", intermediate_size=20),
     "olmoe, weights that sum to 1, biases": _mixture(
         "olmoe",

@@ -156,7 +156,8 @@ def test_the_numbers_of_a_configuration_are_those_of_transformers(name: str, tmp
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     assert {getattr(theirs, name) for name in names if hasattr(theirs, name)} == {shape.experts.num_experts}
     assert (theirs.num_experts_per_tok, width) == (2, 20)
-    assert getattr(theirs, "n_shared_experts", 0) * width == shape.experts.shared_intermediate_size
+    shared = getattr(theirs, "shared_intermediate_size", getattr(theirs, "n_shared_experts", 0) * width)
+    assert shared == shape.experts.shared_intermediate_size
     for name in ("routed_scaling_factor", "n_group", "topk_group"):
         assert getattr(theirs, name, 1) == getattr(shape.experts, name)
     assert getattr(theirs, "first_k_dense_replace", 0) == shape.experts.first_k_dense_replace
