@@ -194,22 +194,23 @@ def summed_gradients(shape: ModelShape, results: Sequence[RankResult]) -> dict[s
 
     Copies within a replica must be equal, or zero if another copy counts. Raises AssertionError if they differ.
     """
-    replicas = sorted({result.dp_rank for result in results})
-    whole: dict[str, Tensor] = {}
-    for replica in replicas:
+    shards: list[Shard] = []
+    for replica in {result.dp_rank for result in results}:
         kept: dict[Any, Shard] = {}
-        for shard in (shard for result in results if result.dp_rank == replica for shard in result.gradients):
-            before = kept.setdefault((shard.name, shard.region), shard)
+        of_replica = (shard for result in results if result.dp_rank == replica for shard in result.gradients)
+        for place, shard in enumerate(of_replica):
+            # Ranks with the same experts get different tokens.
+            copy = place if ".experts." in shard.name else None
+            before = kept.setdefault((shard.name, shard.region, copy), shard)
             if before is shard:
                 continue
             if not before.values.any():
-                kept[shard.name, shard.region] = shard
+                kept[shard.name, shard.region, copy] = shard
             elif shard.values.any():
                 same = relative_error(shard.values, before.values) <= COPIES_RTOL
                 assert same, f"copies of the gradient of {shard.name} differ"
-        for name, gradient in full_tensors(shape, list(kept.values()), add=True).items():
-            whole[name] = whole.get(name, 0) + gradient
-    return whole
+        shards += kept.values()
+    return full_tensors(shape, shards, add=True)
 
 
 @dataclass(frozen=True)
