@@ -66,6 +66,11 @@ def _twice(with_loss: Any) -> Any:
     return lambda output, loss, weights: with_loss(output, loss, 2 * weights)
 
 
+def _gradients_not_back_in_order(reordered: Any) -> Any:
+    """Send the gradients of rows the way of the rows: the forward, and so the loss, stay as they are."""
+    return lambda values, order, inverse: reordered(values, order, order)
+
+
 def _of_the_next_choice(tokens_of_rows: Any) -> Any:
     return lambda rows, weights, order: tokens_of_rows(rows, weights.roll(1, dims=1), order)
 
@@ -141,11 +146,15 @@ EXPERT_FAULTS: Mapping[str, ContextFault] = {
         moe, "balance_loss", _of_all_rows, {**_DATA, "micro_batch_size": 4}
     ),
     "router losses of each data rank": ContextFault(moe, "with_loss", _twice, _DATA),
+    "router losses of each tensor rank": ContextFault(moe, "with_loss", _twice, _TENSOR),
     "router losses not attached": ContextFault(
         moe, "with_loss", lambda _: lambda output, loss, weights: output, _DATA
     ),
     "rows not sorted after the exchange": ContextFault(
         experts, "reordered", lambda _: lambda values, order, inverse: values, _COPIES
+    ),
+    "gradients of rows in the order of the forward": ContextFault(
+        experts, "reordered", _gradients_not_back_in_order, _COPIES
     ),
     "weights of another choice": ContextFault(experts, "tokens_of_rows", _of_the_next_choice, _DATA),
     "experts drawn by their place on the rank": ContextFault(stages, "normal_slice", _by_local_index, _DATA),
