@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalite.errors import CheckpointError
+from megalite.launcher.control.progress import progress
 from megalite.topology.dtypes import FLOATS, NUMBER_TYPES
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in FLOATS}
@@ -76,6 +77,7 @@ def write_tensor_file(
                     chunk = data[start : start + _CHUNK_BYTES]
                     digest.update(chunk)
                     file.write(chunk)
+                    progress.beat()
             if numel != prod(infos[key].shape):
                 raise AssertionError(f"{key} was announced as {infos[key]}, and has {numel} elements")
             hashes[key] = digest.hexdigest()

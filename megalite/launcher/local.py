@@ -307,10 +307,13 @@ class _LocalJob:
     def _look_for_hangs(self) -> None:
         if self._hangs is None or self._hang or self._signals.interrupts:
             return
-        report = self._hangs.look({rank: self._pids[rank] for rank in self._running})
-        if report is not None and self._hangs.policy.stops:
+        seen = self._hangs.look({rank: self._pids[rank] for rank in self._running})
+        if seen is None:
+            return
+        report, ends = seen
+        if ends:
             self._hang, self._kill_at = report, 0.0
-        elif report is not None:
+        else:
             self.say(report)
 
     def _grace_seconds(self, rank: int, code: int) -> float:

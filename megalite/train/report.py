@@ -173,7 +173,9 @@ class RunReporter:
         if self._sinks is not None and self.console is not None:
             self._unrecorded |= metrics.record()
             if self._monitor.log_checkpoints:
+                progress.begin(Activity.UPLOADING)
                 self._sinks.checkpoint(metrics.path)
+                progress.begin(Activity.BETWEEN_STEPS)
             self.console.saved(metrics)
 
     def compared(self, seconds: float) -> None:

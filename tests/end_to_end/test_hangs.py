@@ -72,7 +72,7 @@ class SleepsIn(Callback):
 def train(folder: Path, layout: dict[str, int], *callbacks: Callback, **settings: Any) -> list[str]:
     """Return the lines of the failure that ends a run."""
     run_file = Job.write(folder, **{"tensor": 1, "pipeline": 1, **layout}).run_file
-    changes = {"run": {"folder": str(folder / "run")}, "monitor": {"hang_seconds": 2.0}, **settings}
+    changes = {"run": {"folder": str(folder / "run")}, "monitor": {"hang_seconds": 1.0}, **settings}
     with training_here(), pytest.raises(RankFailure) as failure:
         Trainer(load_config(run_file, **changes), callbacks=callbacks).train()
     return str(failure.value).splitlines()
@@ -154,7 +154,7 @@ SCRIPT = """
 import sys
 from megalite import Trainer, load_config
 from tests.end_to_end.test_hangs import FAULTS, InRankOne
-config = load_config(sys.argv[1], run={"folder": sys.argv[2]}, monitor={"hang_seconds": 2.0})
+config = load_config(sys.argv[1], run={"folder": sys.argv[2]}, monitor={"hang_seconds": 1.0})
 Trainer(config, callbacks=[InRankOne(FAULTS[sys.argv[3]])]).train()
 """
 

@@ -23,6 +23,7 @@ class CoordinatedHangs:
         self._stacks: dict[int, str] = {}
         self._asked: Sequence[int] = ()
         self._report_at: float | None = None
+        self._ends = False
 
     @classmethod
     def of(cls, policy: HangPolicy | None, layout: Layout | None) -> "CoordinatedHangs | None":
@@ -35,14 +36,16 @@ class CoordinatedHangs:
             self._watch.see(rank, known)
 
     def to_ask(self) -> Sequence[int]:
-        """Return the ranks to ask for their stacks, when a hang has begun to count as one; else none."""
-        hang = self._watch.look()
-        new, self._hang = hang is not None and self._hang is None, hang
+        """Return the ranks to ask for their stacks: when a hang begins to count as one, and when the job ends."""
+        hang, before = self._watch.look(), self._hang
+        self._hang = hang
         if hang is None:
             self._report_at = None
-        if not new or hang is None:
             return ()
-        self._stacks, self._asked = {}, hang.suspects[:_ASKED]
+        ends = hang.is_final and self.policy.stops
+        if before is not None and (not ends or self._ends):
+            return ()
+        self._ends, self._stacks, self._asked = ends, {}, hang.suspects[:_ASKED]
         self._report_at = time.monotonic() + _ANSWER_SECONDS
         return self._asked
 
@@ -51,7 +54,7 @@ class CoordinatedHangs:
         self._stacks[rank] = stack
 
     def outcome(self, hosts: Mapping[int, str]) -> Verdict | str | None:
-        """Return the verdict that ends the job, or the report for the user, once the asked ranks have had their time.
+        """Return the report for the user, or the verdict that ends the job, once the asked ranks have had their time.
 
         hosts: rank -> host. No rank is at fault where several are waited for.
         """
@@ -62,7 +65,7 @@ class CoordinatedHangs:
             return None
         self._report_at = None
         report = self._hang.describe(self._layout, hosts, self._stacks, silent)
-        if not self.policy.stops:
+        if not self._ends:
             return report
         rank = self._asked[0] if len(self._asked) == 1 else -1
         return Verdict(report, 1, rank, hosts.get(rank, ""))

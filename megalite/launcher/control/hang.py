@@ -18,7 +18,20 @@ _STEPS_BEFORE = 3  # the first steps compile, and measure
 _STEPS_KEPT = 20
 _PAUSED_SECONDS = 5.0  # between two looks: the whole job was stopped for a while, and goes on
 _LONGER = {Activity.SAVING.value: 6.0, Activity.VALIDATING.value: 6.0}
-_UNWATCHED = {Activity.EXPORTING.value, Activity.PROFILING.value}
+_WATCHED = {
+    each.value
+    for each in (
+        *(Activity.READING_BATCH, Activity.FORWARD_BACKWARD, Activity.REDUCING, Activity.TOTALLING),
+        *(
+            Activity.UPDATING,
+            Activity.COMPARING,
+            Activity.BETWEEN_STEPS,
+            Activity.VALIDATING,
+            Activity.SAVING,
+        ),
+    )
+}
+_ENDS_AFTER = 5  # times the patience
 _NAMED = 4
 _LONGEST_STACKS = 100_000
 _FRAMES = 3
@@ -30,8 +43,8 @@ _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)
 class HangPolicy:
     """When a job counts as hanging, and what follows.
 
-    seconds: without a mark, beyond twice the median step. stops: the job ends with the report, which is otherwise said
-    once for each hang.
+    seconds: without a mark, beyond twice the median step; then the report is said, once for each hang. stops: the job
+    ends with the report after five times as long.
     """
 
     seconds: float
@@ -50,6 +63,11 @@ class Hang:
     patience: float
     suspects: Sequence[int]
     marks: Mapping[int, RankMarks]
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it has lasted so long that a job may end for it."""
+        return self.seconds >= _ENDS_AFTER * self.patience
 
     @property
     def step(self) -> int:
@@ -91,14 +109,13 @@ class HangWatch:
     """Compares the marks of all ranks from look to look; a rank moves when a mark of its changes.
 
     A job hangs when no rank has moved for twice the median step and `hang_seconds`; six times as long while a rank
-    saves or validates, and never before the third step of this start, in an export or around a profile.
+    saves or validates, and never before the third step of this start, nor in an export, an upload or around a profile.
     """
 
     def __init__(self, layout: Layout, hang_seconds: float, clock: Callable[[], float] = time.monotonic):
         self._layout, self._hang_seconds, self._clock = layout, hang_seconds, clock
         self._marks: dict[int, RankMarks] = {}
         self._moved_at = self._stepped_at = self._looked_at = clock()
-        self._steps_seen = 0
         self._seconds: deque[float] = deque(maxlen=_STEPS_KEPT)
 
     def see(self, rank: int, marks: RankMarks) -> None:
@@ -110,12 +127,11 @@ class HangWatch:
         self._marks[rank] = marks
         if rank > 0:
             return
-        steps = (marks.step or 0) - ((before.step if before else marks.step) or 0)
+        steps = marks.steps - (before.steps if before else 0)
         if steps > 0:
             # News may come for several steps at once, and for the first ones with what was before them.
             self._seconds += [(now - self._stepped_at) / steps] * min(steps, _STEPS_KEPT)
-            self._steps_seen += steps
-        if steps > 0 or marks.step is None:
+        if steps > 0 or not marks.steps:
             self._stepped_at = now
 
     def look(self) -> Hang | None:
@@ -128,7 +144,7 @@ class HangWatch:
 
     def _hang(self, now: float) -> Hang | None:
         phases = {each.phase for each in self._marks.values()}
-        if self._steps_seen < _STEPS_BEFORE or phases & _UNWATCHED:
+        if self._marks[0].steps < _STEPS_BEFORE or not phases <= _WATCHED:
             return None
         patience = self._hang_seconds + 2 * median(self._seconds)
         patience *= max((_LONGER.get(phase, 1.0) for phase in phases), default=1.0)

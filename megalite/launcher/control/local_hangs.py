@@ -33,27 +33,31 @@ class LocalHangs:
     @classmethod
     def answer(cls, marks: Path, rank: int) -> None:
         """Have this process write its stacks when it is asked, even while native code does not return to Python."""
-        file = cls.stack_file(marks, rank).open("w")  # faulthandler keeps it open
+        file = cls.stack_file(marks, rank).open("a")  # faulthandler keeps it open
         faulthandler.register(_SIGNAL, file, all_threads=True)
 
-    def look(self, pids: Mapping[int, int]) -> str | None:
-        """Return the report of a hang that begins to count as one. pids: rank -> process, of ranks that run."""
+    def look(self, pids: Mapping[int, int]) -> tuple[str, bool] | None:
+        """Return the report of a hang when it begins to count as one, and again when the job ends for it.
+
+        With whether it ends. pids: rank -> process, of the ranks that run.
+        """
         if len(pids) < self._layout.world_size:
             return None  # a rank has ended, and the others follow
         for rank, marks in Progress.read_marks(self._marks, self._layout.world_size).items():
             self._watch.see(rank, marks)
         hang = self._watch.look()
-        if hang is None or self._told:
-            self._told = hang is not None
+        ends = hang is not None and hang.is_final and self.policy.stops
+        told, self._told = self._told, hang is not None
+        if hang is None or (told and not ends):
             return None
-        self._told = True
         stopped = {rank for rank, pid in pids.items() if is_stopped(pid)}
         stacks = self._stacks({rank: pids[rank] for rank in hang.suspects if rank not in stopped})
         hosts = dict.fromkeys(pids, socket.gethostname())
-        return hang.describe(self._layout, hosts, stacks, stopped)
+        return hang.describe(self._layout, hosts, stacks, stopped), ends
 
     def _stacks(self, pids: Mapping[int, int]) -> dict[int, str]:
-        for pid in pids.values():
+        for rank, pid in pids.items():
+            self.stack_file(self._marks, rank).write_text("")  # those of an earlier hang
             with suppress(ProcessLookupError):
                 os.kill(pid, _SIGNAL)
         until = time.monotonic() + _STACK_SECONDS

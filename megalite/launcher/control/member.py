@@ -208,8 +208,8 @@ class Member:
         while self.verdict is None:
             if time.monotonic() >= beat and not self._left:
                 beat = time.monotonic() + alive_seconds(self.hello.world_size)
-                progress = self._calls.progress() if self._calls.progress else _NO_PROGRESS
-                self._send("alive", **progress)
+                progress = self._calls.progress() if self._calls.progress else {}
+                self._send("alive", **{**_NO_PROGRESS, **progress})
             try:
                 received = self._socket.recv(2**16)
                 if received:

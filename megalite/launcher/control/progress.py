@@ -32,6 +32,7 @@ class Activity(Enum):
     FORWARD_BACKWARD = "forward and backward"
     REDUCING = "reducing gradients"
     TOTALLING = "summing the step's totals"
+    UPLOADING = "uploading a checkpoint"
     UPDATING = "updating the weights"
     COMPARING = "comparing the copies of the weights"
     BETWEEN_STEPS = "between two steps"
@@ -72,7 +73,7 @@ _COLLECTIVE_NUMBERS = {collective: number for number, collective in enumerate(_C
 
 _ROLE_NUMBERS = {role: number for number, role in enumerate(_GROUP_ROLES)}
 # The numbers of a rank; steps are counted from 1, so that 0 means none. Then the collectives that began, by role.
-_STEP, _ACTIVITY, _COLLECTIVE, _WAITS, _BEATS, _COUNTS = range(6)
+_STEP, _ACTIVITY, _COLLECTIVE, _WAITS, _BEATS, _STEPS, _COUNTS = range(7)
 _RANK_NUMBERS = _COUNTS + len(_GROUP_ROLES)
 _RANK_BYTES = _RANK_NUMBERS * 8
 _UNTRACED = nullcontext()
@@ -82,8 +83,9 @@ _UNTRACED = nullcontext()
 class RankMarks:
     """The marks of a rank at one moment.
 
-    waits_over: the role of the group that it waits for, in a collective or a message; None: it does not wait. beats:
-    parts of long work that are done. counts: role -> the number of collectives that began.
+    step: the last finished step. steps: the number of steps that this process has made. waits_over: the role of the
+    group that it waits for, in a collective or a message; None: it does not wait. beats: parts of long work that are
+    done. counts: role -> the number of collectives that began.
     """
 
     step: int | None
@@ -91,6 +93,7 @@ class RankMarks:
     collective: str
     waits_over: str | None
     beats: int
+    steps: int
     counts: Mapping[str, int]
 
     @classmethod
@@ -101,7 +104,7 @@ class RankMarks:
         if set(values) != set(names) or not isinstance(counts, dict):
             return None
         texts = [values["phase"], values["collective"], values["waits_over"] or ""]
-        numbers = [values["step"] or 0, values["beats"], *counts.values()]
+        numbers = [values["step"] or 0, values["beats"], values["steps"], *counts.values()]
         right = all(isinstance(each, str) for each in texts) and all(
             isinstance(each, int) for each in numbers
         )
@@ -158,7 +161,12 @@ class Progress:
         self.trace = self.communication = None
 
     def finished(self, step: int) -> None:
-        """Note the last finished step."""
+        """Note a step that this process has made."""
+        self._numbers[_STEPS] += 1
+        self.resumed(step)
+
+    def resumed(self, step: int) -> None:
+        """Note the last finished step, which an earlier process may have made."""
         self._numbers[_STEP] = step + 1
         self.begin(Activity.BETWEEN_STEPS)
 
@@ -200,6 +208,7 @@ class Progress:
             self.last_collective,
             _GROUP_ROLES[waits - 1] if waits else None,
             self._numbers[_BEATS],
+            self._numbers[_STEPS],
             {role: count for role, count in zip(_GROUP_ROLES, counts, strict=True) if count},
         )
 

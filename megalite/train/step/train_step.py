@@ -348,7 +348,7 @@ class TrainStep:
             )
         self.state = self._within_epochs(TrainerState(**loaded.trainer_state), loaded.config)
         self.routers.go_on(self.state.idle_experts)
-        progress.finished(self.state.step)
+        progress.resumed(self.state.step)
         self.learning_rate = schedule_of(self.config, self.total_steps)
         self.batches.close()
         go_on(self.loader, self.state.samples, read_manifest(checkpoint).stream)

@@ -10,7 +10,9 @@ from megalite.topology.axes import Layout
 from tests.support.parity import about
 
 LAYOUT = Layout(tensor=2, data=2)
-MOVING = RankMarks(1, "forward and backward", "all_reduce over tp", None, 0, {"tp": 4, "dp": 1, "world": 2})
+MOVING = RankMarks(
+    1, "forward and backward", "all_reduce over tp", None, 0, 2, {"tp": 4, "dp": 1, "world": 2}
+)
 
 
 class Clock:
@@ -34,7 +36,7 @@ def watched(
     watch = HangWatch(LAYOUT, each, clock)
     marks: dict[int, RankMarks] = {}
     for step in range(steps):
-        marks = {rank: replace(MOVING, step=step) for rank in range(4)}
+        marks = {rank: replace(MOVING, step=step, steps=step + 1) for rank in range(4)}
         assert looked(watch, marks) is None
         for _ in range(round(2 * seconds)):
             clock.now += 0.5
@@ -46,7 +48,8 @@ def wait(watch: HangWatch, clock: Clock, marks: dict[int, RankMarks], seconds: f
     hang = None
     for _ in range(round(2 * seconds)):
         clock.now += 0.5
-        hang = hang or looked(watch, marks)
+        seen = looked(watch, marks)
+        hang = hang or seen
     return hang
 
 
@@ -61,10 +64,8 @@ def test_twice_the_median_step_and_ten_seconds_without_a_mark_is_a_hang():
 def test_any_mark_of_any_rank_is_a_move(field):
     watch, clock, marks = watched()
     assert wait(watch, clock, marks, 11) is None
-    changed = {"beats": 1, "phase": "between two steps", "collective": "barrier", "step": 5}
+    changed = {"beats": 1, "phase": "between two steps", "collective": "barrier", "step": 9}
     moved = {**marks, 2: replace(marks[2], **{field: changed[field]})}
-    if field == "step":
-        moved = {**marks, 2: replace(marks[2], step=9)}
     assert wait(watch, clock, moved, 11) is None
     assert wait(watch, clock, moved, 4) is not None
 
@@ -77,8 +78,10 @@ def test_a_save_and_a_validation_may_take_six_times_as_long(phase):
     assert wait(watch, clock, marks, 10) is not None
 
 
-@pytest.mark.parametrize("phase", [Activity.EXPORTING, Activity.PROFILING])
-def test_an_export_and_a_profile_are_not_watched(phase):
+@pytest.mark.parametrize(
+    "phase", [Activity.EXPORTING, Activity.PROFILING, Activity.UPLOADING, Activity.BUILDING, Activity.LOADING]
+)
+def test_what_a_step_does_not_do_is_not_watched(phase):
     watch, clock, marks = watched()
     assert wait(watch, clock, {**marks, 0: replace(marks[0], phase=phase.value)}, 1000) is None
 
@@ -86,6 +89,23 @@ def test_an_export_and_a_profile_are_not_watched(phase):
 def test_the_first_steps_may_take_as_long_as_they_like():
     watch, clock, marks = watched(steps=2)
     assert wait(watch, clock, marks, 1000) is None
+
+
+def test_the_steps_of_an_earlier_process_are_none_of_this_start():
+    clock = Clock()
+    watch = HangWatch(LAYOUT, 10.0, clock)
+    for steps, step in ((0, None), (0, 500), (1, 501)):
+        marks = {rank: replace(MOVING, step=step, steps=steps) for rank in range(4)}
+        assert wait(watch, clock, marks, 100) is None
+
+
+def test_a_hang_is_final_after_five_times_the_patience():
+    watch, clock, marks = watched()
+    first = wait(watch, clock, marks, 15)
+    assert first is not None and not first.is_final
+    clock.now += 0.5
+    assert wait(watch, clock, marks, 45) is not None and not watch.look().is_final
+    assert wait(watch, clock, marks, 12) is not None and watch.look().is_final
 
 
 def test_a_job_that_was_stopped_as_a_whole_and_goes_on_does_not_hang():
