@@ -8,6 +8,7 @@ from megalite.model.dropout import DropoutContext
 from megalite.model.kv_cache import CachedStep
 from megalite.model.rope import Rotations
 from megalite.ops.documents import Documents
+from megalite.ops.router import RealTokens
 from megalite.parallel.context import ContextRows
 from megalite.parallel.lora_bank import Selection
 
@@ -20,7 +21,8 @@ class StepContext:
     they are, to draw masks from; None: nothing is dropped. cache: where the tokens stand in the cache, in generation.
     documents: tokens attend within their own document only. adapters: those of the tokens; None: the model's own.
     rows: how they are cut over context-parallel ranks; None: they are not.
-    router_scale: the gradient of each sequence's router losses; None: they are not computed.
+    router_scale: the gradient of each sequence's router losses; None: they are not computed. real_tokens: those that
+    routers count; None: all.
     prefix_tokens: the virtual tokens in front of each sequence. prefix: the output [tokens, projection] of the trunk
     from which layers compute their prefixes; None: there is none.
     """
@@ -32,6 +34,7 @@ class StepContext:
     adapters: Selection | None = None
     rows: ContextRows | None = None
     router_scale: float | None = None
+    real_tokens: RealTokens | None = None
     prefix_tokens: int = 0
     prefix: Tensor | None = None
 

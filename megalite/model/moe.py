@@ -17,7 +17,7 @@ from megalite.model.options import ModelOptions
 from megalite.model.recompute import recomputing
 from megalite.ops.activations import clamped_swiglu
 from megalite.ops.choice import COMPILED
-from megalite.ops.router import Routing, balance_loss, route, sequence_counts, with_loss, z_loss
+from megalite.ops.router import RealTokens, Routing, balance_loss, route, sequence_counts, with_loss, z_loss
 from megalite.parallel.collectives import all_reduce, column_input, gather_ranks, row_output
 from megalite.parallel.experts import expert_mlp, own_experts, through_experts
 from megalite.parallel.layers import ExpertLinear
@@ -66,10 +66,11 @@ class Router(nn.Module):
         self.register_buffer("counts", torch.zeros(number, dtype=torch.int64), persistent=False)
         self.register_buffer("losses", torch.zeros((), dtype=torch.float64), persistent=False)
 
-    def forward(self, hidden_states: Tensor, scale: float | None) -> Routing:
+    def forward(self, hidden_states: Tensor, scale: float | None, real: RealTokens | None = None) -> Routing:
         """Route the tokens [B, positions, H] of this rank.
 
         scale: the gradient of each sequence's router losses, which the weights' gradient brings; None: there are none.
+        real: the tokens that losses and counts know; None: all.
         """
         kind = torch.promote_types(hidden_states.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(kind)
@@ -77,33 +78,40 @@ class Router(nn.Module):
         routing = route(logits.flatten(0, 1), self.experts, self.e_score_correction_bias)
         if scale is None:
             return routing
-        losses = self._losses(logits, routing)
+        losses = self._losses(logits, routing, real)
         if not recomputing():
-            self.counts += routing.counts
+            if real is None:
+                self.counts += routing.counts
+            else:
+                experts = routing.experts.view(*logits.shape[:2], -1)
+                self.counts += sequence_counts(experts, len(self.counts), real.mask).sum(dim=0)
             if losses is not None:
                 self.losses += losses.detach().sum()
         return (
             routing if losses is None else routing._replace(weights=with_loss(routing.weights, losses, scale))
         )
 
-    def _losses(self, logits: Tensor, routing: Routing) -> Tensor | None:
+    def _losses(self, logits: Tensor, routing: Routing, real: RealTokens | None) -> Tensor | None:
         """Return this rank's part of each sequence's losses [B]; None where they have no weight."""
         rows, positions, experts = logits.shape
         balance, z = self.training_settings.router_balance, self.training_settings.router_z
         ranks = self.mesh.cp.size * (self.mesh.tp.size if self.mesh.splits_sequence else 1)
-        losses = None
+        length: int | Tensor = positions * ranks
+        mask = losses = None
+        if real is not None:
+            mask, length = real.mask, real.lengths.to(logits.dtype)
         if balance:
-            counts = sequence_counts(routing.experts.view(rows, positions, -1), experts)
+            counts = sequence_counts(routing.experts.view(rows, positions, -1), experts, mask)
             # A sequence's counts are of all its tokens; the shares of a rank's tokens stay on it.
             if self.mesh.splits_sequence:
                 counts = all_reduce(counts, self.mesh.tp)
             counts = all_reduce(counts, self.mesh.cp)
             shares = routing.shares.view(rows, positions, experts)
-            losses = balance * balance_loss(
-                shares, counts, self.experts.num_experts_per_tok, positions * ranks
-            )
+            if mask is not None:
+                shares = shares * mask.unsqueeze(2).to(shares.dtype)
+            losses = balance * balance_loss(shares, counts, self.experts.num_experts_per_tok, length)
         if z:
-            spread = z * z_loss(logits, positions * ranks)
+            spread = z * z_loss(logits, length, mask)
             losses = spread if losses is None else losses + spread
         return losses
 
@@ -135,7 +143,8 @@ class Mixture(nn.Module):
         """[B, S, H] -> [B, S, H]."""
         if self.gathers_tokens:
             return self._on_gathered_tokens(hidden_states, context, masks)
-        routing, rows = self.gate(hidden_states, context.router_scale), hidden_states
+        routing = self.gate(hidden_states, context.router_scale, context.real_tokens)
+        rows = hidden_states
         if self.mesh.cuts_experts:
             routing, rows = self._of_all_positions(routing, hidden_states)
         shared = self.shared_experts

@@ -22,7 +22,8 @@ from megalite.model.options import ModelOptions
 from megalite.model.prefix import build_trunk
 from megalite.model.rope import LayerRotations
 from megalite.ops.documents import Documents, document_lengths
-from megalite.parallel.context import rows_of
+from megalite.ops.router import RealTokens
+from megalite.parallel.context import ContextRows, rows_of
 from megalite.parallel.layers import VocabParallelEmbedding
 from megalite.parallel.lora_bank import Selection
 from megalite.parallel.mesh import ParallelMesh
@@ -124,12 +125,24 @@ class Chunk(nn.Module):
             adapters=mode.adapters,
             rows=rows,
             router_scale=mode.router_scale,
+            real_tokens=None if mode.router_scale is None else self._real_tokens(batch, rows),
         )
         hidden_states = self.decode(inputs, position_ids, context, lengths)
         if not self.is_last:
             return hidden_states
         losses = self.output.losses(hidden_states, batch.labels, batch.loss_mask, training=mode.training)
         return losses.sum(dim=-1)
+
+    def _real_tokens(self, batch: StepBatch, rows: ContextRows | None) -> RealTokens | None:
+        """Return which of this rank's positions outside of attention and MLP hold a token; None: all do."""
+        if batch.lengths is None:
+            return None
+        own, device = self.mesh.sequence_range(batch.position_ids.shape[1]), batch.lengths.device
+        if rows is None:
+            places = torch.arange(own.start, own.stop, device=device).unsqueeze(0)
+        else:
+            places = rows.positions[:, own.start : own.stop]
+        return RealTokens(places < batch.lengths.unsqueeze(1), batch.lengths)
 
     def decode(
         self,

@@ -32,6 +32,16 @@ class Routing(NamedTuple):
     counts: Tensor
 
 
+class RealTokens(NamedTuple):
+    """Which positions hold a token; the others are padding, which no count and no loss knows.
+
+    mask: [B, tokens of this rank] bool. lengths: [B] int64, the tokens of whole sequences.
+    """
+
+    mask: Tensor
+    lengths: Tensor
+
+
 def route(logits: Tensor, shape: ExpertShape, correction: Tensor | None = None) -> Routing:
     """Choose the experts of each token; of equal scores the lower expert, on any device.
 
@@ -76,29 +86,36 @@ def _normalised(scores: Tensor, may_vanish: bool) -> Tensor:
     return scores / (total + _SMALLEST_SUM if may_vanish else total)
 
 
-def sequence_counts(experts: Tensor, number: int) -> Tensor:
-    """Return how many tokens of each sequence go to each of `number` experts: [B, S, k] -> [B, E] int64."""
+def sequence_counts(experts: Tensor, number: int, tokens: Tensor | None = None) -> Tensor:
+    """Return how many tokens of each sequence go to each of `number` experts: [B, S, k] -> [B, E] int64.
+
+    tokens: [B, S] bool, those that count; None: all.
+    """
     chosen = experts.flatten(1)
     counts = chosen.new_zeros(len(chosen), number)
-    return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
+    if tokens is None:
+        return counts.scatter_add_(1, chosen, torch.ones_like(chosen))
+    return counts.scatter_add_(1, chosen, tokens.unsqueeze(2).expand_as(experts).flatten(1).to(chosen.dtype))
 
 
-def balance_loss(shares: Tensor, counts: Tensor, chosen: int, length: int) -> Tensor:
+def balance_loss(shares: Tensor, counts: Tensor, chosen: int, length: int | Tensor) -> Tensor:
     """Return this rank's part of the balance loss of each sequence, [B]; 1 in all where the load is even.
 
     E / (k S) * sum over experts of count * mean over the sequence of share (DeepSeek-V3, equations 17 to 20).
-    shares: [B, tokens of this rank, E]. counts: [B, E] int64, of whole sequences. chosen: k. length: S.
+    shares: [B, tokens of this rank, E], zeros for padding. counts: [B, E] int64, of whole sequences. chosen: k.
+    length: S, or the tokens of each sequence [B] of the type of the shares.
     """
     sums = shares.sum(dim=1)
     return (sums * counts.to(sums.dtype)).sum(dim=-1) * (counts.shape[1] / (chosen * length**2))
 
 
-def z_loss(logits: Tensor, length: int) -> Tensor:
+def z_loss(logits: Tensor, length: int | Tensor, tokens: Tensor | None = None) -> Tensor:
     """Return this rank's part of the mean over each sequence of logsumexp^2, [B].
 
-    logits: [B, tokens of this rank, E]. length: S.
+    logits: [B, tokens of this rank, E]. length: as of `balance_loss`. tokens: as of `sequence_counts`.
     """
-    return logits.logsumexp(dim=-1).square().sum(dim=1) / length
+    squares = logits.logsumexp(dim=-1).square()
+    return (squares if tokens is None else squares * tokens.to(squares.dtype)).sum(dim=1) / length
 
 
 class _WithLoss(torch.autograd.Function):

@@ -21,6 +21,7 @@ class StepBatch:
     one.
     blocks: [M * b, blocks] int64, in host memory always: how each row is cut over context-parallel ranks
     (parallel/context.py); None: zig-zag.
+    lengths: [M * b] int64, the positions of each row that hold a token, in front of its padding; None: all of them.
     reference, row_weights: [M * b] float64, for preferences: each row's loss sum under the reference model, and its
     weight in the loss.
     """
@@ -34,6 +35,7 @@ class StepBatch:
     cu_seqlens: Tensor | None = field(default=None, kw_only=True)
     max_seqlen: int | None = field(default=None, kw_only=True)
     blocks: Tensor | None = field(default=None, kw_only=True)
+    lengths: Tensor | None = field(default=None, kw_only=True)
     reference: Tensor | None = field(default=None, kw_only=True)
     row_weights: Tensor | None = field(default=None, kw_only=True)
 

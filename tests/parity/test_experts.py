@@ -178,10 +178,20 @@ CURVES = {
     "cp2 ep2": {"layout": Layout(context=2, expert=2)},
     "pp2": {"layout": Layout(pipeline=2), **_stages("zbv")},
     "dp2 ep2, recompute": {"layout": Layout(data=2, expert=2), "recompute": Recompute("full")},
+    "tp2, padded": {"layout": Layout(tensor=2), "padded": True},
+    "tp2 ep2, whole, padded": {
+        "layout": Layout(tensor=2, expert=2, expert_tensor=1),
+        "padded": True,
+        **WHOLE,
+    },
+    "cp2 dp2 ep4, padded": {"layout": Layout(context=2, data=2, expert=4), "padded": True},
+    "pp2, padded": {"layout": Layout(pipeline=2), "padded": True, "recompute": Recompute("full")},
 }
 
 
-@pytest.mark.parametrize("name", cases(tuple(CURVES), core=("tp2", "dp2 ep2, recompute")))
+@pytest.mark.parametrize(
+    "name", cases(tuple(CURVES), core=("tp2", "dp2 ep2, recompute", "cp2 dp2 ep4, padded"))
+)
 def test_biases_and_loads_follow_one_curve(ranks, reference, name):
     job = replace(BIASED, **CURVES[name])
     _compare(ranks, reference, job)

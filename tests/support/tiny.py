@@ -220,6 +220,18 @@ def tiny_batch(
     return StepBatch(ids[:, :-1].contiguous(), positions, labels, (order < counted).float(), samples)
 
 
+def padded(batch: "StepBatch") -> "StepBatch":
+    """The same rows, of which two of three end in padding, as a loader gives them."""
+    import torch
+
+    rows, length = batch.input_ids.shape
+    lengths = length - length // 3 * (torch.arange(rows) % 3)
+    padding = torch.arange(length) >= lengths.unsqueeze(1)
+    ids, labels = batch.input_ids.masked_fill(padding, 0), batch.labels.masked_fill(padding, -100)
+    mask = batch.loss_mask.masked_fill(padding, 0)
+    return replace(batch, input_ids=ids, labels=labels, loss_mask=mask, lengths=lengths)
+
+
 def in_documents(batch: "StepBatch", *, end_of_document_id: int = 0) -> "StepBatch":
     """The same rows cut into documents of 1 to S tokens, four on average, as a loader gives them."""
     import torch

@@ -39,7 +39,7 @@ from megalite.train.step.reference import is_without_adapter
 from megalite.train.step.router_load import RouterLoad
 from tests.support.options import NO_DROPOUT, NO_RECOMPUTE, Dropout, Recompute, options_of
 from tests.support.parity import assert_copies
-from tests.support.tiny import SEQUENCE_LENGTH, in_documents, tiny_batch
+from tests.support.tiny import SEQUENCE_LENGTH, in_documents, padded, tiny_batch
 
 SEQUENCES = 8
 ALONE = Layout()
@@ -80,6 +80,7 @@ class Job:
     recompute: Recompute = NO_RECOMPUTE
     compile: bool = False
     documents: bool = False
+    padded: bool = False
     kernels: Literal["fused", "reference"] = "reference"
     chunked_loss: int = 0
     sequence_chunk: int = 0
@@ -323,6 +324,7 @@ def deepspeed_json(job: Job, micro_batches: int) -> dict[str, Any]:
 def global_batch(job: Job, step: int) -> StepBatch:
     """Return the same SEQUENCES sequences for every layout, with loss masks of very unequal weight."""
     batch = tiny_batch(job.shape, SEQUENCES, sequence_length=job.sequence_length, step=step)
+    batch = padded(batch) if job.padded else batch
     batch = in_documents(batch) if job.documents else batch
     if isinstance(job.objective, Preference):
         labels = batch.labels.clone()

@@ -165,13 +165,14 @@ class BatchRows:
     """Samples as rows of a batch.
 
     input_ids, labels: [rows, S]. sample_ids: [rows], counted over all sets end to end, the same in every epoch.
-    begins: as of SampleRows.
+    begins, lengths: as of SampleRows; without lengths there is no padding.
     """
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     sample_ids: NDArray[np.int64]
     begins: NDArray[np.bool_] | None = None
+    lengths: NDArray[np.int64] | None = None
 
 
 class BlendedSamples:
@@ -207,17 +208,18 @@ class BlendedSamples:
         length = self._samples[0].sequence_length
         input_ids = np.empty((len(places), length), dtype=np.int64)
         labels = np.empty_like(input_ids)
-        sample_ids = np.empty_like(places)
+        sample_ids, lengths = np.empty_like(places), np.empty_like(places)
         begins: NDArray[np.bool_] | None = None
         for number in np.unique(sets):
             rows = sets == number
             ids = self._samplers[number].sample_ids(turns[rows]) * self._together + members[rows]
-            input_ids[rows], labels[rows], file_begins = self._samples[number].read(ids, pad_id)
+            samples = self._samples[number].read(ids, pad_id)
+            input_ids[rows], labels[rows], file_begins, lengths[rows] = samples
             if file_begins is not None:
                 begins = np.zeros(input_ids.shape, dtype=bool) if begins is None else begins
                 begins[rows] = file_begins
             sample_ids[rows] = ids + self._first_ids[number]
-        return BatchRows(input_ids, labels, sample_ids, begins)
+        return BatchRows(input_ids, labels, sample_ids, begins, lengths)
 
 
 def _check_weights(weights: Sequence[float], files: int, *, later: bool) -> None:

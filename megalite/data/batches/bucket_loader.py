@@ -67,5 +67,5 @@ class BucketLoader:
         ids = bucket.members[self._samplers[number].sample_ids(turn * bucket.rows + offsets)]
         samples = rows_of_tokens([[self._file.document(number)] for number in ids.tolist()], bucket.length, 0)
         assert samples.begins is not None
-        rows = BatchRows(samples.input_ids, samples.labels, ids)
+        rows = BatchRows(samples.input_ids, samples.labels, ids, lengths=samples.lengths)
         return loaded_batch(rows, documents_of(samples.begins), step * self._most_rows + offsets, dtype)

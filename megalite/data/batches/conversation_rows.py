@@ -113,7 +113,7 @@ def rows_of_tokens(rows: Sequence[Sequence[NDArray[Any]]], length: int, pad_id: 
     shape = (len(rows), length)
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
-    begins = np.zeros(shape, dtype=bool)
+    begins, lengths = np.zeros(shape, dtype=bool), np.zeros(len(rows), dtype=np.int64)
     for row, parts in enumerate(rows):
         at = 0
         for tokens in parts:
@@ -123,7 +123,8 @@ def rows_of_tokens(rows: Sequence[Sequence[NDArray[Any]]], length: int, pad_id: 
             labels[row, at:end] = np.where(is_trained(tokens[1:]), tokens[1:], IGNORE_INDEX)
             at = end
         begins[row, at : at + 1] = True
-    return SampleRows(input_ids, labels, begins)
+        lengths[row] = at
+    return SampleRows(input_ids, labels, begins, lengths)
 
 
 def require_short(file: TokenFile, sequence_length: int) -> None:

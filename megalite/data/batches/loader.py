@@ -133,6 +133,7 @@ def loaded_batch(
     training. reference: the loss sum of each row under the reference model, if there is one.
     """
     document_ids, positions = documents or (None, _positions(*rows.labels.shape))
+    padded = rows.lengths is not None and bool((rows.lengths < rows.labels.shape[1]).any())
     return LoadedBatch(
         input_ids=torch.from_numpy(rows.input_ids),
         position_ids=torch.from_numpy(positions),
@@ -141,6 +142,7 @@ def loaded_batch(
         sample_indices=torch.from_numpy(places),
         document_ids=None if document_ids is None else torch.from_numpy(document_ids),
         sample_ids=torch.from_numpy(rows.sample_ids),
+        lengths=torch.from_numpy(rows.lengths) if padded else None,
         reference=reference,
     )
 

@@ -14,11 +14,15 @@ IGNORE_INDEX = -100
 
 
 class SampleRows(NamedTuple):
-    """Samples as rows: int64 [rows, S] each. begins: bool [rows, S], where a document begins; None: not known."""
+    """Samples as rows: int64 [rows, S] each. begins: bool [rows, S], where a document begins; None: not known.
+
+    lengths: int64 [rows], the positions with a token, in front of the padding.
+    """
 
     input_ids: NDArray[np.int64]
     labels: NDArray[np.int64]
     begins: NDArray[np.bool_] | None
+    lengths: NDArray[np.int64]
 
 
 class Samples(Protocol):
@@ -64,4 +68,5 @@ class PackedSamples:
             window = self.token_file.tokens[sample * length : (sample + 1) * length + 1]
             input_ids[row, : len(window) - 1] = window[:-1]
             labels[row, : len(window) - 1] = window[1:]
-        return SampleRows(input_ids, labels, None)
+        # No label of a text is left out but those of padding.
+        return SampleRows(input_ids, labels, None, (labels != IGNORE_INDEX).sum(axis=1))

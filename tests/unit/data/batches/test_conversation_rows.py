@@ -64,6 +64,7 @@ def test_every_conversation_stands_whole_in_one_row(file: TokenFile, packing: st
             ids, labels = read.input_ids[row, mine], read.labels[row, mine]
             if (labels == -100).all():
                 assert (ids == 7).all() and mine[-1]  # padding, at the end
+                assert mine.argmax() == read.lengths[row]
             else:
                 found.append((ids.tolist(), labels.tolist()))
     expected = []
@@ -73,6 +74,7 @@ def test_every_conversation_stands_whole_in_one_row(file: TokenFile, packing: st
         expected.append((ids[:-1].tolist(), np.where(trained[1:], ids[1:], -100).tolist()))
     assert sorted(found) == sorted(expected)
     assert rows.fill == sum(len(ids) for ids, _ in expected) / (len(rows) * LENGTH)
+    assert rows.fill == read.lengths.sum() / (len(rows) * LENGTH)
 
 
 def test_concatenated_rows_are_full_and_have_every_label_once(file: TokenFile) -> None:
@@ -93,6 +95,7 @@ def test_concatenated_rows_are_full_and_have_every_label_once(file: TokenFile) -
     )
     padding = len(rows) * length - positions
     assert 0 < padding < length and rows.cut > 4
+    assert read.lengths.tolist() == [length] * (len(rows) - 1) + [length - padding]
     begins[positions] = True
     begins[::length] = True
     assert read.input_ids.ravel().tolist() == expected_ids + [7] * padding

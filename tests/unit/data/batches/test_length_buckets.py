@@ -90,6 +90,8 @@ def test_every_step_has_one_length_and_the_rows_of_the_conversations(file: Token
         assert (batch.input_ids.numpy() == expected.input_ids[:, :length]).all()
         assert (batch.labels.numpy() == expected.labels[:, :length]).all()
         assert (expected.labels[:, length:] == -100).all()
+        full = (expected.lengths == length).all()
+        assert full if batch.lengths is None else (batch.lengths.numpy() == expected.lengths).all()
         assert (
             batch.document_ids is not None and batch.document_ids.max() <= 1
         )  # the conversation and its padding

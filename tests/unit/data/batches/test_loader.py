@@ -64,8 +64,9 @@ def test_every_token_but_the_first_is_predicted_once_by_its_predecessor(
     tmp_path: Path, tokens: int, length: int
 ) -> None:
     samples = PackedSamples(token_file(tmp_path, tokens), length)
-    input_ids, labels, _ = samples.read(np.arange(len(samples)), pad_id=0)
+    input_ids, labels, _, lengths = samples.read(np.arange(len(samples)), pad_id=0)
     counted = labels != IGNORE_INDEX
+    assert (counted == (np.arange(length) < lengths[:, None])).all()
     assert labels[counted].tolist() == list(range(2, tokens + 1))
     assert input_ids[counted].tolist() == list(range(1, tokens))
     assert (input_ids[~counted] == 0).all()

@@ -4,15 +4,17 @@ from dataclasses import fields, replace
 
 import torch
 
+from megalite.config.sections.training_section import ComputeSettings
 from megalite.model.moe import Mixture
 from megalite.model.options import ModelOptions
 from megalite.model.stages import build_replica
+from megalite.ops.router import RealTokens
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.experts import ExpertShape, MixtureShape
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 from megalite.train.step.router_load import DEAD_STEPS, RouterLoad
-from tests.support.parity import about
+from tests.support.parity import OPERATOR_RTOL, about, assert_close
 from tests.support.tiny import tiny_shape
 
 DENSE = {field.name: getattr(tiny_shape(layers=2), field.name) for field in fields(ModelShape)}
@@ -65,3 +67,32 @@ def test_an_expert_without_tokens_is_named_once_and_may_come_back() -> None:
         load.stepped(with_all if step == 2 * DEAD_STEPS else without, 8, skipped=False)
         named += [(step, dead) for dead in load.newly_dead()]
     assert named == [(DEAD_STEPS, "expert 1 of layer 1"), (3 * DEAD_STEPS, "expert 1 of layer 1")]
+
+
+def test_padding_counts_nowhere() -> None:
+    """Losses, their gradient and counts are those of the rows without their padding, each alone."""
+    training = ComputeSettings(router_balance=0.3, router_z=0.2)
+    shape = MixtureShape(**DENSE, experts=replace(EXPERTS, num_experts_per_tok=2))
+    split, options = pipeline_split(2), ModelOptions(dtype=torch.float64, training=training)
+    gate = _gates(build_replica(shape, ParallelMesh.single(), split, options, seed=1))[0]
+    hidden = torch.randn(
+        3, 7, shape.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    lengths = torch.tensor([7, 4, 1])
+    real = RealTokens(torch.arange(7) < lengths.unsqueeze(1), lengths)
+
+    def measured(rows: list[tuple[torch.Tensor, RealTokens | None]]) -> list[torch.Tensor]:
+        gate.zero_grad()
+        gate.counts.zero_()
+        gate.losses.zero_()
+        for tokens, mask in rows:
+            (gate(tokens, 1.5, mask).weights * 0).sum().backward()
+        return [gate.counts.clone(), gate.losses.clone(), gate.weight.grad.clone()]
+
+    alone = measured(
+        [(row[None, :length], None) for row, length in zip(hidden, lengths.tolist(), strict=True)]
+    )
+    assert alone[0].sum() == 2 * lengths.sum() and alone[2].any()
+    for found, expected in zip(measured([(hidden, real)]), alone, strict=True):
+        assert_close(found, expected, rtol=OPERATOR_RTOL)
+    assert not torch.equal(measured([(hidden, None)])[0], alone[0])
