@@ -20,7 +20,7 @@ OF_RANKS = (
 )
 _COMMUNICATION = "communication_share/"
 _GROUP_RATE = "learning_rate/"
-_NORMS = ("grad_norm/", "weight_norm/", "update_ratio/")
+_NORMS = ("grad_norm/", "weight_norm/", "update_ratio/", "expert_load/")
 _OPTIONAL = ("loss_scale", "skipped_steps", "reserved_bytes", "loss_spike", "epoch", "epoch_loss")
 
 

@@ -13,6 +13,7 @@ LAYER_METRICS = {
     "grad_norm/": "gradient norm",
     "update_ratio/": "update ratio",
     "weight_norm/": "weight norm",
+    "expert_load/": "fullest expert over the mean",
 }
 """Prefix of the metrics that monitor.layers_every records -> their title."""
 MOST_CURVES = 400

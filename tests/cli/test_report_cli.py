@@ -307,3 +307,17 @@ def test_the_measures_of_ranks_and_cards_are_drawn() -> None:
     percent = {metric: [100 * share] for metric, share in communication.items()}
     others = {"card_utilisation": [90.0], "cards_watts": [700.0], "card_celsius_max": [60.0]}
     assert shown == {"loss": [2.0], **percent, **others}
+
+
+def test_the_load_of_experts_is_drawn_over_steps_and_for_each_layer() -> None:
+    curves = RunCurves()
+    for step in range(1, 5):
+        layers = {f"expert_load/layers.{layer}": 1.5 + layer for layer in (1, 3)} if step % 2 == 0 else {}
+        curves.add({"step": step, "expert_load": 4.5, "idle_experts": 2.0, **layers})
+    charts, left_out = charts_of([curves])
+    assert [(chart.title, [*chart.metrics]) for chart in charts] == [
+        ("fullest expert over the mean", ["expert_load"]),
+        ("idle experts", ["idle_experts"]),
+        ("fullest expert over the mean of each layer", ["expert_load/layers.1", "expert_load/layers.3"]),
+    ]
+    assert not left_out

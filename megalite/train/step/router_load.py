@@ -44,6 +44,8 @@ class RouterLoad:
                 self._routers[place] = mixture.gate
         # Ranks of tp that share each expert route the same tokens, unless they have parts of the sequences.
         self._counts_here = self._mesh.tp.rank == 0 or self._mesh.splits_sequence
+        self.of_layers: dict[str, float] = {}
+        """`expert_load` of each layer with experts in the last step, for monitor.layers_every."""
         self._idle_steps = torch.zeros(len(self._layers), self._number, dtype=torch.int64)
 
     def take_share(self) -> Tensor:
@@ -93,8 +95,11 @@ class RouterLoad:
         self._idle_steps = torch.where(loads > 0, 0, self._idle_steps + 1)
         shares = loads / loads.sum(dim=1, keepdim=True)
         entropy = torch.special.entr(shares).sum(dim=1) / torch.tensor(float(max(2, self._number))).log()
+        fullest = (shares * self._number).amax(dim=1)
+        layers = zip(self._layers, fullest.tolist(), strict=True)
+        self.of_layers = {f"expert_load/layers.{layer}": load for layer, load in layers}
         return {
-            "expert_load": float((shares * self._number).max()),
+            "expert_load": float(fullest.max()),
             "router_entropy": float(entropy.min()),
             "idle_experts": float((loads == 0).sum()),
             "router_loss": float(totals[-1]) / sequences,

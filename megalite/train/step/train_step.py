@@ -207,7 +207,7 @@ class TrainStep:
         self._require_finite(loss, update, batch)
         samples, rows = self.state.samples, len(batch.input_ids) * self.mesh.batch.size
         load = self.routers.stepped(totals.routers, rows, skipped=update.skipped)
-        layers = {} if norms is None or update.skipped else norms.totals()
+        layers = {} if norms is None or update.skipped else {**norms.totals(), **self.routers.of_layers}
         batch_tokens, global_size = rows * batch.input_ids.shape[1], self.config.batch.global_batch_size
         self.state = self.state.advanced(samples=global_size, tokens=batch_tokens, skipped=update.skipped)
         progress.finished(self.state.step)

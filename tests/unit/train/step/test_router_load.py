@@ -51,6 +51,7 @@ def test_counts_become_figures_and_move_the_biases_once() -> None:
     assert figures == about(
         {"expert_load": 2.0, "router_entropy": entropy, "idle_experts": 0.0, "router_loss": 0.75}
     )
+    assert load.of_layers == about({"expert_load/layers.0": 2.0, "expert_load/layers.1": 1.0})
     load.stepped(totals, 8, skipped=False)
     assert [gate.e_score_correction_bias.tolist() for gate in gates] == [[-0.5, 0, 0.5, 0.5], [0, 0, 0, 0]]
 
