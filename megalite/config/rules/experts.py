@@ -176,11 +176,14 @@ def router_biases_are_there_to_change(run: CheckedRun) -> Iterator[Problem]:
 
 
 def zero_finds_as_many_experts_on_every_rank(run: CheckedRun) -> Iterator[Problem]:
+    # Without this rule ZeRO 2 hangs in its first sum, and gloo ends ZeRO 3 with "Received data size doesn't match" once
+    # weights outgrow stage3_prefetch_bucket_size.
     number, ranks, stage = run.model.num_experts, run.parallel.expert, run.zero_stage
     if stage >= 2 and number and number % ranks:
+        buckets = "reduces buckets of gradients" if stage == 2 else "gathers buckets of weights"
         message = (
-            f"{ranks} ranks cannot have as many of {_NUMBER} = {number} each, but ZeRO {stage} reduces buckets of "
-            "gradients that must be the same on all"
+            f"{ranks} ranks cannot have as many of {_NUMBER} = {number} each, but ZeRO {stage} {buckets} that must be "
+            "the same on all"
         )
         fitting = divisors(number)
         nearest = max(size for size in fitting if size <= ranks)

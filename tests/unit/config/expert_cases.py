@@ -188,6 +188,14 @@ EXPERT_CASES = [
         world_size=4,
     ),
     Case(
+        "zero_finds_as_many_experts_on_every_rank",
+        {**_SPREAD, "parallel.expert": 4, "parallel.data": 4, _ZERO: 3},
+        "parallel.expert: 4 ranks cannot have as many of model.num_experts = 6 each, but ZeRO 3 gathers buckets of "
+        "weights that must be the same on all; use one of [1, 2, 3, 6], or deepspeed.zero_optimization.stage 1",
+        {**_SPREAD, "parallel.expert": 4, "parallel.data": 4, _ZERO: 1},
+        world_size=4,
+    ),
+    Case(
         "zero_finds_experts_on_every_stage",
         {**_STAGES, "model.first_k_dense_replace": 2},
         "deepspeed.zero_optimization.stage: 1 needs experts on each of the 2 stages of the pipeline, but stage 0 has "
