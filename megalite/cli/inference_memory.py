@@ -46,14 +46,14 @@ class InferenceMemory:
         ]
 
     def _kinds(self, dtype: str) -> str:
-        shape, layout = self.source.shape, self.layout
+        layout = self.layout
         in_type = "int8" if self.source.int8 else dtype
         weights = weight_bytes(self.source, dtype, layout)
         ranks = layout.world_size // layout.copies
         kinds = f"weights {memory_text(weights / ranks)} in {in_type}"
         if self.cached:
             count, length = self.requests[1], self.tokens[1]
-            cache = memory_text(count * length * cache_bytes(shape, dtype) / ranks)
+            cache = memory_text(count * length * cache_bytes(self.source, dtype, layout.tensor) / ranks)
             kinds += f", keys and values of {count:,} x {length:,} tokens {cache}"
         return f"this rank needs by estimate: {kinds}, and activations"
 

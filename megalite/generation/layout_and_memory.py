@@ -120,15 +120,15 @@ def cache_problems(
     dtype: torch's name of it; None: the default. slots, tokens: the flag and its value: requests at a time, and tokens
     of each. layout: its ranks that share work have copies of the model and of the cache.
     """
-    copies = layout.copies
     total = total_memory_bytes()
     if total is None or has_accelerator():
         return
+    copies = layout.copies
     total, copy_of_it = total // copies, f" for each of {copies} copies" if copies > 1 else ""
     dtype = dtype or CPU_DTYPE
     shape = source.shape
     weights = weight_bytes(source, dtype, layout)
-    of_token = cache_bytes(shape, dtype)
+    of_token = cache_bytes(source, dtype, layout.tensor)
     cache = slots[1] * tokens[1] * of_token
     if weights + cache <= total:
         return
@@ -156,6 +156,13 @@ def cache_problems(
     )
 
 
-def cache_bytes(shape: ModelShape, dtype: str) -> int:
-    """Return the bytes of the keys and values of one token, over all ranks."""
-    return 2 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim * FLOATS[dtype].size_bytes
+def cache_bytes(source: ModelSource, dtype: str, tensor: int = 1) -> int:
+    """Return the bytes of the keys and values of one token, over all ranks, `tensor` of which share its heads.
+
+    With latent attention those of its vectors, whole on each of them, unless adapters or int8 change the matrix behind.
+    """
+    shape = source.shape
+    values = 2 * shape.num_key_value_heads * shape.head_dim
+    if isinstance(shape, MixtureShape) and shape.latent is not None and not (source.adapters or source.int8):
+        values = shape.latent.cached_values * tensor
+    return shape.num_hidden_layers * values * FLOATS[dtype].size_bytes

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megalite.model.context import StepContext
 from megalite.model.dropout import LayerMasks
-from megalite.model.kv_cache import CachedStep
+from megalite.model.kv_cache import CachedStep, PromptSegment
 from megalite.model.norms import Norm
 from megalite.model.options import ModelOptions
 from megalite.model.prefix import LayerPrefix, in_front
@@ -139,19 +139,29 @@ class SelfAttention(nn.Module):
         place, attended = len(step.lengths), []
         if place:
             of_cache = form._replace(documents=None, mask=None, prefix=step.cache.prefix)
-            decoded = step.attend_decoded(
-                self.layer, query[0, :place], key[0, :place], value[0, :place], of_cache
-            )
+            decoded = self.attend_decoded(step, of_cache, query[0, :place], key[0, :place], value[0, :place])
             attended.append(decoded.unsqueeze(0))
         for segment in step.segments:
             span = slice(place, place + segment.computed)
-            keys, values = step.extend_segment(self.layer, segment, key[0, span], value[0, span], prefix)
+            keys, values = self.extend_segment(step, segment, key[0, span], value[0, span], prefix)
             before = keys.shape[1] - segment.count
             for block in segment.own:
                 part, end = slice(place, place + len(block)), before + block.stop
                 attended.append(self._attend(form, query[:, part], keys[:, :end], values[:, :end]))
                 place = part.stop
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)
+
+    def attend_decoded(
+        self, step: CachedStep, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        """As of CachedStep, in this layer."""
+        return step.attend_decoded(self.layer, query, key, value, form)
+
+    def extend_segment(
+        self, step: CachedStep, segment: PromptSegment, key: Tensor, value: Tensor, prefix: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """As of CachedStep, in this layer."""
+        return step.extend_segment(self.layer, segment, key, value, prefix)
 
 
 def _query_key_norm(shape: ModelShape, heads: int, mesh: ParallelMesh, options: ModelOptions) -> nn.Module:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from megalite.launcher.control.progress import Activity, progress
 from megalite.model.context import EMPTY_CONTEXT, StepContext
 from megalite.model.kv_cache import CacheSize, KeyValueCache
+from megalite.model.latent_attention import LatentSelfAttention
+from megalite.model.layer import DecoderLayer
 from megalite.model.replica import Replica
 from megalite.model.transformer import Chunk
 from megalite.parallel.decode import Sends, along_chunks
@@ -41,7 +43,9 @@ def last_hidden_states(
 
 
 def empty_cache(model: Replica, size: CacheSize) -> KeyValueCache:
-    """Return a cache for the layers and heads of this rank."""
-    layers = [int(layer) for layer in model.stage.model.layers]
-    heads = model.mesh.local_heads(model.shape.num_key_value_heads)
+    """Return a cache for the layers and heads of this rank; of latent attention compressed where it can be."""
+    layers = {int(name): cast(DecoderLayer, layer) for name, layer in model.stage.model.layers.items()}
+    attentions = [layer.self_attn for layer in layers.values()]
+    compressed = all(isinstance(each, LatentSelfAttention) and each.compresses for each in attentions)
+    heads = None if attentions and compressed else model.mesh.local_heads(model.shape.num_key_value_heads)
     return KeyValueCache(size, model.shape, layers, heads, model.stage.dtype, model.mesh.device)

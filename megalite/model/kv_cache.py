@@ -16,6 +16,7 @@ from megalite.ops.decode_attention import compiled_decode_attention, compiled_se
 from megalite.parallel.context_prefill import SegmentShare
 from megalite.parallel.host_copies import on_device
 from megalite.parallel.lora_bank import Selection
+from megalite.topology.experts import MixtureShape
 from megalite.topology.shape import ModelShape
 
 
@@ -32,7 +33,8 @@ class KeyValueCache:
 
     A buffer holds [2, slots, kv heads of this rank, prefix + tokens, head_dim]: keys, then values. Heads come before
     tokens, so that slots and heads are one dimension of batched products, without a copy. Unused places are finite,
-    since masked keys are read too.
+    since masked keys are read too. With latent attention a buffer may hold, in place of them, one vector a token:
+    [1, slots, 1, tokens, its width], of which the keys and values of all heads are made, the same on all ranks of tp.
     """
 
     def __init__(
@@ -40,12 +42,19 @@ class KeyValueCache:
         size: CacheSize,
         shape: ModelShape,
         layers: Collection[int],
-        kv_heads: int,
+        kv_heads: int | None,
         dtype: torch.dtype,
         device: torch.device,
     ):
+        """kv_heads: those of this rank; None: the cache is compressed."""
+        self.compressed = kv_heads is None
         self.size, self.prefix, self.dtype, self.device = size, shape.prefix_tokens, dtype, device
-        buffer = (2, size.slots, kv_heads, self.prefix + size.tokens, shape.head_dim)
+        rows = self.prefix + size.tokens
+        if kv_heads is None:
+            assert isinstance(shape, MixtureShape) and shape.latent is not None
+            buffer = (1, size.slots, 1, rows, shape.latent.cached_values)
+        else:
+            buffer = (2, size.slots, kv_heads, rows, shape.head_dim)
         self._layers = {layer: torch.zeros(buffer, dtype=dtype, device=device) for layer in layers}
 
     def of(self, layer: int) -> Tensor:
@@ -221,17 +230,35 @@ class CachedStep:
 
         [n, kv heads, end - begin, head_dim] each.
         """
+        keys, values = self._extended(layer, (key, value), window)
+        return keys, values
+
+    def extend_vectors(self, layer: int, vectors: Tensor, window: int | None) -> Tensor:
+        """Append vectors [n, 1, width] to slots 0 to n - 1 of a compressed cache; return those of `visible`, as views.
+
+        [n, 1, end - begin, width].
+        """
+        return self._extended(layer, (vectors,), window)[0]
+
+    def _extended(self, layer: int, entries: tuple[Tensor, ...], window: int | None) -> Tensor:
         buffer, count = self.cache.of(layer), len(self.lengths)
-        if min(self.lengths) == max(self.lengths):
-            place = self.cache.prefix + self.lengths[0]
-            buffer[0, :count, :, place], buffer[1, :count, :, place] = key, value
-        else:
-            slots, places = self.places
-            buffer[0, slots, :, places], buffer[1, slots, :, places] = key, value
+        alike = min(self.lengths) == max(self.lengths)
+        for part, entry in zip(buffer, entries, strict=True):
+            if alike:
+                part[:count, :, self.cache.prefix + self.lengths[0]] = entry
+            else:
+                slots, places = self.places
+                part[slots, :, places] = entry
         visible = self.visible(window)
-        return buffer[0, :count, :, visible.begin : visible.end], buffer[
-            1, :count, :, visible.begin : visible.end
-        ]
+        return buffer[:, :count, :, visible.begin : visible.end]
+
+    def extend_vectors_of_segment(self, layer: int, segment: PromptSegment, vectors: Tensor) -> Tensor:
+        """Append vectors [S, 1, width] to the segment's slot of a compressed cache; return all of it [1, T, width]."""
+        if segment.share is not None:
+            vectors = segment.share.gathered(vectors)
+        slot, end = self.cache.of(layer)[0, segment.slot], segment.start + segment.count
+        slot[:, segment.start : end] = vectors.transpose(0, 1)
+        return slot[:, :end]
 
     def extend_segment(
         self, layer: int, segment: PromptSegment, key: Tensor, value: Tensor, prefix: Tensor | None

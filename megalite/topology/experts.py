@@ -73,6 +73,11 @@ class LatentAttention:
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
+    @property
+    def cached_values(self) -> int:
+        """Values of the vector that generation keeps of a token: the latent one, and the rotated part of all keys."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
 
 @dataclass(frozen=True)
 class MixtureShape(ModelShape):

@@ -35,7 +35,7 @@ def test_weights_and_cache_are_those_of_one_rank() -> None:
     cache = ("--max-requests", 16), ("--context-length", 4096)
     kinds, remedies = lines(InferenceMemory(SOURCE, Layout(), "float32", *cache))
     weights = memory_text(4 * parameter_count(SOURCE.shape))
-    keys = memory_text(16 * 4096 * cache_bytes(SOURCE.shape, "float32"))
+    keys = memory_text(16 * 4096 * cache_bytes(SOURCE, "float32"))
     assert kinds == (
         f"this rank needs by estimate: weights {weights} in float32, keys and values of 16 x 4,096 tokens {keys}, and "
         "activations"

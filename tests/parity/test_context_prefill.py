@@ -16,15 +16,15 @@ from megalite.topology.axes import Layout
 from tests.support.generation import load_model
 from tests.support.parity import LAYOUT_RTOL, assert_close, relative_error
 from tests.support.selection import cases
-from tests.support.tiny import FAMILY_SHAPES
+from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES
 from tests.unit.convert.exporting import lively_stage, save_stage
 
 LONGEST = 320
-FAMILIES = ("llama 3", "gemma2", "gpt2")
+FAMILIES = ("llama 3", "gemma2", "gpt2", "deepseek_v3")
 
 
 def checkpoint_of(family: str, folder: Path) -> Path:
-    shape = replace(FAMILY_SHAPES[family], max_position_embeddings=LONGEST)
+    shape = replace({**FAMILY_SHAPES, **MIXTURE_SHAPES}[family], max_position_embeddings=LONGEST)
     return save_stage(folder, shape, lively_stage(shape, scale=8.0))
 
 

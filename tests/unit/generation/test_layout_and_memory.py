@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megalite.convert.weight_source import WeightSource
 from megalite.generation import layout_and_memory as memory
 from megalite.generation.layout_and_memory import (
     cache_bytes,
@@ -17,6 +18,7 @@ from megalite.generation.layout_and_memory import (
 from megalite.generation.source import ModelSource
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import model_parameters, parameter_count
+from tests.support.mixture_configs import CONFIGS, shape_of
 from tests.support.tiny import MIXTURE_SHAPES, tiny_shape
 
 SOURCE = ModelSource(
@@ -40,7 +42,7 @@ def problems(slots: int, tokens: int, dtype: str = "float32", copies: int = 1) -
 
 def test_the_larger_of_slots_and_tokens_is_named_with_the_largest_that_fits() -> None:
     weights = 4 * parameter_count(SOURCE.shape)
-    one = cache_bytes(SOURCE.shape, "float32")
+    one = cache_bytes(SOURCE, "float32")
     assert (
         one
         == 2 * 4 * SOURCE.shape.num_hidden_layers * SOURCE.shape.num_key_value_heads * SOURCE.shape.head_dim
@@ -141,7 +143,7 @@ def test_the_number_that_is_named_fits(
     machine.setattr(
         memory,
         "total_memory_bytes",
-        lambda: 4 * parameter_count(SOURCE.shape) + room * cache_bytes(SOURCE.shape, "float32"),
+        lambda: 4 * parameter_count(SOURCE.shape) + room * cache_bytes(SOURCE, "float32"),
     )
     [problem] = problems(slots, tokens)
     if room < min(slots, tokens):
@@ -151,3 +153,13 @@ def test_the_number_that_is_named_fits(
     assert fits == room // min(slots, tokens) > 0
     named = (fits, tokens) if problem.startswith("--max-requests") else (slots, fits)
     assert problems(*named) == []
+
+
+def test_latent_attention_keeps_one_vector_a_token_on_each_tensor_rank() -> None:
+    """DeepSeek-V3: 576 values a token and layer, where its keys and values are 128 heads of 192 + 192."""
+    v3 = ModelSource(Path("m"), "huggingface", shape_of(CONFIGS["DeepSeek-V3"]), tokenizer=Path("m"))
+    assert cache_bytes(v3, "bfloat16") == 61 * 576 * 2
+    assert cache_bytes(v3, "bfloat16", 8) == 8 * 61 * 576 * 2
+    adapted = replace(v3, adapters={"own": WeightSource(Path("a"), "huggingface", v3.shape)})
+    for whole in (adapted, replace(v3, int8=True)):
+        assert cache_bytes(whole, "bfloat16", 8) == 61 * 128 * (192 + 192) * 2
