@@ -6,6 +6,8 @@ _BOOKKEEPING = (
     *("_attn_implementation_autoset", "_experts_implementation", "tokenizer_class", "use_bfloat16"),
     *("use_cache", "gradient_checkpointing", "cache_implementation", "pretraining_tp", "prefix"),
     *("return_dict", "output_hidden_states", "output_attentions", "tie_encoder_decoder"),
+    # gpt-oss says these a second time, by other names.
+    *("experts_per_token", "initial_context_length"),
     *("is_decoder", "is_encoder_decoder", "chunk_size_feed_forward", "base_model_tp_plan", "n_ctx"),
 )
 _TOKENS = (

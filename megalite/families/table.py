@@ -9,7 +9,7 @@ from typing import Any
 
 from megalite.families.family import Family
 from megalite.families.fields import EXPERT_SETTINGS
-from megalite.families.tensors import FamilyTensor, StackedExperts
+from megalite.families.tensors import FamilyTensor, InterleavedExperts, StackedExperts
 from megalite.families.words import Shared
 from megalite.topology.experts import EXPERT_AXIS, ExpertShape, LatentAttention, MixtureShape
 from megalite.topology.parameters import canonical_tensors, model_parameters
@@ -25,6 +25,7 @@ _SIZES = {
     307: "P",
     223: "M",
     _EXPERTS: "E",
+    _QUERY_HEADS: "N",
     _HEAD_DIM: "D",
     _QUERY_HEADS * _HEAD_DIM: "N D",
     _SHARED_HEADS * _HEAD_DIM: "K D",
@@ -81,7 +82,7 @@ def _section(family: Family) -> Iterator[str]:
     conditions = dict(_conditions(shape, family))
     shown = set[str]()
     for tensor in chain.from_iterable(family.tensors(each) for each in shapes):
-        theirs, ours = _pattern(tensor.name), [_pattern(part) for part in tensor.parts]
+        theirs, ours = _pattern(tensor.name), [*dict.fromkeys(map(_pattern, tensor.parts))]
         if theirs in shown:
             continue
         shown.add(theirs)
@@ -90,7 +91,7 @@ def _section(family: Family) -> Iterator[str]:
         columns = (
             f"`{theirs}`",
             _shape_text(tensor, canonical),
-            same + (", transposed" if tensor.transposed else "") + (", by head" if tensor.groups > 1 else ""),
+            same + _form(tensor),
             "; ".join(cut),
             conditions.get(tensor.name, "always"),
         )
@@ -118,11 +119,11 @@ def _shape(family: Family) -> ModelShape:
         return dense
     own = "moe_intermediate_size" in family.keys
     shared = size["S"] if "shared_intermediate_size" in family.free else 0
+    fixed = {name: family.fixed[word] for name, word in EXPERT_SETTINGS.items() if word in family.fixed}
     corrected = family.defaults.get("router_correction_bias", False)
     experts = ExpertShape(
         *(_EXPERTS, 1, size["M" if own else "F"], shared),
-        correction_bias=corrected,
-        mlp_only_layers=(1,) * own,
+        **{"correction_bias": corrected, "mlp_only_layers": (1,) * own, **fixed},
     )
     mixture = MixtureShape(**vars(replace(dense, num_hidden_layers=2)), experts=experts)
     if "kv_lora_rank" not in family.free:
@@ -190,7 +191,18 @@ def _cut(part: Part, spec: ShardSpec) -> str:
     return f"{along}, of each expert" if spec.axis == EXPERT_AXIS else along
 
 
+def _form(tensor: FamilyTensor) -> str:
+    if isinstance(tensor, InterleavedExperts):
+        turns = ", in turns" if tensor.alternating > 1 else ""
+        return (", transposed" if len(tensor.shape) == 3 else "") + turns
+    return (", transposed" if tensor.transposed else "") + (", by head" if tensor.groups > 1 else "")
+
+
 def _shape_text(tensor: FamilyTensor, canonical: Mapping[str, tuple[int, ...]]) -> str:
+    if isinstance(tensor, InterleavedExperts):
+        height, *columns = (_SIZES[size] for size in canonical[tensor.parts[0]])
+        several = f"{tensor.alternating} {height}" if tensor.alternating > 1 else height
+        return " x ".join(("E", *columns, several))
     parts = tensor.of_expert(0) if isinstance(tensor, StackedExperts) else tensor.parts
     rows = Counter(_SIZES[canonical[part][0]] for part in parts)
     summed = " + ".join(size if count == 1 else f"{count} {size}" for size, count in rows.items())

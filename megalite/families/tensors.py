@@ -4,7 +4,9 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
+from megalite.topology.experts import MixtureShape
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
@@ -45,6 +47,10 @@ class FamilyTensor:
             yield TensorSlice((offset, *region.offsets[1:]), (count, *region.shape[1:]))
             first += count
 
+    def part_from(self, part: str, values: Any) -> Any:
+        """Return a region of one part from the tensor of its `slices`, one after another and transposed back."""
+        return values
+
 
 @dataclass(frozen=True)
 class StackedExperts(FamilyTensor):
@@ -65,6 +71,41 @@ class StackedExperts(FamilyTensor):
         """Return the parts of one expert."""
         number = len(self.parts) // self.shape[0]
         return self.parts[expert * number :][:number]
+
+    def part_from(self, part: str, values: Any) -> Any:
+        return values.squeeze(0)
+
+
+@dataclass(frozen=True)
+class InterleavedExperts(FamilyTensor):
+    """All experts' matrices of a layer, transposed [experts, columns, n * rows], or their biases [experts, n * rows].
+
+    The n parts of an expert alternate, row by row (gpt-oss' gate and up). parts: those of the first expert, then of the
+    next one.
+    """
+
+    @property
+    def alternating(self) -> int:
+        """n, the parts of each expert."""
+        return len(self.parts) // self.shape[0]
+
+    def slices(
+        self, part: str, region: TensorSlice, canonical: Mapping[str, tuple[int, ...]]
+    ) -> Iterator[TensorSlice]:
+        """Return where a region of one part stands, with the same rows of the expert's other parts."""
+        number, expert = self.alternating, self.parts.index(part) // self.alternating
+        offsets, sizes = region.offsets[::-1], region.shape[::-1]
+        yield TensorSlice((expert, *offsets[:-1], number * offsets[-1]), (1, *sizes[:-1], number * sizes[-1]))
+
+    def part_from(self, part: str, values: Any) -> Any:
+        number = self.alternating
+        own = values.squeeze(0)[..., self.parts.index(part) % number :: number]
+        return own.t() if own.dim() == 2 else own
+
+    def of_expert(self, expert: int) -> "InterleavedExperts":
+        """Return the tensor of one expert alone."""
+        own = self.parts[expert * self.alternating : (expert + 1) * self.alternating]
+        return replace(self, shape=(1, *self.shape[1:]), parts=own)
 
 
 @dataclass(frozen=True)
@@ -89,6 +130,7 @@ class TensorNames:
     "mlp.experts.gate_up_proj" and "mlp.experts.down_proj" a layer's experts are two tensors of these names.
     fusions: canonical modules that stand in one tensor.
     conv1d: matrices within layers are stored as [in, out].
+    interleaved: a layer's experts stand in two tensors and their biases in two (gpt-oss): see InterleavedExperts.
     optional_prefix: what the names in some published files lack.
     in_models: name in files -> name of the parameter in a model of transformers 5, where they differ.
     in_mixtures: as `modules`, in a mixture of transformers 5, of its MLPs whose names are not the canonical ones.
@@ -99,6 +141,7 @@ class TensorNames:
     modules: Mapping[str, str] = field(default_factory=dict)
     fusions: tuple[Fused, ...] = ()
     conv1d: bool = False
+    interleaved: bool = False
     optional_prefix: str = ""
     in_models: Mapping[str, str] = field(default_factory=dict)
     in_mixtures: Mapping[str, str] = field(default_factory=dict)
@@ -138,6 +181,11 @@ class TensorNames:
             layer, module, kind = _within_layer(name)
             if module in later:
                 continue
+            if self.interleaved and module.startswith(_EXPERTS):
+                assert isinstance(shape, MixtureShape) and shape.experts is not None
+                if module in _FIRST_EXPERT:
+                    yield _interleaved(name, size, shape.experts.num_experts, self.layers)
+                continue
             fused = first.get(module, Fused(self._within(module), (module,)))
             parts = tuple(f"{_LAYERS}.{layer}.{part}.{kind}" for part in fused.modules)
             stacked = (sum(canonical[part][0] for part in parts), *size[1:])
@@ -155,6 +203,8 @@ class TensorNames:
 
         A layer's experts are two tensors, and its MLP has its canonical names unless `in_mixtures` has others.
         """
+        if self.interleaved:  # in files too
+            return self._unstacked(shape)
         return self._with_stacks(shape, self.in_mixtures)
 
     def _with_stacks(self, shape: ModelShape, names: Mapping[str, str]) -> Iterator[FamilyTensor]:
@@ -179,6 +229,23 @@ class TensorNames:
             return self.modules.get(module, module)
         pattern = module.replace(expert.group(), ".*.")
         return self.modules.get(pattern, pattern).replace(".*.", expert.group())
+
+
+_EXPERTS = "mlp.experts."
+_FIRST_EXPERT = {"mlp.experts.0.gate_proj": ("gate", "up"), "mlp.experts.0.down_proj": ("down",)}
+
+
+def _interleaved(first: str, size: tuple[int, ...], experts: int, layers: str) -> InterleavedExperts:
+    """Return the tensor that begins with one of the first expert's. first, size: its canonical name and shape."""
+    layer, module, kind = _within_layer(first)
+    projections = _FIRST_EXPERT[module]
+    block = f"{layer}.{_EXPERTS}"
+    parts = tuple(
+        f"{_LAYERS}.{block}{expert}.{each}_proj.{kind}" for expert in range(experts) for each in projections
+    )
+    stored = (*size[:0:-1], len(projections) * size[0])
+    name = f"{layers}.{block}{'_'.join(projections)}_proj{'_bias' if kind == 'bias' else ''}"
+    return InterleavedExperts(name, (experts, *stored), parts)
 
 
 def _stack_of(name: str) -> str | None:

@@ -42,12 +42,6 @@ MIXTURES: Mapping[str, MixtureReading] = {
         absent={"qkv_bias": True},
         experts={"shared_gate": True},
     ),
-    "gpt_oss": MixtureReading(
-        "intermediate_size",
-        absent={"attention_bias": True, "head_dim": 64, "sliding_window": 128},
-        fixed={"attention_sinks": True, "full_attention_every": 2},
-        experts={"router_bias": True, "expert_bias": True},
-    ),
 }
 
 

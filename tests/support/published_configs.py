@@ -302,6 +302,8 @@ _MIXTURES = {
     "DeepSeek-V2": 235_741_434_880,
     "DeepSeek-V3": 671_026_419_200,
     "Moonlight 16B-A3B": 15_960_110_208,
+    "gpt-oss 20b": 20_914_757_184,
+    "gpt-oss 120b": 116_829_156_672,
 }
 
 PUBLISHED: dict[str, tuple[Config, int | str]] = {
@@ -464,6 +466,5 @@ PUBLISHED: dict[str, tuple[Config, int | str]] = {
     "Qwen1.5-MoE A2.7B": _other("qwen2_moe"),
     "DeepSeek-V3.2": _other("deepseek_v32"),
     "Falcon 7B": _other("falcon"),
-    "GPT-OSS 20B": _other("gpt_oss"),
     "OPT 6.7B": _other("opt"),
 }

@@ -159,6 +159,23 @@ MIXTURE_SHAPES = {
         attention_output_bias=True,
     ),
     "qwen3_moe": _mixture("qwen3_moe", head_dim=8),
+    "gpt_oss": _mixture(
+        "gpt_oss",
+        head_dim=8,
+        intermediate_size=20,
+        sliding_window=5,
+        full_attention_every=2,
+        swiglu_limit=0.7,
+        rope_theta=500.0,
+        rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=16, truncate=False),
+    ),
+    "gpt_oss without windows and biases of attention": _mixture(
+        "gpt_oss",
+        intermediate_size=20,
+        attention_bias=False,
+        attention_output_bias=False,
+        tie_word_embeddings=True,
+    ),
     "qwen3_moe, dense layers, windows, biases": _mixture(
         "qwen3_moe",
         mlp_only_layers=(3,),

@@ -38,4 +38,5 @@ class WholeTensorReader(WeightReader):
         stored = tensor.slices(name, region, self._shapes)
         pieces = [values[index_in(piece, full_slice(tuple(values.shape)))] for piece in stored]
         joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        return joined.view(region.shape)
+        own: Tensor = tensor.part_from(name, joined)
+        return own

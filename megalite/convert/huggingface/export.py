@@ -40,7 +40,7 @@ from megalite.data.tokenizers.tokenizer import (
 )
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors, hf_config
-from megalite.families.tensors import FamilyTensor, StackedExperts
+from megalite.families.tensors import FamilyTensor, InterleavedExperts, StackedExperts
 from megalite.topology.parameters import canonical_tensors
 
 CARD = "README.md"
@@ -180,6 +180,9 @@ def read_family_tensor(
 
 def as_family_tensor(tensor: FamilyTensor, parts: Sequence[Tensor]) -> Tensor:
     """Return the tensor of the family's folder that the canonical tensors, all of `tensor.parts`, make."""
+    if isinstance(tensor, InterleavedExperts):
+        of_experts = torch.stack(list(parts)).unflatten(0, (-1, tensor.alternating))
+        return of_experts.transpose(1, -1).flatten(-2).contiguous()
     if len(parts) == 1:
         fused = parts[0]
     else:
@@ -213,6 +216,10 @@ def _family_blocks(
         return
     if tensor.transposed or tensor.groups > 1:
         yield read_family_tensor(reader, WEIGHT, tensor, shapes)
+        return
+    if isinstance(tensor, InterleavedExperts):
+        for expert in range(tensor.shape[0]):
+            yield read_family_tensor(reader, WEIGHT, tensor.of_expert(expert), shapes)
         return
     for name in tensor.parts:
         yield from reader.blocks(WEIGHT, name)

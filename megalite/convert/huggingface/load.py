@@ -93,8 +93,8 @@ class HuggingFaceReader(WeightReader):
         else:
             pieces = [self._region(stored, each, transposed=tensor.transposed) for each in regions]
         values = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        if values.dim() > len(region.shape):
-            values = values.squeeze(0)  # of one expert
+        if state_key != INT8_SCALE:
+            values = tensor.part_from(name, values)
         if name == EMBEDDING and self._head_too and not torch.equal(self._region(self._head, region), values):
             raise CheckpointError(
                 f"{self._folder}: {self._head} differs from the embedding, but its config.json ties the two; set"

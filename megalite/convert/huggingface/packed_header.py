@@ -12,7 +12,7 @@ from dataclasses import replace
 from megalite.checkpoint.tensor_header import HeaderEntry
 from megalite.errors import CheckpointError
 from megalite.families.registry import family_tensors
-from megalite.families.tensors import FamilyTensor
+from megalite.families.tensors import FamilyTensor, InterleavedExperts
 from megalite.topology.experts import ROUTER
 from megalite.topology.parameters import model_parameters
 from megalite.topology.shape import ModelShape
@@ -37,7 +37,8 @@ def weights_of(header: Mapping[str, HeaderEntry]) -> Iterator[tuple[str, HeaderE
 def is_packed(tensor: FamilyTensor) -> bool:
     """Whether a tensor of a family is quantised: a matrix of a decoder layer, stored as [out, in], but no router."""
     inner = tensor.parts[0].startswith("model.layers.") and len(tensor.shape) == 2
-    return inner and not tensor.transposed and not tensor.parts[0].endswith(f".{ROUTER}.weight")
+    apart = tensor.transposed or isinstance(tensor, InterleavedExperts)
+    return inner and not apart and not tensor.parts[0].endswith(f".{ROUTER}.weight")
 
 
 def require_packed(shape: ModelShape) -> None:

@@ -88,7 +88,7 @@ def holders(name: str, shape: ModelShape, tensor: int) -> int:
     normed = "|[{}]_norm" if shape.qk_norm == "full" else ""
     if re.search(rf"[kv]_proj\.{normed.format('k')}", name):
         return max(1, tensor // shape.num_key_value_heads)
-    cut = rf"embed_tokens|lm_head|(q|q_b|kv_b|gate|up)_proj\.|(o|down)_proj\.weight{normed.format('q')}"
+    cut = rf"embed_tokens|lm_head|sinks|(q|q_b|kv_b|gate|up)_proj\.|(o|down)_proj\.weight{normed.format('q')}"
     return 1 if re.search(cut, name) else tensor
 
 

@@ -91,6 +91,8 @@ PARAMETERS = {
     "moonlight-16b-a3b": 15_960_110_208,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-235b-a22b": 235_093_634_560,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     # With a vocabulary of 16384.
     "tiny": 2_835_584,
     "small": 16_913_280,

@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_planned_is_refused(tmp_path: Path, change: Config
 
 def test_windows_of_another_order_are_refused() -> None:
     with pytest.raises(ConfigError, match="only the family's own order of windows"):
-        mixture_shape(CONFIGS["gpt-oss 20b"] | {"layer_types": ["full_attention"] * 24})
+        mixture_shape(CONFIGS["Qwen1.5-MoE A2.7B"] | {"layer_types": ["sliding_attention"] * 24})
 
 
 def test_a_token_computes_with_the_experts_that_it_is_sent_to() -> None:
