@@ -21,11 +21,11 @@ from megalite.topology.sharding import TensorSlice
 TYPES: dict[str, torch.dtype] = {kind.code: getattr(torch, name) for name, kind in FLOATS.items()}
 """dtype in a file's header -> torch dtype, for the dtypes that weights and optimizer state can have."""
 
-_READABLE = {**TYPES, "I8": torch.int8, "F8_E4M3": torch.float8_e4m3fn}
+_READABLE = {**TYPES, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn}
 
 
 class RegionReader:
-    """Reads regions of the tensors of one file; their dtypes must be in TYPES, or "I8", "F8_E4M3"."""
+    """Reads regions of the tensors of one file; their dtypes must be in TYPES, or "I8", "U8", "F8_E4M3"."""
 
     def __init__(self, path: Path, header: Mapping[str, HeaderEntry]):
         """header: from `read_header`. The file is opened at the first read."""

@@ -60,6 +60,9 @@ are divided over the expert-parallel ranks, and each is cut over the ranks that 
 
 Folders that transformers writes with `save_original_format=False` hold a layer's experts in two tensors,
 `mlp.experts.gate_up_proj` [E, 2 M, H] and `mlp.experts.down_proj` [E, H, M]; they are read too.
+
+gpt-oss is published with its experts in MXFP4, as `_blocks` and `_scales`, which are read as bf16; exports have the
+tensors below in bf16 or float32, and no quantization_config.
 """
 
 

@@ -111,7 +111,7 @@ FAMILY_SHAPES = {
 }
 
 
-def _mixture(family: str, **changes: Any) -> ModelShape:
+def mixture_of(family: str, **changes: Any) -> ModelShape:
     """Return a mixture of five experts; changes: fields of ModelShape, ExpertShape and LatentAttention."""
     experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
     settings = {**vars(tiny_shape()), "family": family, **FAMILIES[family].defaults, **experts, **changes}
@@ -134,9 +134,9 @@ _GROUPED = {"num_experts": 6, "shared_intermediate_size": 40, "first_k_dense_rep
 
 # Every family of mixtures, and every choice within one that its files can say.
 MIXTURE_SHAPES = {
-    "mixtral": _mixture("mixtral", intermediate_size=20, sliding_window=5),
-    "mixtral without window": _mixture("mixtral", intermediate_size=20, tie_word_embeddings=True),
-    "granitemoe": _mixture(
+    "mixtral": mixture_of("mixtral", intermediate_size=20, sliding_window=5),
+    "mixtral without window": mixture_of("mixtral", intermediate_size=20, tie_word_embeddings=True),
+    "granitemoe": mixture_of(
         "granitemoe",
         intermediate_size=20,
         tie_word_embeddings=True,
@@ -147,19 +147,19 @@ MIXTURE_SHAPES = {
         logits_scaling=0.5,
         attention_multiplier=0.3,
     ),
-    "granitemoeshared": _mixture(
+    "granitemoeshared": mixture_of(
         "granitemoeshared", intermediate_size=20, shared_intermediate_size=28, attention_multiplier=0.3
     ),
-    "olmoe": _mixture("olmoe", intermediate_size=20),
-    "olmoe, weights that sum to 1, biases": _mixture(
+    "olmoe": mixture_of("olmoe", intermediate_size=20),
+    "olmoe, weights that sum to 1, biases": mixture_of(
         "olmoe",
         intermediate_size=20,
         norm_topk_prob=True,
         attention_bias=True,
         attention_output_bias=True,
     ),
-    "qwen3_moe": _mixture("qwen3_moe", head_dim=8),
-    "gpt_oss": _mixture(
+    "qwen3_moe": mixture_of("qwen3_moe", head_dim=8),
+    "gpt_oss": mixture_of(
         "gpt_oss",
         head_dim=8,
         intermediate_size=20,
@@ -169,14 +169,14 @@ MIXTURE_SHAPES = {
         rope_theta=500.0,
         rope_scaling=RopeScaling("yarn", 4.0, original_max_position_embeddings=16, truncate=False),
     ),
-    "gpt_oss without windows and biases of attention": _mixture(
+    "gpt_oss without windows and biases of attention": mixture_of(
         "gpt_oss",
         intermediate_size=20,
         attention_bias=False,
         attention_output_bias=False,
         tie_word_embeddings=True,
     ),
-    "qwen3_moe, dense layers, windows, biases": _mixture(
+    "qwen3_moe, dense layers, windows, biases": mixture_of(
         "qwen3_moe",
         mlp_only_layers=(3,),
         decoder_sparse_step=2,
@@ -186,14 +186,14 @@ MIXTURE_SHAPES = {
         attention_bias=True,
         attention_output_bias=True,
     ),
-    "deepseek_v2": _mixture(
+    "deepseek_v2": mixture_of(
         "deepseek_v2",
         **_LATENT | _GROUPED,
         q_lora_rank=9,
         **{"n_group": 3, "topk_group": 2, "routed_scaling_factor": 3.0},
         rope_scaling=_yarn(1.2, 0.7),
     ),
-    "deepseek_v2, one query projection, biases": _mixture(
+    "deepseek_v2, one query projection, biases": mixture_of(
         "deepseek_v2",
         **_LATENT,
         shared_intermediate_size=20,
@@ -201,14 +201,14 @@ MIXTURE_SHAPES = {
         attention_bias=True,
         attention_output_bias=True,
     ),
-    "deepseek_v3": _mixture(
+    "deepseek_v3": mixture_of(
         "deepseek_v3",
         **_LATENT | _GROUPED,
         q_lora_rank=9,
         **{"n_group": 3, "topk_group": 2, "routed_scaling_factor": 2.5},
         rope_scaling=_yarn(1.0, 1.0),
     ),
-    "deepseek_v3, one query projection, no groups": _mixture(
+    "deepseek_v3, one query projection, no groups": mixture_of(
         "deepseek_v3", **_LATENT, shared_intermediate_size=20, norm_topk_prob=False, rope_theta=500.0
     ),
 }

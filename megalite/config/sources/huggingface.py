@@ -14,7 +14,7 @@ from megalite.config.sections.shape_settings import as_settings
 from megalite.config.sections.toml import shown
 from megalite.config.sections.unchecked import SettingsDraft
 from megalite.config.sources.hub import HubName, fetch_description
-from megalite.config.sources.quantisation import KEY, is_block_fp8, is_int8
+from megalite.config.sources.quantisation import KEY, is_block_fp8, is_int8, is_mxfp4
 from megalite.errors import CheckpointError, ConfigError, listed
 from megalite.families.family import Family
 from megalite.families.inert import BATCH_BALANCE, INERT
@@ -65,7 +65,8 @@ def apply_hf_config(draft: SettingsDraft, *, int8: bool = False, trains: bool = 
         draft.incomplete.add("model")
         return
     quantised = config.get(KEY)
-    if quantised and not is_block_fp8(quantised) and not (int8 and is_int8(quantised)):
+    known = is_block_fp8(quantised) or (int8 and is_int8(quantised))
+    if quantised and not known and not (family.names.interleaved and is_mxfp4(quantised)):
         remedy = "use the weights from before they were quantised"
         draft.problem(named_by, f"{path} has a {KEY}", f"{remedy}{_FOR_INFERENCE * is_int8(quantised)}")
     for text, remedy in family.refused(config):

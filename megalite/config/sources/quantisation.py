@@ -51,6 +51,11 @@ def is_block_fp8(config: Any) -> bool:
     return isinstance(config, Mapping) and _has({"fmt": "e4m3", **config}, {**_FP8, "fmt": "e4m3"})
 
 
+def is_mxfp4(config: Any) -> bool:
+    """Whether a quantization_config is that of published gpt-oss, whose experts are read as bfloat16."""
+    return isinstance(config, Mapping) and config.get("quant_method") == "mxfp4"
+
+
 def holds_int8(folder: Path) -> bool:
     """Whether a Hugging Face folder has int8 weights that megalite reads."""
     try:

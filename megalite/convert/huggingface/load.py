@@ -14,6 +14,7 @@ from megalite.convert.foreign.new_run import new_run
 from megalite.convert.foreign.streamed import ImportedRun, write_streamed
 from megalite.convert.huggingface import block_fp8
 from megalite.convert.huggingface.files import headers
+from megalite.convert.huggingface.mxfp4 import WeightFile, with_packed_experts
 from megalite.convert.huggingface.new_rows import NewRows
 from megalite.convert.huggingface.origin import CONFIG, keep_origin
 from megalite.convert.huggingface.packed import unpacked
@@ -54,8 +55,9 @@ class HuggingFaceReader(WeightReader):
             RegionReader(folder / name, dict(weights_of(header)) if int8 else header)
             for name, header in by_file
         ]
-        self._where = {name: opened for opened in self._files for name in opened.header}
         names = FAMILIES[shape.family].names
+        where: dict[str, WeightFile] = {name: opened for opened in self._files for name in opened.header}
+        self._where = with_packed_experts(where) if names.interleaved else where
         for name in [*names.of_further_tokens(self._where, shape)]:
             del self._where[name]
         stacked = any(name.endswith(STACKED) for name in self._where)
