@@ -15,22 +15,23 @@ from megalite.convert.huggingface.export import as_family_tensor
 from megalite.families.registry import family_tensors, hf_config
 from megalite.model.stages import build_replica
 from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 
 LEARNING_RATE = 3e-4
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def write_initial_weights(path: Path) -> None:
+def write_initial_weights(path: Path, shape: ModelShape = SHAPE) -> None:
     """Write megalite's initial weights for transformers."""
-    replica = build_replica(SHAPE, ParallelMesh.single(), pipeline_split(SHAPE.num_hidden_layers, 1), seed=0)
+    replica = build_replica(shape, ParallelMesh.single(), pipeline_split(shape.num_hidden_layers, 1), seed=0)
     ours: dict[str, Tensor] = {}
     for parameter in replica.parameters:
         parts = replica.mesh.parts_of(parameter, replica.tensors[parameter.name].detach())
         ours |= {part.name: values for part, _, values in parts}
     theirs = {
         tensor.name: as_family_tensor(tensor, [ours[part] for part in tensor.parts]).contiguous()
-        for tensor in family_tensors(SHAPE)
+        for tensor in family_tensors(shape)
     }
     save_file({name: tensor.clone() for name, tensor in theirs.items()}, path)
 

@@ -139,3 +139,11 @@ def test_expert_products(tmp_path: Path) -> None:
         product(("float32", "bfloat16"), ("first", "later"))
     )
     assert all(row[form] > 0 for row in rows for form in ("ms", "eager", "grouped_mm"))
+
+
+@pytest.mark.extended
+def test_expert_step(tmp_path: Path) -> None:
+    """Fails where the losses of transformers' mixture are others."""
+    rows = quick_rows("expert_step", tmp_path)
+    assert [row["threads"] for row in rows] == [1, 2]
+    assert all(row[program] > 0 for row in rows for program in ("ms", "eager", "grouped_mm"))
