@@ -147,14 +147,16 @@ def _preset(name: str) -> dict[str, Any]:
 
 
 def _preset_lines() -> Iterator[str]:
+    names = max(map(len, PRESETS)) + 1
+    families = max(len(ModelConfig(**preset).family) for preset in PRESETS.values()) + 1
     columns = f"{'parameters':>15}{'bf16 weights':>14}{'AdamW state':>14}{'tokens':>10}"
-    yield f"{'model.preset':<17}{'family':<10}{columns}"
+    yield f"{'model.preset':<{names}}{'family':<{families}}{columns}"
     for name, preset in PRESETS.items():
         model = ModelConfig(**preset)
         count = parameter_count(model.shape(_OWN_VOCABULARY))
         weights, state = (memory_text(count * each) for each in (2, STATE_BYTES))
         tokens = tokens_text(count * TOKENS_PER_PARAMETER)
-        yield f"{name:<17}{model.family:<10}{count:>15,}{weights:>14}{state:>14}{tokens:>10}"
+        yield f"{name:<{names}}{model.family:<{families}}{count:>15,}{weights:>14}{state:>14}{tokens:>10}"
     yield ""
     yield f"AdamW state: {STATE_BYTES} bytes per parameter over all ranks (bf16 weights 2, gradients 4, fp32 weights"
     yield f"4, moments 8), without activations. tokens: {TOKENS_PER_PARAMETER} per parameter, to train from nothing."
