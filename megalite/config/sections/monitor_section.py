@@ -55,7 +55,7 @@ class MonitorConfig(Section):
         0, description="steps between comparisons of all copies of each tensor, also before saves; 0: none"
     )
     on_hang: Literal["stop", "report", "off"] = Field(
-        "stop", description="when no rank moves: say who is waited for, and end the run after 5 times as long"
+        "stop", description="reaction to a hang: report, then end the run after 5 times as long; report; none"
     )
     hang_seconds: float = Field(
         60.0, gt=0, description="seconds beyond twice the median step after which a run hangs"
