@@ -1,10 +1,11 @@
 """Rules over parallel.expert and parallel.expert_tensor: how the ranks of a stage are laid out for its experts."""
 
 from collections.abc import Iterator
+from math import lcm
 
+from megalite.config.rules.batch import data_size
 from megalite.config.sections.checked import CheckedRun
 from megalite.errors import Problem
-from megalite.topology.axes import Layout
 from megalite.topology.sharding import divisors
 
 
@@ -53,18 +54,19 @@ def whole_experts_need_sequence_parallelism(run: CheckedRun) -> Iterator[Problem
 
 
 def experts_divide_the_ranks(run: CheckedRun) -> Iterator[Problem]:
-    parallel = run.parallel
-    replica = Layout.of(parallel).replica_size
-    data = parallel.data if parallel.data != "auto" else run.world_size and run.world_size // replica
-    if not data:
-        return  # unknown, or refused by the rules of the layout
+    parallel, data = run.parallel, data_size(run)
     shared = parallel.tensor if parallel.expert_tensor is None else parallel.expert_tensor
-    stage = data * parallel.context * parallel.tensor
-    if stage % (parallel.expert * shared):
+    stage, wanted = data * parallel.context * parallel.tensor, parallel.expert * shared
+    if stage % wanted:
         each = f" of {shared} each (parallel.expert_tensor)" if shared > 1 else ""
         message = f"{parallel.expert} groups of ranks{each} do not divide the {stage} ranks of a stage"
         if shared == 1:
             message = f"{parallel.expert} does not divide the {stage} ranks of a stage"
+        if parallel.data == "auto" and run.world_size is None:
+            more = lcm(stage, wanted) // stage
+            remedy = f"use parallel.data {more} or a multiple of it"
+            yield Problem("parallel.expert", message, remedy, {"parallel.data": more})
+            return
         fitting = [size for size in divisors(stage // shared) if size <= run.model.num_experts] or [1]
         smaller = max(size for size in fitting if size <= parallel.expert)
         remedy = f"use {' or '.join(map(str, fitting))}: ranks of data * context * tensor"

@@ -277,6 +277,13 @@ EXPERT_CASES = [
         parallel__data=4,
     ),
     Case(
+        "experts_divide_the_ranks",
+        {**MIXTURE, "parallel.tensor": 2, "parallel.expert": 2},
+        "parallel.expert: 2 groups of ranks of 2 each (parallel.expert_tensor) do not divide the 2 ranks of a stage; use "
+        "parallel.data 2 or a multiple of it",
+        {**MIXTURE, "parallel.tensor": 2, "parallel.expert": 2, "parallel.data": 2},
+    ),
+    Case(
         "family_can_be_exported",
         {**MIXTURE, "model.family": "mixtral"},
         "model.moe_intermediate_size: 20 cannot be written in a mixtral config.json, which has 76; use 76, choose "
