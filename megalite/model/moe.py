@@ -21,6 +21,7 @@ from megalite.ops.router import RealTokens, Routing, balance_loss, route, sequen
 from megalite.parallel.collectives import all_reduce, column_input, gather_ranks, row_output
 from megalite.parallel.experts import expert_mlp, own_experts, through_experts
 from megalite.parallel.layers import ExpertLinear
+from megalite.parallel.lora_bank import Selection
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.experts import ExpertShape, MixtureShape
 from megalite.topology.stages import balanced_split
@@ -99,7 +100,7 @@ class Router(nn.Module):
         length: int | Tensor = positions * ranks
         mask = losses = None
         if real is not None:
-            mask, length = real.mask, real.lengths.to(logits.dtype)
+            mask, length = real.mask, real.lengths.clamp(min=1).to(logits.dtype)
         if balance:
             counts = sequence_counts(routing.experts.view(rows, positions, -1), experts, mask)
             # A sequence's counts are of all its tokens; the shares of a rank's tokens stay on it.
@@ -152,7 +153,12 @@ class Mixture(nn.Module):
         if shared is not None and not self.mesh.cuts_experts:
             beside = lambda: shared(hidden_states, context, masks).flatten(0, 1)  # noqa: E731
         output = through_experts(
-            rows.flatten(0, 1), routing, self.mesh.ep, self._compute, beside, self.compiled_rows
+            rows.flatten(0, 1),
+            routing,
+            self.mesh.ep,
+            partial(self._compute, context.adapters),
+            beside,
+            self.compiled_rows,
         )
         output = output.view(rows.shape)
         if self.mesh.cuts_experts:
@@ -166,14 +172,17 @@ class Mixture(nn.Module):
         one copy of the experts. Two collectives at most, and a third one where ranks of cp share tokens."""
         tokens = context.gathered(hidden_states)
         routing = self.gate(tokens, None)
-        parts = own_experts(tokens.flatten(0, 1), routing, self.own_experts, self._compute)
+        parts = own_experts(
+            tokens.flatten(0, 1), routing, self.own_experts, partial(self._compute, context.adapters)
+        )
         output = context.own(all_reduce(all_reduce(parts, self.mesh.tp), self.mesh.cp).view_as(tokens))
         shared = self.shared_experts
         return output if shared is None else output + shared(hidden_states, context, masks)
 
-    def _compute(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
-        return expert_mlp(rows, counts, gate_up.product, down.product, self.activation)
+    def _compute(self, adapters: Selection | None, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        linears = self.experts.gate_up_proj, self.experts.down_proj
+        gate_up, down = (partial(each.product, adapters=adapters) for each in linears)
+        return expert_mlp(rows, counts, gate_up, down, self.activation)
 
     def _of_all_positions(self, routing: Routing, hidden_states: Tensor) -> tuple[Routing, Tensor]:
         """Return the routing and hidden states of all positions, on every rank of tp; gradients are summed over tp."""

@@ -30,7 +30,7 @@ class Int8Weight(nn.Module):
 class Int8ExpertLinear(Int8Weight):
     """Y_e = X_e W_e^T of each expert e of this rank, as ExpertLinear; weight, scale: the experts' own, stacked."""
 
-    def product(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+    def product(self, rows: Tensor, counts: Sequence[int], adapters: Selection | None = None) -> Tensor:
         """Map [R, in], sorted by expert, to [R, out]; an expert without rows costs nothing."""
         experts = (tensor.view(len(counts), -1, tensor.shape[1]) for tensor in (self.weight, self.scale))
         by_expert = zip(rows.split(list(counts)), *experts, strict=True)
@@ -97,4 +97,8 @@ def hold_int8(model: nn.Module) -> None:
             elif isinstance(child, RowParallelLinear):
                 setattr(parent, name, Int8RowLinear(child))
             elif isinstance(child, ExpertLinear):
+                if child.bias is not None:
+                    raise AssertionError(
+                        "experts with biases are refused before: their files have no int8 form"
+                    )
                 setattr(parent, name, Int8ExpertLinear(child.weight))

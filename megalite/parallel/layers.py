@@ -279,12 +279,17 @@ class ExpertLinear(nn.Module):
         self.lora: ExpertLora | None = None
 
     # No forward: ZeRO 3 gathers the weights around the mixture, and would again around a module that is called.
-    def product(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Map [R, in], sorted by expert, to [R, out]; counts: the rows of each expert."""
+    def product(self, rows: Tensor, counts: Sequence[int], adapters: Selection | None = None) -> Tensor:
+        """Map [R, in], sorted by expert, to [R, out]; counts: the rows of each expert.
+
+        adapters: None: the linear's own.
+        """
         product = expert_linear(rows, counts, self.weight, self.gradients)
         if self.bias is not None:
             product = with_expert_biases(product, self.bias, counts, added=self.adds_bias)
-        return product if self.lora is None else self.lora.add_to(product, rows, counts)
+        if self.lora is None or adapters is not None:
+            return product
+        return self.lora.add_to(product, rows, counts)
 
 
 class VocabParallelEmbedding(nn.Module):

@@ -16,7 +16,7 @@ from tests.support.mutations import PREFERENCE_FAULTS, planted_fault
 from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL, assert_close, relative_error
 from tests.support.selection import cases
-from tests.support.tiny import tiny_shape
+from tests.support.tiny import MIXTURE_SHAPES, tiny_shape
 from tests.support.training import Job, build, local_batch, train_on_rank
 
 # A large beta, so that the weights of the pairs differ.
@@ -27,6 +27,7 @@ SHAPES = {
     "lora": replace(tiny_shape(tied=True), adapter=Lora(3, 6.0, TARGETS)),
     "dora": replace(tiny_shape(tied=True), adapter=Lora(3, 6.0, TARGETS, dora=True)),
     "prefix": replace(tiny_shape(), adapter=Prefix(3, projection=10)),
+    "experts": replace(MIXTURE_SHAPES["mixtral"], adapter=Lora(3, 6.0, ("q_proj", "up_proj"))),
     "lora and head": replace(tiny_shape(), adapter=Lora(3, 6.0, TARGETS, modules_to_save=("lm_head",))),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -107,7 +108,7 @@ def rows_of_the_reference(job: Job, fault: str | None = None) -> Tensor:
     return losses
 
 
-@pytest.mark.parametrize("shape", ["full", "lora", "dora", "prefix"])
+@pytest.mark.parametrize("shape", ["full", "lora", "dora", "prefix", "experts"])
 def test_the_reference_has_neither_dropout_nor_an_adapter(ranks, shape):
     job = Job(SHAPES[shape], micro_batch_size=2, **TRAINED["smoothed, dropout, recompute"])
     [found] = ranks.run(rows_of_the_reference, world_size=1, job=job)
