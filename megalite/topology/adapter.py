@@ -6,7 +6,11 @@ from fnmatch import fnmatchcase
 from math import sqrt
 from typing import Literal
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (
+    *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    # Of latent attention.
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
+)
 """The linears of a decoder layer, by the last word of their canonical names."""
 LoraBias = Literal["none", "all", "lora_only"]
 

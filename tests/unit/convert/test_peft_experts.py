@@ -69,7 +69,7 @@ def test_thousands_of_experts_are_named_by_words(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["target_modules"] == ["q_proj", "k_proj", "v_proj", "o_proj", "w1", "w3", "w2"]
     again = adapter_of_folder(tmp_path / "adapter", "mixtral")
-    assert isinstance(again, Lora) and sorted(again.targets) == sorted(PROJECTIONS)
+    assert isinstance(again, Lora) and sorted(again.targets) == sorted(PROJECTIONS[:7])
 
 
 def test_an_expert_named_by_mixtral_is_ours(tmp_path: Path) -> None:
