@@ -197,6 +197,8 @@ def latent_tensors(shape: MixtureShape) -> Iterator[BlockTensor]:
         return
     queries, low = heads * latent.qk_head_dim, latent.kv_lora_rank
     rank = latent.q_lora_rank
+    if shape.attention_sinks:
+        yield BlockTensor("self_attn.sinks", (heads,), 0)
     if rank is None:
         yield BlockTensor("self_attn.q_proj.weight", (queries, hidden), 0)
     else:

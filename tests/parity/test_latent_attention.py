@@ -91,6 +91,7 @@ JOBS = {
         WITH_EXPERTS, layout=Layout(context=2, pipeline=2, expert=2), **_stages("zbv")
     ),
     "recompute": replace(JOB, layout=Layout(tensor=2), recompute=Recompute("full"), **DROPPED),
+    "sinks": replace(JOB, shape=replace(SHAPE, attention_sinks=True), layout=Layout(tensor=2), **DROPPED),
     "recomputed attention": replace(JOB, layout=Layout(tensor=2), recompute=Recompute("selective"), **WHOLE),
     "compiled operators": replace(JOB, layout=Layout(tensor=2), kernels="fused", **DROPPED),
     "compiled operators, ring": replace(
