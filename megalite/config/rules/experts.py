@@ -208,6 +208,30 @@ def zero_finds_experts_on_every_stage(run: CheckedRun) -> Iterator[Problem]:
             return
 
 
+def zero_trains_experts_on_every_stage(run: CheckedRun) -> Iterator[Problem]:
+    """As above: DeepSpeed's groups are those of trained experts, which an adapter may have on some stages alone."""
+    stages, split = run.parallel.pipeline, split_of(run)
+    if not run.zero_stage or stages == 1 or split is None or run.adapter.kind == "none" or not _apart(run):
+        return
+    shape = adapted_shape(run)
+    trains = [
+        any(each.trained and each.spec.axis == EXPERT_AXIS for each in stage_parameters(shape, split, stage))
+        for stage in range(stages)
+    ]
+    if any(trains) and not all(trains):
+        bare = trains.index(False)
+        message = f"name experts on some of the {stages} stages of the pipeline, but none on stage {bare}"
+        remedy = (
+            "name experts in layers of every stage, or of none, or use deepspeed.zero_optimization.stage 0"
+        )
+        yield Problem(
+            "adapter.targets",
+            f"{message}: ZeRO sums experts on all stages or on none",
+            remedy,
+            {"deepspeed.zero_optimization.stage": 0},
+        )
+
+
 def zero_2_scatters_sums_of_experts(run: CheckedRun) -> Iterator[Problem]:
     zero = run.deepspeed.get("zero_optimization", {})
     if run.zero_stage == 2 and zero.get("reduce_scatter", True) is False and _apart(run):

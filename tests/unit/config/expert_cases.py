@@ -204,6 +204,15 @@ EXPERT_CASES = [
         world_size=4,
     ),
     Case(
+        "zero_trains_experts_on_every_stage",
+        {**_STAGES, **_ADAPTED, "adapter.targets": ["q_proj", "model.layers.0.mlp.experts.*.up_proj"]},
+        "adapter.targets: name experts on some of the 2 stages of the pipeline, but none on stage 1: ZeRO sums experts "
+        "on all stages or on none; name experts in layers of every stage, or of none, or use "
+        "deepspeed.zero_optimization.stage 0",
+        {**_STAGES, **_ADAPTED, "adapter.targets": ["q_proj"]},
+        world_size=4,
+    ),
+    Case(
         "zero_2_scatters_sums_of_experts",
         {**_SPREAD, _ZERO: 2, "deepspeed.zero_optimization.reduce_scatter": False},
         "deepspeed.zero_optimization.reduce_scatter: false does not work with model.num_experts = 6: DeepSpeed sums "
@@ -279,8 +288,8 @@ EXPERT_CASES = [
     Case(
         "experts_divide_the_ranks",
         {**MIXTURE, "parallel.tensor": 2, "parallel.expert": 2},
-        "parallel.expert: 2 groups of ranks of 2 each (parallel.expert_tensor) do not divide the 2 ranks of a stage; use "
-        "parallel.data 2 or a multiple of it",
+        "parallel.expert: 2 groups of ranks of 2 each (parallel.expert_tensor) do not divide the 2 ranks of a stage; "
+        "use parallel.data 2 or a multiple of it",
         {**MIXTURE, "parallel.tensor": 2, "parallel.expert": 2, "parallel.data": 2},
     ),
     Case(
