@@ -24,6 +24,8 @@ def fused_with_others(shape: ModelShape) -> str | None:
     assert isinstance(adapter, Lora)
     for tensor in family_tensors(shape.base):
         adapted = any(adapter.adapts(part.removesuffix(".weight")) for part in tensor.parts)
+        # A trained bias, too, has a name of its own there or none.
+        adapted |= all(part.endswith(".bias") for part in tensor.parts) and adapter.trains(tensor.parts)
         if adapted and (tensor.transposed or len(tensor.parts) > 1):
             return tensor.name
     return None
