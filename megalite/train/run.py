@@ -163,7 +163,7 @@ class Trainer:
                 config.layout,
                 folder.failures,
                 arguments=(RankJob(config, threads, self.callbacks, budget, self.origins),),
-                start=LocalStart(preload, method, config.monitor.hang_policy, complain),
+                start=LocalStart(preload, method, config.hang_policy, complain),
             )
 
     def _run_launched(self, info: RankInfo, source: str, signals: StopSignals, started: float) -> int:

@@ -5,7 +5,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from megalite.config.sections.section import Count, Lenient, Section, Text
-from megalite.launcher.control.hang import HangPolicy
 
 
 class MonitorConfig(Section):
@@ -55,12 +54,8 @@ class MonitorConfig(Section):
         0, description="steps between comparisons of all copies of each tensor, also before saves; 0: none"
     )
     on_hang: Literal["stop", "report", "off"] = Field(
-        "stop", description="reaction to a hang: report, then end the run after 5 times as long; report; none"
+        "stop", description="reaction to a hang: report, and end the run later; report alone; none"
     )
     hang_seconds: float = Field(
         60.0, gt=0, description="seconds beyond twice the median step after which a run hangs"
     )
-
-    @property
-    def hang_policy(self) -> HangPolicy | None:
-        return None if self.on_hang == "off" else HangPolicy(self.hang_seconds, self.on_hang == "stop")

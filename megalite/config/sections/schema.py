@@ -17,6 +17,7 @@ from megalite.config.sections.text_sections import DataConfig, TokenizerConfig, 
 from megalite.config.sections.training_section import LEAST_MICRO_BATCH, BatchPlan, TrainingConfig
 from megalite.families.registry import names_in_files
 from megalite.launcher.control.connection import RendezvousLimits
+from megalite.launcher.control.hang import HangPolicy
 from megalite.topology.axes import Layout
 from megalite.topology.context import ContextMethod
 from megalite.topology.learning_rate import DECAYS
@@ -327,7 +328,15 @@ class RunConfig(Section):
     def rendezvous_limits(self) -> RendezvousLimits:
         """The times for ranks to come and to answer, and what follows when none moves."""
         launch = self.launch
-        return RendezvousLimits(launch.rendezvous_seconds, launch.heartbeat_seconds, self.monitor.hang_policy)
+        return RendezvousLimits(launch.rendezvous_seconds, launch.heartbeat_seconds, self.hang_policy)
+
+    @property
+    def hang_policy(self) -> HangPolicy | None:
+        """When the run counts as hanging, and what follows; None: nobody watches."""
+        reaction = self.monitor.on_hang
+        if reaction == "off":
+            return None
+        return HangPolicy(self.monitor.hang_seconds, reaction == "stop", self.launch.collective_seconds)
 
     @property
     def split(self) -> PipelineSplit:

@@ -1,16 +1,19 @@
 """The coordinator's watch for a hang of its ranks: it asks the ranks that the others wait for where they are."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megalite.launcher.control.hang import Hang, HangPolicy, HangWatch
 from megalite.launcher.control.messages import Verdict
 from megalite.launcher.control.progress import RankMarks
+from megalite.launcher.control.rank_states import RankState
 from megalite.topology.axes import Layout
 
 _ANSWER_SECONDS = 2.0
 _ASKED = 8
+_UNHEARD = "does not answer: stopped, busy outside of Python, or its host is gone"
 
 
 class CoordinatedHangs:
@@ -35,17 +38,21 @@ class CoordinatedHangs:
         if (known := RankMarks.from_dict(marks)) is not None:
             self._watch.see(rank, known)
 
-    def to_ask(self) -> Sequence[int]:
-        """Return the ranks to ask for their stacks: when a hang begins to count as one, and when the job ends."""
-        hang, before = self._watch.look(), self._hang
+    def to_ask(self, unheard: Collection[int]) -> Sequence[int]:
+        """Return the ranks to ask for their stacks: when a hang begins to count as one, and when the job ends.
+
+        unheard: the ranks whose last message is old.
+        """
+        hang, before = self._watch.look(dict.fromkeys(unheard, _UNHEARD)), self._hang
         self._hang = hang
         if hang is None:
             self._report_at = None
             return ()
-        ends = hang.is_final and self.policy.stops
+        ends = hang.ends(self.policy)
         if before is not None and (not ends or self._ends):
             return ()
-        self._ends, self._stacks, self._asked = ends, {}, hang.suspects[:_ASKED]
+        self._ends, self._stacks = ends, {}
+        self._asked = [rank for rank in hang.suspects if rank not in hang.mute][:_ASKED]
         self._report_at = time.monotonic() + _ANSWER_SECONDS
         return self._asked
 
@@ -53,10 +60,10 @@ class CoordinatedHangs:
         """Take the stacks of a rank that was asked."""
         self._stacks[rank] = stack
 
-    def outcome(self, hosts: Mapping[int, str]) -> Verdict | str | None:
+    def outcome(self, states: Mapping[int, RankState]) -> Verdict | str | None:
         """Return the report for the user, or the verdict that ends the job, once the asked ranks have had their time.
 
-        hosts: rank -> host. No rank is at fault where several are waited for.
+        No rank is at fault where several are waited for.
         """
         if self._hang is None or self._report_at is None:
             return None
@@ -64,8 +71,10 @@ class CoordinatedHangs:
         if silent and time.monotonic() < self._report_at:
             return None
         self._report_at = None
-        report = self._hang.describe(self._layout, hosts, self._stacks, silent)
+        hang = replace(self._hang, mute={**self._hang.mute, **dict.fromkeys(silent, _UNHEARD)})
+        hosts = {rank: state.host for rank, state in states.items()}
+        report = hang.describe(self._layout, hosts, self._stacks)
         if not self._ends:
             return report
-        rank = self._asked[0] if len(self._asked) == 1 else -1
+        rank = hang.suspects[0] if len(hang.suspects) == 1 else -1
         return Verdict(report, 1, rank, hosts.get(rank, ""))

@@ -49,6 +49,7 @@ from megalite.launcher.control.rank_states import (
     lost_report,
     ranks_here,
     silent_line,
+    unheard_of,
 )
 from megalite.launcher.control.verdicts import report_from, verdict_of
 
@@ -58,6 +59,7 @@ _HELLO_SECONDS = 10.0  # a connection that says nothing for so long is closed
 _PRIMARY_SECONDS, _SECONDARY_SECONDS = 0.3, 2.0
 """The time to wait for earlier causes after a failure, and after the loss of a peer, which has another cause."""
 _LATE_SECONDS = 2.0  # in which ranks that were not there yet are told the verdict
+_BEATS_MISSED = 3
 _UNSENT_BYTES = 2**24  # a rank that does not read for so long is lost
 _ACCEPTED_AT_ONCE = 64
 _SILENT_NAMED = 4  # of the ranks that fall silent at the same time
@@ -92,7 +94,7 @@ class Coordinator:
         self._reports: list[FailureReport] = []
         self._reported = set[int]()
         self._hangs = CoordinatedHangs.of(limits.hangs, job.layout)
-        self._look_at = 0.0
+        self._look_at = self._hangs_at = 0.0
         self._decide_at: float | None = None
         self._ended = math.inf
         self._thread: threading.Thread | None = None
@@ -225,7 +227,7 @@ class Coordinator:
         elif not self.complete:
             self._watch_arrivals(now)
         else:
-            self._watch_hangs()
+            self._watch_hangs(now)
             if now >= self._look_at:
                 self._look_at = now + self._limits.heartbeat_seconds / 10
                 self._watch_silence()
@@ -250,13 +252,15 @@ class Coordinator:
         places = f" on {'host' if len(names) == 1 else 'hosts'} {listed(names, MOST_NAMED)}" if names else ""
         return counted_ranks(missing) + places
 
-    def _watch_hangs(self) -> None:
-        if self._hangs is None or self._left:
+    def _watch_hangs(self, now: float) -> None:
+        if self._hangs is None or self._left or now < self._hangs_at:
             return
-        if asked := set(self._hangs.to_ask()):
+        self._hangs_at = now + 1.0
+        unheard = unheard_of(self.ranks, _BEATS_MISSED * alive_seconds(self.world_size))
+        if asked := set(self._hangs.to_ask(unheard)):
             for connection in [each for each in self._connections if each.rank in asked]:
                 self._send(connection, encode("where"))
-        outcome = self._hangs.outcome({rank: state.host for rank, state in self.ranks.items()})
+        outcome = self._hangs.outcome(self.ranks)
         if isinstance(outcome, Verdict):
             self._end(outcome)
         elif outcome is not None:

@@ -16,6 +16,7 @@ from megalite.topology.axes import Layout
 
 _STACK_SECONDS = 1.0
 _SIGNAL = signal.SIGUSR2
+_STOPPED = "its process is stopped (SIGSTOP)"
 _POLLED_SECONDS = 0.05
 
 
@@ -45,15 +46,14 @@ class LocalHangs:
             return None  # a rank has ended, and the others follow
         for rank, marks in Progress.read_marks(self._marks, self._layout.world_size).items():
             self._watch.see(rank, marks)
-        hang = self._watch.look()
-        ends = hang is not None and hang.is_final and self.policy.stops
+        hang = self._watch.look({rank: _STOPPED for rank, pid in pids.items() if is_stopped(pid)})
+        ends = hang is not None and hang.ends(self.policy)
         told, self._told = self._told, hang is not None
         if hang is None or (told and not ends):
             return None
-        stopped = {rank for rank, pid in pids.items() if is_stopped(pid)}
-        stacks = self._stacks({rank: pids[rank] for rank in hang.suspects if rank not in stopped})
+        stacks = self._stacks({rank: pids[rank] for rank in hang.suspects if rank not in hang.mute})
         hosts = dict.fromkeys(pids, socket.gethostname())
-        return hang.describe(self._layout, hosts, stacks, stopped), ends
+        return hang.describe(self._layout, hosts, stacks), ends
 
     def _stacks(self, pids: Mapping[int, int]) -> dict[int, str]:
         for rank, pid in pids.items():

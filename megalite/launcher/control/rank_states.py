@@ -69,6 +69,12 @@ def ranks_here(states: Mapping[int, RankState]) -> str:
     return f"here: {here}" if here else "no rank is here yet"
 
 
+def unheard_of(states: Mapping[int, RankState], seconds: float) -> list[int]:
+    """Return the ranks from which no message has come for so long."""
+    now = time.time()
+    return [rank for rank, state in states.items() if now - state.heard > seconds]
+
+
 def silent_line(rank: int, state: RankState, layout: Layout | None, answers: bool | None) -> str:
     """Return the line about a silent rank. answers: whether its host does; None if that is unknown."""
     checked = ", though its host answers" if answers else ""

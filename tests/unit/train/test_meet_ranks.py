@@ -25,4 +25,4 @@ def test_the_times_of_the_run_bound_the_meeting(tmp_path: Path, monkeypatch: pyt
     info = RankInfo(0, 2, 0, 2, "n0", 29500, "slurm", "n0")
     with pytest.raises(Met) as met:
         module.meet_ranks(info, load(tmp_path, flags=flags).config, RankEnd(info, Layout(data=2), tmp_path))
-    assert met.value.args == (RendezvousLimits(11, 7, HangPolicy(60, stops=True)),)
+    assert met.value.args == (RendezvousLimits(11, 7, HangPolicy(60, stops=True, collective_seconds=1800)),)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megalite.launcher.control.hang import Hang, HangWatch, frames_of, suspects
+from megalite.launcher.control.hang import Hang, HangPolicy, HangWatch, frames_of, suspects
 from megalite.launcher.control.progress import Activity, Progress, RankMarks
 from megalite.topology.axes import Layout
 from tests.support.parity import about
@@ -25,7 +25,7 @@ class Clock:
 def looked(watch: HangWatch, marks: dict[int, RankMarks]) -> Hang | None:
     for rank, each in marks.items():
         watch.see(rank, each)
-    return watch.look()
+    return watch.look({})
 
 
 def watched(
@@ -99,13 +99,62 @@ def test_the_steps_of_an_earlier_process_are_none_of_this_start():
         assert wait(watch, clock, marks, 100) is None
 
 
-def test_a_hang_is_final_after_five_times_the_patience():
+POLICY = HangPolicy(10.0, stops=True, collective_seconds=400.0)
+
+
+def hang_of(seconds: float, patience: float = 14.0, **changes: dict[str, object]) -> Hang:
+    marks = marks_of(**changes)
+    return Hang(seconds, patience, suspects(marks, LAYOUT), {}, marks)
+
+
+def test_a_job_ends_after_five_times_the_patience_or_half_the_time_of_a_collective():
+    assert not hang_of(69, r2=BEHIND).ends(POLICY) and hang_of(70, r2=BEHIND).ends(POLICY)
+    assert not hang_of(70, r2=BEHIND).ends(replace(POLICY, stops=False))
+    assert not hang_of(19, r2=BEHIND).ends(replace(POLICY, collective_seconds=40.0))
+    assert hang_of(20, r2=BEHIND).ends(replace(POLICY, collective_seconds=40.0))
+    # Never before it counts as one.
+    assert not hang_of(13, r2=BEHIND).ends(replace(POLICY, collective_seconds=4.0))
+
+
+@pytest.mark.parametrize(
+    "phase", [Activity.BETWEEN_STEPS, Activity.READING_BATCH, Activity.SAVING, Activity.VALIDATING]
+)
+def test_what_the_user_s_code_or_a_disk_may_delay_has_half_the_time_of_a_collective(phase):
+    late = {"r2": {**BEHIND, "phase": phase.value}}
+    assert not hang_of(199, **late).ends(POLICY) and hang_of(200, **late).ends(POLICY)
+
+
+def test_a_job_in_which_no_rank_waits_for_another_never_ends():
+    alone = {f"r{rank}": {"waits_over": None} for rank in range(4)}
+    assert not hang_of(10_000, **alone).ends(POLICY)
+
+
+def test_ranks_of_which_nothing_is_heard_are_named_alone_whatever_their_last_phase():
     watch, clock, marks = watched()
-    first = wait(watch, clock, marks, 15)
-    assert first is not None and not first.is_final
-    clock.now += 0.5
-    assert wait(watch, clock, marks, 45) is not None and not watch.look().is_final
-    assert wait(watch, clock, marks, 12) is not None and watch.look().is_final
+    marks[3] = replace(marks[3], phase=Activity.PROFILING.value)
+    hang = None
+    for _ in range(40):
+        clock.now += 0.5
+        for rank, each in marks.items():
+            watch.see(rank, each)
+        hang = watch.look({3: "does not answer"})
+    assert hang is not None and hang.suspects == [3]
+    assert "rank 3 (pp 0, dp 1, tp 1) on this host: does not answer" in hang.describe(LAYOUT, {}, {})
+
+
+def test_a_job_of_which_nothing_at_all_is_heard_is_suspended():
+    watch, clock, _ = watched()
+    for _ in range(100):
+        clock.now += 0.5
+        assert watch.look(dict.fromkeys(range(4), "does not answer")) is None
+
+
+def test_a_hang_of_many_ranks_is_found_in_time_linear_in_them():
+    """4,096 ranks of 512 x 8: a step in each pair of ranks would take minutes."""
+    layout = Layout(tensor=8, data=512)
+    waiting = replace(MOVING, waits_over="world", counts={"tp": 4, "dp": 1, "world": 3})
+    marks = dict.fromkeys(range(4096), waiting) | {1234: replace(MOVING, waits_over=None)}
+    assert suspects(marks, layout) == [1234]
 
 
 def test_a_job_that_was_stopped_as_a_whole_and_goes_on_does_not_hang():
@@ -157,7 +206,7 @@ def test_the_report_names_rank_place_and_frames():
     marks[1] = replace(MOVING, step=5, phase="waiting for the batch", counts={"tp": 3, "dp": 1, "world": 2})
     hang = wait(watch, clock, marks, 16)
     assert hang is not None
-    text = hang.describe(LAYOUT, {1: "n7"}, {1: STACK}, ())
+    text = hang.describe(LAYOUT, {1: "n7"}, {1: STACK})
     assert text.splitlines() == [
         "step 6 hangs: no rank has moved for 14 s (monitor.hang_seconds)",
         "  rank 1 (pp 0, dp 0, tp 1) on n7: waiting for the batch, last collective: all_reduce over tp; the others "
@@ -167,7 +216,8 @@ def test_the_report_names_rank_place_and_frames():
         "    at /lib/loop.py:60 in run",
         "  ranks 0, 2-3: forward and backward, waits in all_reduce over tp",
     ]
-    assert "its process is stopped (SIGSTOP)" in hang.describe(LAYOUT, {}, {}, {1})
+    mute = replace(hang, mute={1: "its process is stopped"})
+    assert "on this host: its process is stopped\n" in mute.describe(LAYOUT, {}, {})
 
 
 def test_of_a_reader_that_hangs_the_busy_thread_is_told_and_the_library_left_out():
