@@ -156,7 +156,7 @@ SCRIPT = """
 import sys
 from megalite import Trainer, load_config
 from tests.end_to_end.test_hangs import FAULTS, LIMITS, InRankOne
-config = load_config(sys.argv[1], run={"folder": sys.argv[2]}, monitor={"hang_seconds": 1.0})
+config = load_config(sys.argv[1], run={"folder": sys.argv[2]}, **LIMITS)
 Trainer(config, callbacks=[InRankOne(FAULTS[sys.argv[3]])]).train()
 """
 
