@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalite.model import attention, moe
 from megalite.ops import attention_sinks
-from megalite.parallel import context_ring
+from megalite.parallel import context_ring, layers
 from megalite.topology.axes import Layout
 from tests.support.context_faults import ContextFault, planted_context_fault
 from tests.support.training import Job, RankResult, train_on_rank
@@ -63,10 +63,10 @@ GPT_OSS_FAULTS: Mapping[str, ContextFault] = {
         {"layout": _CONTEXT, "context_method": "ulysses"},
     ),
     "down bias of every tensor rank": ContextFault(
-        moe, "with_expert_biases", _on_every_rank, {"layout": Layout(tensor=2)}
+        layers, "with_expert_biases", _on_every_rank, {"layout": Layout(tensor=2)}
     ),
     "biases of another expert": ContextFault(
-        moe, "with_expert_biases", _of_another_expert, {"layout": Layout(data=2, expert=2)}
+        layers, "with_expert_biases", _of_another_expert, {"layout": Layout(data=2, expert=2)}
     ),
     "gate and up not clamped": ContextFault(
         moe,

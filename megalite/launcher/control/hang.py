@@ -209,9 +209,12 @@ def frames_of(stack: str) -> list[str]:
 
     Frames of Python's own library are left out. Where the main thread waits for a thread, those of a busy one follow.
     """
+    # The current thread is the one that wrote the stacks.
+    written = re.split(r"^(Current thread|Thread) .*$", stack, flags=re.MULTILINE)[1:]
     threads = [
         [f"{file}:{line} in {name}" for file, line, name in _FRAME.findall(thread)]
-        for thread in re.split(r"^(?:Current thread|Thread) .*$", stack, flags=re.MULTILINE)[1:]
+        for title, thread in zip(written[::2], written[1::2], strict=True)
+        if title == "Thread"
     ]
     if not threads:
         return []

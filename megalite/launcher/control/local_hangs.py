@@ -1,15 +1,15 @@
 """Watches the ranks that this process forked for a hang: their marks, and in a hang their stacks and states."""
 
-import faulthandler
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from megalite.launcher.control.hang import HangPolicy, HangWatch
+from megalite.launcher.control.hang import HangPolicy, HangWatch, own_stacks
 from megalite.launcher.control.progress import Progress
 from megalite.launcher.process import is_stopped
 from megalite.topology.axes import Layout
@@ -33,9 +33,13 @@ class LocalHangs:
 
     @classmethod
     def answer(cls, marks: Path, rank: int) -> None:
-        """Have this process write its stacks when it is asked, even while native code does not return to Python."""
-        file = cls.stack_file(marks, rank).open("a")  # faulthandler keeps it open
-        faulthandler.register(_SIGNAL, file, all_threads=True)
+        """Have this process write its stacks when it is asked, by a thread that holds Python's lock meanwhile.
+
+        A signal handler in native code would read the frames of threads that run, which can crash the process.
+        """
+        signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})  # threads that start later inherit it
+        file = cls.stack_file(marks, rank)
+        threading.Thread(target=_answer, args=(file,), name="stacks", daemon=True).start()
 
     def look(self, pids: Mapping[int, int]) -> tuple[str, bool] | None:
         """Return the report of a hang when it begins to count as one, and again when the job ends for it.
@@ -61,10 +65,18 @@ class LocalHangs:
             with suppress(ProcessLookupError):
                 os.kill(pid, _SIGNAL)
         until = time.monotonic() + _STACK_SECONDS
-        stacks = {rank: "" for rank in pids}
+        stacks = dict.fromkeys(pids, "")
         while not all(stacks.values()) and time.monotonic() < until:
-            time.sleep(_POLLED_SECONDS)  # a stack is written in one piece well within it
+            time.sleep(_POLLED_SECONDS)
             for rank in pids:
                 with suppress(OSError):
                     stacks[rank] = self.stack_file(self._marks, rank).read_text()
         return stacks
+
+
+def _answer(file: Path) -> None:
+    while True:
+        signal.sigwait({_SIGNAL})
+        partial = file.with_suffix(".partial")
+        partial.write_text(own_stacks())
+        partial.replace(file)

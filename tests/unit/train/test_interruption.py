@@ -310,7 +310,7 @@ def test_a_signal_that_the_user_handles_or_ignores_is_left_alone() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as nohup and a shell's & set it
     # Its handler is in native code: Python believes that there is none.
     with Path(os.devnull).open("w") as sink:
-        faulthandler.register(signal.SIGUSR1, file=sink)
+        faulthandler.register(signal.SIGUSR1, file=sink, all_threads=False)
         try:
             with termination_raised(None), Job().signals as signals:
                 signal.raise_signal(signal.SIGUSR1)

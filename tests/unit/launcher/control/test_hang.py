@@ -221,11 +221,13 @@ def test_the_report_names_rank_place_and_frames():
 
 
 def test_of_a_reader_that_hangs_the_busy_thread_is_told_and_the_library_left_out():
-    stack = """Thread 0x00007f (most recent call first):
+    stack = """Current thread 0x00009f (most recent call first):
+  File "/x/megalite/launcher/control/hang.py", line 200 in own_stacks
+Thread 0x00007f (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 327 in wait
 Thread 0x00008f (most recent call first):
   File "/net/reader.py", line 9 in read
-Current thread 0x00006f (most recent call first):
+Thread 0x00006f (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 327 in wait
   File "/x/.venv/lib/python3.11/site-packages/megalite/prefetch.py", line 45 in step_batch
 """
