@@ -8,7 +8,7 @@ from typing import Literal
 
 PROJECTIONS = (
     *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    # Of latent attention.
+    # Those of latent attention.
     *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
 )
 """The linears of a decoder layer, by the last word of their canonical names."""

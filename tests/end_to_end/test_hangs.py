@@ -24,7 +24,7 @@ from tests.support.waiting import PATIENCE
 
 # The step in which a rank hangs: the run is past its first steps by then.
 HANGS_IN = 6
-# What a callback, a reader or a disk delays ends a run after half of the time of a collective.
+# A run that a callback, a reader or a disk delays ends after half of the time of a collective.
 LIMITS: dict[str, Any] = {"monitor": {"hang_seconds": 1.0}, "launch": {"collective_seconds": 24.0}}
 
 

@@ -1,18 +1,20 @@
 """The coordinator's watch for a hang of its ranks: it asks the ranks that the others wait for where they are."""
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megalite.launcher.control.connection import alive_seconds
 from megalite.launcher.control.hang import Hang, HangPolicy, HangWatch
 from megalite.launcher.control.messages import Verdict
 from megalite.launcher.control.progress import RankMarks
-from megalite.launcher.control.rank_states import RankState
+from megalite.launcher.control.rank_states import RankState, unheard_of
 from megalite.topology.axes import Layout
 
 _ANSWER_SECONDS = 2.0
 _ASKED = 8
+_BEATS_MISSED = 3
 _UNHEARD = "does not answer: stopped, busy outside of Python, or its host is gone"
 
 
@@ -38,11 +40,9 @@ class CoordinatedHangs:
         if (known := RankMarks.from_dict(marks)) is not None:
             self._watch.see(rank, known)
 
-    def to_ask(self, unheard: Collection[int]) -> Sequence[int]:
-        """Return the ranks to ask for their stacks: when a hang begins to count as one, and when the job ends.
-
-        unheard: the ranks whose last message is old.
-        """
+    def to_ask(self, states: Mapping[int, RankState]) -> Sequence[int]:
+        """Return the ranks to ask for their stacks: when a hang begins to count as one, and when the job ends."""
+        unheard = unheard_of(states, _BEATS_MISSED * alive_seconds(self._layout.world_size))
         hang, before = self._watch.look(dict.fromkeys(unheard, _UNHEARD)), self._hang
         self._hang = hang
         if hang is None:

@@ -49,7 +49,6 @@ from megalite.launcher.control.rank_states import (
     lost_report,
     ranks_here,
     silent_line,
-    unheard_of,
 )
 from megalite.launcher.control.verdicts import report_from, verdict_of
 
@@ -59,7 +58,6 @@ _HELLO_SECONDS = 10.0  # a connection that says nothing for so long is closed
 _PRIMARY_SECONDS, _SECONDARY_SECONDS = 0.3, 2.0
 """The time to wait for earlier causes after a failure, and after the loss of a peer, which has another cause."""
 _LATE_SECONDS = 2.0  # in which ranks that were not there yet are told the verdict
-_BEATS_MISSED = 3
 _UNSENT_BYTES = 2**24  # a rank that does not read for so long is lost
 _ACCEPTED_AT_ONCE = 64
 _SILENT_NAMED = 4  # of the ranks that fall silent at the same time
@@ -256,8 +254,7 @@ class Coordinator:
         if self._hangs is None or self._left or now < self._hangs_at:
             return
         self._hangs_at = now + 1.0
-        unheard = unheard_of(self.ranks, _BEATS_MISSED * alive_seconds(self.world_size))
-        if asked := set(self._hangs.to_ask(unheard)):
+        if asked := set(self._hangs.to_ask(self.ranks)):
             for connection in [each for each in self._connections if each.rank in asked]:
                 self._send(connection, encode("where"))
         outcome = self._hangs.outcome(self.ranks)

@@ -120,7 +120,7 @@ class HangWatch:
         self._marks: dict[int, RankMarks] = {}
         self._moved_at = self._stepped_at = self._looked_at = clock()
         self._seconds: deque[float] = deque(maxlen=_STEPS_KEPT)
-        # Of a hang, once for all looks.
+        # Found once for all looks at a hang.
         self._suspects: Sequence[int] | None = None
 
     def see(self, rank: int, marks: RankMarks) -> None:
