@@ -68,10 +68,6 @@ class CopyCheck:
                 if group.size > 1:
                     self._groups.setdefault(group, []).append(place)
 
-    def __len__(self) -> int:
-        """The number of comparisons in which this rank takes part."""
-        return sum(map(len, self._groups.values()))
-
     @torch.no_grad()
     def differences(self) -> Sequence[Difference]:
         """Return the differences that this rank sees. Collective over the groups that hold copies."""

@@ -175,7 +175,8 @@ def suspects(marks: Mapping[int, RankMarks], layout: Layout) -> list[int]:
     busy = {rank for rank, each in marks.items() if each.waits_over is None}
     behind = _behind(marks, layout)
     places = Counter(each.collective for each in marks.values())
-    rarest = {rank for rank, each in marks.items() if places[each.collective] == min(places.values())}
+    fewest = min(places.values())
+    rarest = {rank for rank, each in marks.items() if places[each.collective] == fewest}
     for group in (busy & behind, busy, behind, rarest):
         if group and group != set(marks):
             return sorted(group)
@@ -186,13 +187,15 @@ def _behind(marks: Mapping[int, RankMarks], layout: Layout) -> set[int]:
     """Return the ranks that have begun fewer collectives in a group than another rank of it."""
     behind = set[int]()
     for role in {role for each in marks.values() for role in each.counts} - _IN_PAIRS:
-        left = set(marks)
-        while left:
-            rank = min(left)
-            group = set(marks) if role == _WORLD else set(RankPlace(layout, rank).peers.get(role, (rank,)))
-            left -= group
+        seen = set[int]()
+        for rank in marks:
+            if rank in seen:
+                continue
+            group = marks if role == _WORLD else RankPlace(layout, rank).peers.get(role, (rank,))
+            seen.update(group)
             counts = {peer: marks[peer].counts.get(role, 0) for peer in group if peer in marks}
-            behind |= {peer for peer, count in counts.items() if count < max(counts.values())}
+            most = max(counts.values())
+            behind |= {peer for peer, count in counts.items() if count < most}
     return behind
 
 
