@@ -166,10 +166,10 @@ def router_biases_are_there_to_change(run: CheckedRun) -> Iterator[Problem]:
     if not rate or not run.model.num_experts:
         return
     reason = ""
-    if not _experts(run).correction_bias:
-        reason = "has no effect without model.router_correction_bias = true"
-    elif run.adapter.kind != "none":
+    if run.adapter.kind != "none":
         reason = f"changes a weight of the model, but adapter.kind = {shown(run.adapter.kind)} trains none"
+    elif not _experts(run).correction_bias:
+        reason = "has no effect without model.router_correction_bias = true"
     if reason:
         remedy = "use training.router_balance, or delete the setting"
         yield Problem.reset("training.router_bias_rate", f"{rate} {reason}", remedy)
