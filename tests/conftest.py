@@ -22,6 +22,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+from tests.support.museum import pytest_pycollect_makeitem, pytest_pyfunc_call  # noqa: F401
 from tests.support.ranks import RankPool
 
 # A busy machine is no failure.

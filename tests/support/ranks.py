@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from tests.support.planted import PLANTED, Planted
 from tests.support.waiting import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +66,7 @@ class Task:
     store: str
     timeout: float
     device: str
+    faults: tuple[Planted, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class RankPool:
         """As `run`, once."""
         __tracebackhide__ = True
         store = self._folder / f"store-{next(self._calls)}"
-        task = Task(function, arguments, world_size, str(store), timeout, self._device)
+        task = Task(function, arguments, world_size, str(store), timeout, self._device, tuple(PLANTED))
         if any(_threads(worker) > MOST_THREADS for worker in self._workers):
             self._kill()
         try:
@@ -343,7 +345,10 @@ def _perform(message: bytes, rank: int, connection: Connection) -> bytes:
             _reset(rank, task)
             _join_group(rank, task)
             connection.send_bytes(JOINED)
-            value = task.function(**task.arguments)
+            with ExitStack() as planted:
+                for fault in task.faults:
+                    planted.enter_context(fault.planted())
+                value = task.function(**task.arguments)
         return pickle.dumps(Outcome(value))
     except BaseException as error:
         # Take the time before leaving the group, which makes the other ranks fail.

@@ -310,7 +310,7 @@ def private_names_in(node: ast.AST, elsewhere: set[str]) -> set[str]:
         while isinstance(owner, ast.Attribute):
             owner = owner.value
         names = [] if isinstance(owner, ast.Name) and owner.id in elsewhere else [node.attr]
-    elif isinstance(node, ast.Call):
+    elif isinstance(node, ast.Call) and dotted(node.func) != "Planted":  # a fault stands inside of a module
         # monkeypatch.setattr(module, "_name"), patch("module._name")
         texts = [each.value for each in node.args[:2] if isinstance(each, ast.Constant)]
         names = [text.rpartition(".")[2] for text in texts if isinstance(text, str)]
@@ -412,6 +412,7 @@ def test_a_private_name_of_megalite_is_seen(text: str) -> None:
     "text",
     [
         "def _quota(): return 1\nassert thing._quota()",
+        "Planted('megalite.launcher.process:Limits._quota', instead(None))",
         "monkeypatch.setattr(member, '_STRANGER_SECONDS', 0.3)",
         "import os\nassert os._exit and os._quota() and pair._replace(one=1)",
         "from os import path\nassert path._quota()",

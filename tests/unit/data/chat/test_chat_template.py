@@ -1,9 +1,12 @@
 """Chat templates: where they come from, and which characters of a conversation are trained."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers.decoders import ByteLevel as DecodeBytes
@@ -12,12 +15,14 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import ByteLevel as ByteLevelOffsets
 from transformers import PreTrainedTokenizerFast
 
-from megalite.data.chat.chat_template import BUILT_IN, ChatTemplate, load_chat_template
+from megalite.data.chat.chat_template import BUILT_IN, ChatTemplate, TrainedText, load_chat_template
 from megalite.data.chat.conversation import Conversation
 from megalite.data.chat.conversation_encoding import ChatEncoding, encode_conversation
 from megalite.data.files.trained_tokens import ids_of, is_trained
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import DataError
+from tests.support.museum import exhibit
+from tests.support.planted import Planted, instead
 
 MESSAGES = (
     {"role": "system", "content": "Answer briefly."},
@@ -81,6 +86,20 @@ def test_answers_of_the_prompt_are_not_trained(template: str) -> None:
     assert trained_text(chatml, "answers", talk) == ["nothing at all, 每个阶段.<|im_end|>\n"]
 
 
+def all_is_an_answer(
+    template: ChatTemplate, talk: Conversation, text: str, places: object
+) -> list[TrainedText]:
+    return [TrainedText(text, ((0, len(text)),))]
+
+
+@exhibit(
+    "Megatron-Bridge#3359",
+    also=("Megatron-Bridge#2598", "Megatron-Bridge PR#3927"),
+    subject="conversations",
+    there="a chat template without `{% generation %}` gave a mask of ones, so that prompts were trained too",
+    here="without marks each answer is found by its prompt, and the same tokens are trained",
+    fault=Planted("megalite.data.chat.chat_template:ChatTemplate._added", instead(all_is_an_answer)),
+)
 @pytest.mark.parametrize("train_on", ["answers", "last", "all"])
 def test_a_template_without_marks_is_understood_by_what_each_answer_adds(train_on: Any) -> None:
     unmarked = ChatTemplate("unmarked", UNMARKED, ())
@@ -186,6 +205,13 @@ def test_a_conversation_may_begin_with_an_answer(name: str) -> None:
     assert trained_text(template, "answers", talk) == [f"Hello{end}", f"the weights{end}"]
 
 
+@exhibit(
+    "vllm PR#54812",
+    subject="conversations",
+    there="`{%- generation -%}`, with hyphens, was not taken for the mark of an answer",
+    here="every spelling of the mark that Jinja takes marks the same tokens",
+    fault=Planted("megalite.data.chat.chat_template:_GENERATION", instead(re.compile("{% generation %}"))),
+)
 @pytest.mark.parametrize("mark", ["{%- generation -%}", "{% generation %}", "{%-generation%}"])
 def test_marks_of_every_spelling_and_several_in_a_message_are_those_of_its_message(mark: str) -> None:
     end = mark.replace("generation", " endgeneration ")
@@ -234,6 +260,18 @@ def test_keys_that_the_template_does_not_read_are_named() -> None:
     assert ChatTemplate("", "{{ messages | tojson }}", ()).unused_keys(talk) == [[], []]
 
 
+@exhibit(
+    "transformers#47325",
+    subject="conversations",
+    there="an answer that begins the text, or ends in white space that the tokenizer strips, lost its mask",
+    here="each answer is trained whole, with white space at its end",
+    fault=Planted(
+        "megalite.data.chat.conversation_encoding:_in_spans",
+        instead(
+            lambda offsets, spans: np.array([any(a < y and b > x for x, y in spans) for a, b in offsets])
+        ),
+    ),
+)
 @pytest.mark.parametrize("trimmed", [True, False])
 def test_white_space_at_the_end_of_an_answer_is_trained(trimmed: bool) -> None:
     alphabet = {token: place for place, token in enumerate(sorted(ByteLevel.alphabet()))}
@@ -247,6 +285,15 @@ def test_white_space_at_the_end_of_an_answer_is_trained(trimmed: bool) -> None:
             talk, ChatEncoding(ChatTemplate("", text, ()), "answers", 1000, "stop"), tokenizer
         )
         assert tokenizer.decode(tokens[tokens >= 0].tolist()) == "two \n<|im_end|>\n4<|im_end|>\n"
+    # Marks of the text alone, whose last token has no character.
+    talk = Conversation((SUM, {"role": "assistant", "content": "two "}, TWICE, FOUR), "")
+    alone = BUILT_IN["chatml"].replace(
+        "{{ message.content + '<|im_end|>\\n' }}{% endgen", "{{ message.content }}{% endgen"
+    )
+    [(tokens, _)] = encode_conversation(
+        talk, ChatEncoding(ChatTemplate("", alone, ()), "answers", 1000, "stop"), tokenizer
+    )
+    assert tokenizer.decode(tokens[tokens >= 0].tolist()) == "two 4"
 
 
 def test_a_template_that_fails_names_the_conversation() -> None:
@@ -306,6 +353,21 @@ def test_a_template_is_built_in_or_a_file(tmp_path: Path) -> None:
         load_chat_template(folder, "chatmk")
 
 
+@exhibit(
+    "torchtitan PR#4268",
+    subject="conversations",
+    there="a sample of one token more than a row has positions, which fits once labels are shifted, was dropped",
+    here="it is kept whole, whatever `data.too_long` says",
+    fault=Planted(
+        "megalite.data.chat.conversation_encoding:_encoded",
+        lambda encoded: (
+            lambda text, talk, encoding, tokenizer: encoded(
+                text, talk, replace(encoding, sequence_length=encoding.sequence_length - 1), tokenizer
+            )
+        ),
+        seen_as=(DataError,),
+    ),
+)
 def test_a_conversation_that_is_too_long_is_cut_left_out_or_refused(tokenizer: Tokenizer) -> None:
     template = built_in("plain")
     [(whole, _)] = encode_conversation(TALK, ChatEncoding(template, "answers", 1000, "stop"), tokenizer)
