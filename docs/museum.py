@@ -14,14 +14,19 @@ ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).parent / "museum.md"
 REPOSITORIES = {
     "axolotl": "axolotl-ai-cloud/axolotl",
+    "cookbook": "fw-ai/cookbook",
     "DeepSpeed": "deepspeedai/DeepSpeed",
     "LlamaFactory": "hiyouga/LlamaFactory",
     "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
     "Megatron-LM": "NVIDIA/Megatron-LM",
+    "open-instruct": "allenai/open-instruct",
+    "OpenRLHF": "OpenRLHF/OpenRLHF",
     "peft": "huggingface/peft",
+    "tinker-cookbook": "thinking-machines-lab/tinker-cookbook",
     "torchtitan": "pytorch/torchtitan",
     "transformers": "huggingface/transformers",
     "trl": "huggingface/trl",
+    "unsloth": "unslothai/unsloth",
     "vllm": "vllm-project/vllm",
 }
 """Name in a report -> owner and repository on GitHub."""

@@ -45,7 +45,7 @@ def exhibit(
     there, here: a line in plain words on what happened there, and on what the test shows to be true here.
     fault: planted in a second run of the test, which has to fail; or the name of a fault of tests/support, where the
     test plants it by itself (tests/parity/test_faults.py).
-    case: the id of the parameters that the second run has; empty: the first ones.
+    case: a part of the id of the parameters that the second run has; empty: the first ones.
     costly: the second run is left to `tests/run.sh --all`.
     """
     assert there and here and subject
@@ -74,11 +74,12 @@ def pytest_pycollect_makeitem(obj: object) -> Generator[None, Any, Any]:
 def _with_faults(items: list[pytest.Function], exhibits: tuple[Exhibit, ...]) -> Iterator[pytest.Function]:
     for shown in exhibits:
         ids = [item.callspec.id if hasattr(item, "callspec") else "" for item in items]
-        if shown.case and shown.case not in ids:
-            raise pytest.UsageError(f"{items[0].nodeid}: {shown.report} names the case {shown.case}: {ids}")
+        matching = [item for item, name in zip(items, ids, strict=True) if shown.case in name]
+        if not matching:
+            raise pytest.UsageError(f"{items[0].nodeid}: {shown.report} names the case {shown.case}")
         if isinstance(shown.fault, str):
             continue
-        item = items[ids.index(shown.case) if shown.case else 0]
+        item = matching[0]
         # pytest makes the id of an item of its original name and the id of its parameters.
         name = f"{item.originalname} with {shown.report}"
         copy = type(item).from_parent(

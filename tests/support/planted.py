@@ -41,6 +41,12 @@ class Planted:
                 PLANTED.remove(self)
 
 
+def without_rule(name: str) -> Planted:
+    """Return the fault of a check of a run's settings that is missing."""
+    rules = "megalite.config.rules.every:RULES"
+    return Planted(rules, lambda every: [rule for rule in every if rule.__name__ != name])
+
+
 def instead(other: Any) -> Callable[[Any], Any]:
     """Return a `replace` that puts `other` in place of the original."""
     return lambda _: other

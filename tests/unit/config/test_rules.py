@@ -9,6 +9,8 @@ from megalite.config.rules.batch import BatchProblem
 from megalite.config.rules.every import RULES
 from megalite.config.sections.checked import Unknown
 from megalite.topology.sharding import divisors
+from tests.support.museum import exhibit
+from tests.support.planted import without_rule
 from tests.unit.config.expert_cases import EXPERT_CASES
 from tests.unit.config.latent_cases import LATENT_CASES
 from tests.unit.config.layout_cases import LAYOUT_CASES
@@ -403,6 +405,32 @@ CASES = [
 ]
 
 
+@exhibit(
+    "DeepSpeed#8279",
+    also=("DeepSpeed PR#8280",),
+    subject="gradients",
+    there="ZeRO 1 and 2 crashed where a rank has a parameter without elements",
+    here="a layout that would leave a tensor rank without rows is refused, with the largest that does not",
+    fault=without_rule("tensor_fits_vocabulary"),
+    case="parallel.tensor: 4 ranks cannot share model.vocab_",
+)
+@exhibit(
+    "unsloth PR#9331",
+    subject="adapters",
+    there="adapter targets that name `embed_tokens` or `lm_head` were left out without a word",
+    here="a target that is no linear of a layer is named, with those that are",
+    fault=without_rule("adapter_patterns_name_modules"),
+    case='adapter.targets: "c_attn" names no linear of a lay',
+)
+@exhibit(
+    "transformers#45127",
+    also=("peft#2777", "peft#2018"),
+    subject="adapters",
+    there="an adapter trained a copy of a tied head; the merged folder was tied again when it was loaded",
+    here="`adapter.modules_to_save` with the head of a tied model is refused before training",
+    fault=without_rule("adapter_patterns_name_modules"),
+    case='adapter.modules_to_save: "lm_head" is the embeddin',
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.said[:50])
 def test_a_broken_rule_is_said_once_and_its_remedy_cures(case: Case, tmp_path: Path) -> None:
     found = problems(tmp_path, case.changes, world_size=case.world_size)

@@ -22,6 +22,8 @@ from megalite.data.prepare.prepare import prepare
 from megalite.data.text.corpus import Corpus
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import DataError
+from tests.support.museum import exhibit
+from tests.support.planted import Planted, instead
 from tests.support.tiny import tiny_corpus
 from tests.support.waiting import PATIENCE
 from tests.unit.data.tokenizers.test_sentencepiece_model import VARIANTS, model
@@ -404,6 +406,17 @@ def moved(folder: Path, new: Path) -> Path:
     return new
 
 
+@exhibit(
+    "axolotl#3303",
+    subject="data",
+    there="another output folder was reason enough to tokenize the same text again",
+    here="a run that moved with its text uses the token files that it has",
+    fault=Planted(
+        "megalite.data.text.corpus:Corpus.content_fingerprint",
+        instead(property(lambda corpus: corpus.stat_fingerprint)),
+        seen_as=(DataError,),
+    ),
+)
 def test_a_run_that_moved_with_its_text_goes_on(text: Path, tmp_path: Path) -> None:
     """Contents decide, not places and times; then a changed text is still noticed."""
     old = tmp_path / "old"

@@ -20,6 +20,8 @@ from megalite.generation.request_file import read_requests
 from megalite.generation.source import find_source
 from megalite.generation.stops import stops_of
 from tests.support.generation import generate_ids
+from tests.support.museum import exhibit
+from tests.support.planted import Planted
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
@@ -40,6 +42,14 @@ def saved(folder: Path, *, added: bool, kind: str = "instruct") -> tuple[Path, T
     return save_stage(folder, shape, lively_stage(shape), {"data": {"kind": kind}}), loaded
 
 
+@exhibit(
+    "axolotl#3754",
+    also=("axolotl PR#3756",),
+    subject="conversations",
+    there="a chat template ended turns with another token than `eos_token`, and the model went on behind it",
+    here="the turn's own end stops `generate`, and stands in the export's `generation_config.json`",
+    fault=Planted("megalite.data.chat.turn_end:_first_token", lambda _: lambda behind, tokenizer: None),
+)
 @pytest.mark.parametrize("kind", cases(["instruct", "preference", "text"], core=["instruct"]))
 def test_the_end_of_a_turn_ends_the_text_of_a_run_and_of_its_export(tmp_path: Path, kind: str) -> None:
     checkpoint, tokenizer = saved(tmp_path, added=True, kind=kind)

@@ -21,6 +21,8 @@ from megalite.topology.axes import Layout
 from megalite.train.checkpoints.resume_check import ResumeCheck
 from megalite.train.inputs import prepare_inputs
 from megalite.train.run_folder import RunFolder
+from tests.support.museum import exhibit
+from tests.support.planted import Planted, instead
 from tests.support.tiny import tiny_corpus
 
 STEP = 3
@@ -135,6 +137,13 @@ def test_token_files_without_a_tokenizer_may_get_one_later(folder: Path) -> None
         check.require_same_data(RunData(None, (), (), fingerprints={"tokenizer.path": "ids"}))
 
 
+@exhibit(
+    "axolotl PR#3427",
+    subject="data",
+    there="tokenized rows were used again from the cache after a setting of the rows had changed",
+    here="text with another content is noticed, even at the size and the time that it had",
+    fault=Planted("megalite.data.text.corpus:Corpus.content_fingerprint", instead(property(lambda _: ""))),
+)
 def test_text_overwritten_at_its_size_and_time_is_noticed(folder: Path) -> None:
     start(run_of(folder))
     overwrite(folder / "a.jsonl")

@@ -21,6 +21,8 @@ from megalite.data.prepare.prepare import Preparation, prepare_outputs
 from megalite.data.prepare.split import Split
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import DataError
+from tests.support.museum import exhibit
+from tests.support.planted import Planted, instead
 from tests.support.tiny import tiny_corpus
 
 LENGTH = 60
@@ -174,6 +176,13 @@ def test_too_long_ones_are_counted(talks: Path, tokenizer: Tokenizer, tmp_path: 
     assert not list(tmp_path.glob("none*"))
 
 
+@exhibit(
+    "trl PR#6206",
+    subject="data",
+    there="text that had been tokenized with another chat template was used again from the cache",
+    here="a changed template, `data.train_on`, length or `data.too_long` prepares the text anew",
+    fault=Planted("megalite.data.chat.conversation_encoding:ChatEncoding.parts", instead([])),
+)
 def test_changed_settings_prepare_again(talks: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     first = prepared(talks, tokenizer, tmp_path / "out", length=1000)
     prepare_outputs(first)

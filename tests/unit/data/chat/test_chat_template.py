@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,42 @@ SUM, TWO, TWICE, FOUR = (
 THOUGHT = {"role": "assistant", "content": "<think>\none and one\n</think>\n\n2"}
 
 
+def without_its_thinking(answer: Callable[..., Any]) -> Callable[..., Any]:
+    def with_an_empty_one(self: ChatTemplate, talk: Conversation, place: int, written: str) -> Any:
+        message = talk.messages[place]
+        short = message | {"content": message["content"].rpartition("</think>")[2]}
+        messages = (*talk.messages[:place], short, *talk.messages[place + 1 :])
+        return answer(self, replace(talk, messages=messages), place, written)
+
+    return with_an_empty_one
+
+
+def as_one_text(
+    template: ChatTemplate, talk: Conversation, whole: str, places: list[int]
+) -> list[TrainedText]:
+    lengths = [
+        (len(template.render(talk, at, prompt=True)), len(template.render(talk, at + 1))) for at in places
+    ]
+    return [TrainedText(whole, tuple(lengths))]
+
+
+@exhibit(
+    "OpenRLHF#1080",
+    also=("OpenRLHF PR#1227",),
+    subject="conversations",
+    there="a template that drops the thinking of earlier answers shifted the mask onto other messages",
+    here="such a conversation is several texts: each answer behind the prompt from which it would be generated",
+    fault=Planted("megalite.data.chat.chat_template:ChatTemplate._added", instead(as_one_text)),
+)
+@exhibit(
+    "trl PR#6363",
+    also=("trl#6361",),
+    subject="conversations",
+    there="an answer with a closing `</think>` alone, opened by the prompt, got an empty thinking before it",
+    here="the thinking that the prompt opens goes on in the answer",
+    fault=Planted("megalite.data.chat.chat_template:ChatTemplate._answer", without_its_thinking),
+    case="template4-first4",
+)
 @pytest.mark.parametrize("train_on", ["answers", "last"])
 @pytest.mark.parametrize(
     ("template", "first", "expected"),
@@ -228,6 +265,16 @@ def test_marks_of_every_spelling_and_several_in_a_message_are_those_of_its_messa
     assert trained_text(template, "answers", Conversation(MESSAGES, "", prompt=4)) == answers[1]
 
 
+@exhibit(
+    "cookbook PR#387",
+    subject="conversations",
+    there="`weight: 0` of an answer was left out while rows were read, so the answer was trained",
+    here="an answer whose row says `weight: 0` or `train: false` is not trained",
+    fault=Planted(
+        "megalite.data.chat.chat_template:ChatTemplate._trained_answers",
+        lambda answers: lambda self, talk, train_on: answers(self, replace(talk, marks={}), train_on),
+    ),
+)
 @pytest.mark.parametrize("template", [BUILT_IN["chatml"], UNMARKED])
 def test_messages_that_say_so_are_not_trained(template: str) -> None:
     chatml = ChatTemplate("chatml", template, SPECIAL)

@@ -11,6 +11,8 @@ from megalite.data.chat.conversation import Conversation, conversation, form_of
 from megalite.data.text.records import records
 from megalite.data.text.source_files import source_files
 from megalite.errors import DataError
+from tests.support.museum import exhibit
+from tests.support.planted import Planted
 from tests.unit.data.text.test_records import TABLES, write
 
 Row = dict[str, Any]
@@ -279,6 +281,19 @@ ERRORS: list[tuple[Row, str]] = [
 ]
 
 
+@exhibit(
+    "axolotl PR#3739",
+    also=("axolotl PR#3751", "LlamaFactory PR#10291", "LlamaFactory PR#10455"),
+    subject="conversations",
+    there="a row with a null or empty content, or with messages that are no list, ended preparation with a traceback",
+    here="the file, the line and the field are named, with a remedy",
+    fault=Planted(
+        "megalite.data.chat.messages:message_text",
+        lambda check: lambda *read: None,
+        seen_as=(AttributeError,),
+    ),
+    case="row6-",
+)
 @pytest.mark.parametrize(("row", "said"), ERRORS)
 def test_bad_rows_are_named_with_place_field_and_remedy(row: Row, said: str) -> None:
     with pytest.raises(DataError, match=f"^{re.escape(f'{WHERE}: {said}')}") as raised:

@@ -25,6 +25,8 @@ from megalite.data.prepare.split import Split
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import DataError
 from tests.support.jobs import ROOT
+from tests.support.museum import exhibit
+from tests.support.planted import Planted
 from tests.support.tiny import tiny_corpus
 
 WHERE = "a.jsonl, line 3"
@@ -192,6 +194,16 @@ def test_documents_are_a_chosen_and_then_a_rejected_answer(source, tokenizer, tm
     assert re.search(r"--- pair 0, chosen, .*--- pair 0, rejected, ", capsys.readouterr().out, re.DOTALL)
 
 
+@exhibit(
+    "trl PR#5305",
+    subject="preferences",
+    there="pairs were padded first and truncated then, so that the answer of a long pair was lost",
+    here="an answer is cut at its own end; a prompt that leaves no room for one is refused, a pair dropped whole",
+    fault=Planted(
+        "megalite.data.chat.conversation_encoding:is_trained",
+        lambda _: lambda tokens: np.ones(len(tokens), dtype=bool),
+    ),
+)
 def test_both_answers_are_left_out_or_each_is_cut(source, tokenizer, tmp_path) -> None:
     prepare_outputs(preparation(source, tokenizer, tmp_path / "all", 200, "stop"))
     lengths = TokenFile.open(tmp_path / "all").document_lengths
