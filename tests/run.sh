@@ -41,7 +41,7 @@ groups=(
     "tests/launch"
     "tests/distributed"
     "tests/standin"
-    "tests/cli tests/browser tests/test_architecture.py tests/test_guides.py tests/test_museum.py tests/test_pages.py"
+    "tests/cli tests/browser tests/museum tests/test_architecture.py tests/test_guides.py tests/test_museum.py tests/test_pages.py"
     "tests/kernels"
 )
 outputs=$(mktemp -d)

@@ -1,7 +1,7 @@
 """ZeRO 1 sums gradients over the data-parallel ranks during the last backward, and trains as torch's path does."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,8 +14,10 @@ from torch import Tensor
 
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES
+from tests.support.museum import exhibit
 from tests.support.options import changed
 from tests.support.parity import assert_same_tensors
+from tests.support.planted import Planted
 from tests.support.selection import cases
 from tests.support.tiny import tiny_shape
 from tests.support.training import (
@@ -108,6 +110,19 @@ def places(events: list[Event], kind: str) -> list[int]:
     return [place for place, event in enumerate(events) if event.kind == kind]
 
 
+def summed_in_every_backward(_: Any) -> Callable[..., Any]:
+    return lambda buckets, completes: nullcontext() if buckets is None else buckets.last_forward()
+
+
+@exhibit(
+    "DeepSpeed PR#7985",
+    subject="gradients",
+    there="with gradients summed in fp32, ZeRO 1 added the last micro batch behind the sum over the ranks",
+    here="a sum over the ranks begins when the last micro batch has added its gradient",
+    fault=Planted("megalite.parallel.pipeline:_watched", summed_in_every_backward),
+    case="four micro batches",
+    costly=True,
+)
 @pytest.mark.parametrize("name", cases(JOBS, core=("four micro batches", "zbv")))
 def test_sums_start_before_the_last_layer_s_backward(ranks, name):
     job, early = JOBS[name], []

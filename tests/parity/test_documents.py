@@ -1,7 +1,9 @@
 """Documents in one row train as each does alone: token losses and every gradient, in every layout and family."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.shape import RopeScaling
+from tests.support.museum import exhibit
 from tests.support.options import Dropout, Recompute
 from tests.support.parity import assert_close, assert_same_tensors
+from tests.support.planted import Planted
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 from tests.support.token_losses import recorded_losses, token_losses
 from tests.support.training import (
@@ -119,6 +123,24 @@ def test_one_process_trains_each_document_as_if_it_were_alone(ranks, alone, fami
     _check(ranks, alone, replace(JOB, shape=SHAPES[family], micro_batch_size=2))
 
 
+def documents_of_the_first_row(micro_batches: Callable[..., Any]) -> Callable[..., Any]:
+    def alike(self: Any, count: int) -> Any:
+        pieces = micro_batches(self, count)
+        return [
+            replace(each, document_ids=each.document_ids[:1].expand_as(each.document_ids)) for each in pieces
+        ]
+
+    return alike
+
+
+@exhibit(
+    "Megatron-LM PR#5635",
+    subject="data",
+    there="with tensor parallelism and several rows in a micro batch, the mask of documents crashed or gave NaN",
+    here="every row has the mask of its own documents, in every layout and micro batch",
+    fault=Planted("megalite.parallel.step_batch:StepBatch.micro_batches", documents_of_the_first_row),
+    costly=True,
+)
 @pytest.mark.parametrize(
     ("family", "changes"),
     [

@@ -11,12 +11,21 @@ from megalite.config.deepspeed.optimizer import TORCH_ADAMW_DECAY
 from megalite.config.sources import peft
 from megalite.parallel.gradients import clip_factor
 from megalite.topology.optimizers import OPTIMIZERS
+from tests.support.museum import exhibit
 from tests.support.parity import assert_close
+from tests.support.planted import Planted, instead
 from tests.unit.config.runs import load
 
 OPTIMIZER = {"optimizer": {"type": "AdamW"}}
 
 
+@exhibit(
+    "DeepSpeed PR#8068",
+    subject="optimizer",
+    there="DeepSpeed's default of `gradient_clipping` became 1.0, and other programs still said that it does not clip",
+    here="a JSON without the key clips as the installed DeepSpeed does",
+    fault=Planted("megalite.config.deepspeed.read:_GRADIENT_CLIPPING", instead(0.0)),
+)
 def test_deepspeed_clips_and_keeps_the_rate_by_default(tmp_path: Path) -> None:
     deepspeed = pytest.importorskip("deepspeed.runtime.config")
     assert deepspeed.get_scheduler_name({}) is None

@@ -406,6 +406,14 @@ CASES = [
 
 
 @exhibit(
+    "Megatron-LM PR#5530",
+    subject="gradients",
+    there="a rank without any trained gradient broke the clipping of all",
+    here="adapter targets that leave a stage of the pipeline without an adapter are refused",
+    fault=without_rule("every_stage_trains_something"),
+    case="adapter.targets: adapts no linear of stage 1 of pa",
+)
+@exhibit(
     "DeepSpeed#8279",
     also=("DeepSpeed PR#8280",),
     subject="gradients",

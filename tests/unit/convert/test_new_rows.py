@@ -1,5 +1,6 @@
 """A larger vocabulary than that of the weights: new rows are the mean of the others."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,9 @@ from megalite.data.tokenizers.tokenizer import add_special_tokens, load_tokenize
 from megalite.errors import CheckpointError
 from megalite.topology.parameters import EMBEDDING, HEAD
 from megalite.topology.sharding import TensorSlice
+from tests.support.museum import exhibit
 from tests.support.parity import assert_close
+from tests.support.planted import Planted
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, save_stage
 
@@ -57,6 +60,19 @@ def test_without_added_tokens_a_larger_vocabulary_is_refused(tmp_path: Path) -> 
         )
 
 
+def at_the_end(_: object) -> Callable[..., list[int]]:
+    return lambda self, start, count: [
+        row - start for row in range(ROWS - len(self.added), ROWS) if start <= row < start + count
+    ]
+
+
+@exhibit(
+    "LlamaFactory PR#10547",
+    subject="tokenizers",
+    there="an embedding with more rows than tokens got the rows of added tokens at its end, not at their ids",
+    here="the rows of added tokens are those of their ids, in the padding too, and begin as the mean",
+    fault=Planted("megalite.convert.huggingface.new_rows:NewRows.added_in", at_the_end),
+)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("rows", [ROWS, ROWS + 2], ids=["as large", "larger"])
 def test_new_tokens_in_the_padding_begin_as_the_mean_of_the_tokens_before(

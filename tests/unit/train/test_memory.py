@@ -13,7 +13,9 @@ from megalite.train.step.train_step import TrainStep
 from tests.support.matrix.axes import AXES
 from tests.support.matrix.rows import config_of, settings_of
 from tests.support.matrix.train import TinyLoader
+from tests.support.museum import exhibit
 from tests.support.parity import FLOAT32_RTOL, assert_close
+from tests.support.planted import Planted
 from tests.support.ranks import RankPool
 
 PLAIN = {name: next(iter(axis.values)) for name, axis in AXES.items()}
@@ -58,6 +60,20 @@ def held_on_rank(settings: dict[str, Any]) -> tuple[int, int]:
     return weights, state
 
 
+def with_frozen_weights(_: Any) -> property:
+    return property(lambda replica: replica.parameters)
+
+
+@exhibit(
+    "DeepSpeed PR#8029",
+    also=("trl PR#6192", "trl PR#6091"),
+    subject="adapters",
+    there="frozen weights beside an adapter had fp32 masters and flat buffers",
+    here="the optimizer keeps state of the adapter alone",
+    fault=Planted("megalite.model.replica:Replica.trained", with_frozen_weights),
+    case="lora",
+    costly=True,
+)
 @pytest.mark.parametrize("name", RUNS)
 def test_it_is_the_size_of_the_tensors(ranks: RankPool, name: str) -> None:
     settings = {**settings_of(PLAIN), **RUNS[name]}

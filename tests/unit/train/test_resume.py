@@ -24,6 +24,8 @@ from megalite.train.step.train_step import StartingPoint, TrainStep
 from tests.support.checkpoint_pairs import COMMON, save
 from tests.support.matrix.rows import config_of
 from tests.support.matrix.train import TinyLoader
+from tests.support.museum import exhibit
+from tests.support.planted import Planted
 from tests.support.tiny_run import VOCABULARY, write_token_files
 from tests.support.waiting import wait_until
 
@@ -121,6 +123,17 @@ def test_a_resumed_run_draws_nothing_and_fills_every_element(
     assert not any(state.values.isnan().any() for state in states)
 
 
+@exhibit(
+    "tinker-cookbook#367",
+    also=("tinker-cookbook PR#448", "open-instruct PR#681"),
+    subject="checkpoints",
+    there="a run that resumed at the end of an epoch had an empty epoch, or passed over batches of the next",
+    here="more epochs go on with the first sample of the next one",
+    fault=Planted(
+        "megalite.train.step.train_step:TrainStep._within_epochs",
+        lambda _: lambda self, state, written: state,
+    ),
+)
 def test_more_epochs_go_on_with_the_first_sample_of_the_next(tmp_path: Path) -> None:
     """The last step of an epoch is filled with rows of the next one, which have no labels and come again."""
     write_token_files(tmp_path)
@@ -210,6 +223,23 @@ def test_the_schedule_stands_at_the_step_in_a_run_of_another_length(written: Pat
     assert epochs.learning_rate.decay_steps == 10
 
 
+def with_the_written_rates(resume: Callable[..., None]) -> Callable[..., None]:
+    def resumed_with_them(self: TrainStep, checkpoint: Path) -> None:
+        resume(self, checkpoint)
+        written = read_manifest(checkpoint).config["optimizer"]
+        for group in self.optimizer._optimizer.param_groups:  # type: ignore[attr-defined]
+            group["weight_decay"], group["learning_rate_ratio"] = written["weight_decay"], 1.0
+
+    return resumed_with_them
+
+
+@exhibit(
+    "Megatron-LM PR#4705",
+    subject="checkpoints",
+    there="the rates of groups in a checkpoint took the place of those that the resumed run set",
+    here="groups, rates and decay are those of the run that goes on, its moments those of the checkpoint",
+    fault=Planted("megalite.train.step.train_step:TrainStep.resume", with_the_written_rates),
+)
 def test_groups_and_the_optimizer_s_numbers_are_those_of_the_run_that_goes_on(written: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"
     group = {"pattern": "*.mlp.*", "learning_rate_ratio": 0.25, "weight_decay": 0.7}
