@@ -35,15 +35,17 @@ class TextEncoder:
     def pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return the ids of a context and of its continuation, which together are those of the whole text.
 
-        Spaces at the end of the context go to the continuation. Without a context the start token stands before.
+        Spaces at the end of the context go to the continuation, which is encoded alone where one token would hold it
+        with the end of the context. Without a context the start token stands before.
         """
         bare = context.rstrip()
         if not bare:
             ids = self.tokenizer.encode(context + continuation)
             return (ids[:1], ids[1:]) if ids[:1] == [self.start_id] else ([self.start_id], ids)
-        whole = self.ids(context + continuation)
-        first = len(self.ids(bare))
-        return whole[:first], whole[first:]
+        whole, alone = self.ids(context + continuation), self.ids(bare)
+        if len(whole) <= len(alone):  # nothing of the continuation would be scored, and nothing is the best score
+            return alone, self.tokenizer.encode((context + continuation)[len(bare) :])
+        return whole[: len(alone)], whole[len(alone) :]
 
 
 def pair_window(context: list[int], continuation: list[int], length: int) -> Window:
