@@ -40,12 +40,18 @@ class Restarts:
     def __init__(self, most: int):
         self._most = most
         self._ended: list[Ended] = []
+        self._in_vain = 0  # the last attempts that ended with the same newest checkpoint
         self.last_line = ""
         """Why there is no further attempt: one line; empty if none was needed or allowed."""
 
     def pause_after(self, ended: Ended) -> float | None:
-        """Return the seconds to wait before the next attempt; None if there is none."""
+        """Return the seconds to wait before the next attempt; None if there is none.
+
+        They double while attempts publish no new checkpoint: a job that goes on is not delayed by its earlier failures.
+        """
         earlier = [each for each in self._ended if each.started]
+        stands = bool(self._ended) and ended.checkpoint == self._ended[-1].checkpoint
+        self._in_vain = self._in_vain + 1 if stands else 1
         self._ended.append(ended)
         tries = len(self._ended)
         self.last_line = ""
@@ -58,7 +64,7 @@ class Restarts:
             place = "before its first step" if ended.step is None else f"at step {ended.step}"
             self.last_line = f"no restart: the job failed twice {place}, with no new checkpoint in between"
             return None
-        return float(min(2 ** (tries - 1), _LONGEST_PAUSE_SECONDS))
+        return float(min(2 ** (self._in_vain - 1), _LONGEST_PAUSE_SECONDS))
 
     def announcement(self, pause_seconds: float) -> str:
         """Return the line before the next attempt: cause, number, checkpoint."""

@@ -51,14 +51,20 @@ def test_without_restarts_nothing_is_started_again_nor_said():
     assert job.run(0).exit_code == 137 and job.said == []
 
 
-def test_pauses_double_up_to_a_minute():
-    job = Job(*failing(*((10 * each, 10 * each) for each in range(9))))
+def test_pauses_double_up_to_a_minute_while_no_checkpoint_is_new():
+    job = Job(*failing(*((50 + each, 50) for each in range(9))))
     assert job.run(8).exit_code == 137
     assert job.pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     assert job.said[-2:] == [
         f"8 earlier attempts failed: {LOST}",
         "no restart: all 8 of --restarts 8 are used",
     ]
+
+
+def test_a_job_that_goes_on_waits_a_second_after_each_failure():
+    job = Job(*failing((57, 50), (58, 50), (75, 70), (110, 100), (112, 100), (140, 130)), Ended(0, ""))
+    assert job.run(9).exit_code == 0
+    assert job.pauses == [1, 2, 1, 1, 2, 1]
 
 
 def test_the_same_step_twice_without_a_new_checkpoint_ends_the_job():
