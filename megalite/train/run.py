@@ -152,8 +152,9 @@ class Trainer:
         method: Literal["fork", "spawn"] = "fork"
         if computed and config.layout.world_size > 1:
             method = self._start_method(threads)
-        # torch's optimizers import the compiler when they are made: here once for all ranks.
-        preload = ["torch", "megalite.train.rank", "torch._dynamo"]
+        preload = ["torch", "megalite.train.rank"]
+        if _needs_compiler(config):
+            preload.append("torch._dynamo")  # here once for all ranks
         if config.zero_stage:
             preload.append("megalite.train.optimizer.deepspeed")
         with folder.claimed():
@@ -244,6 +245,15 @@ class Trainer:
             f"the run asks for {ranks} ranks, which cannot be started from here: {wrong}; "
             f"use torchrun --nproc-per-node {ranks} {script}, or train before anything is computed"
         )
+
+
+def _needs_compiler(config: RunConfig) -> bool:
+    """Return whether something of the run imports torch's compiler, as torch's own updates and recomputation do."""
+    training, own_update = (
+        config.training,
+        config.optimizer.name == "adamw" and config.model.kernels != "reference",
+    )
+    return training.compile or training.recompute != "none" or config.zero_stage > 0 or not own_update
 
 
 def _require_ranks(config: RunConfig, info: RankInfo | None, source: str) -> None:

@@ -14,12 +14,27 @@ from megalite.topology.state import EMA
 from megalite.train.optimizer.rule import OptimizerParts, ensure_state
 from megalite.train.optimizer.settings import OptimizerSettings
 
+# Methods that torch's compiler may not trace: torch imports it at their first call, unless they are marked.
+_UNTRACED = ("add_param_group", "state_dict", "load_state_dict", "zero_grad")
+
+
+def spare_compiler() -> None:
+    """Let torch's optimizers be made without torch's compiler, whose import takes as long as torch's own.
+
+    A run that compiles its layers imports it all the same. Where torch has no such marks, nothing changes.
+    """
+    for name in _UNTRACED:
+        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if method is not None:
+            vars(method).setdefault("__dynamo_disable", method)
+
 
 def torch_optimizer(parts: OptimizerParts) -> torch.optim.Optimizer:
     """Return the optimizer of the settings, with the moving average of the weights if ema_decay is set.
 
     The module of its name in this folder makes it (topology/optimizers.py).
     """
+    spare_compiler()
     module = import_module(f"megalite.train.optimizer.{parts.settings.optimizer.name}")
     optimizer: torch.optim.Optimizer = module.make(parts)
     keep_average(optimizer, parts.settings)

@@ -1,5 +1,8 @@
 """The torch path on one process: groups, clipping by value, the average of weights."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor
@@ -95,3 +98,26 @@ def test_a_gradient_that_is_wider_than_its_weight_is_summed_so():
     assert all(tensor.grad_dtype == torch.float32 for tensor in tensors.values())
     _, tensors = made(changed(SGD, accumulation="model"), torch.bfloat16)
     assert all(tensor.grad_dtype == torch.bfloat16 for tensor in tensors.values())
+
+
+def test_a_step_of_the_compiled_update_does_not_import_torchs_compiler() -> None:
+    """Its import takes as long as torch's own, and every start of a run would pay."""
+    script = """
+import sys, torch
+from megalite.train.optimizer.adamw import OnePassAdamW
+from megalite.train.optimizer.update import spare_compiler
+spare_compiler()
+weight = torch.nn.Parameter(torch.ones(3))
+def update(*arguments, **keywords): pass
+groups = [{"params": [weight], "lr": 0.1, "ema_decay": 0}]
+optimizer = OnePassAdamW(groups, {}, betas=(0.9, 0.95), eps=1e-8, update=update)
+weight.grad = torch.ones(3)
+optimizer.step()
+optimizer.zero_grad()
+optimizer.load_state_dict(optimizer.state_dict())
+print("torch._dynamo" in sys.modules)
+torch.optim.SGD([weight], lr=0.1).step()
+print("torch._dynamo" in sys.modules)
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert run.stdout.split() == ["False", "True"], run.stderr
