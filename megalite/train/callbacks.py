@@ -1,11 +1,13 @@
 """Code of the user's own in a run: hooks that see every step, add metrics, and may ask the run to end. No torch."""
 
+import importlib
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalite.errors import MegaliteError, TrainingError
+from megalite.errors import ConfigError, MegaliteError, Problem, TrainingError
 from megalite.monitor.metrics import ValidationMetrics, is_own_metric
 
 if TYPE_CHECKING:
@@ -74,6 +76,30 @@ class Callback:
 
     def on_train_end(self, run: ActiveRun) -> None:
         """After the last step, when everything is saved but the export."""
+
+
+def named_callbacks(names: Sequence[str]) -> tuple[Callback, ...]:
+    """Return an instance of each class MODULE:CLASS of training.callbacks. Raises ConfigError for one that is none.
+
+    The modules are those on Python's path and in the current folder.
+    """
+    callbacks, problems = [], []
+    if names and "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m megalite` has it
+    for name in names:
+        module, _, attribute = name.partition(":")
+        try:
+            kind = getattr(importlib.import_module(module or "."), attribute)
+            if not (isinstance(kind, type) and issubclass(kind, Callback)):
+                raise TypeError(f"{attribute} is no class derived from megalite.Callback")
+            callbacks.append(kind())
+        except Exception as error:
+            wrong = f'"{name}" cannot be made: {type(error).__name__}: {error}'
+            remedy = "write MODULE:CLASS, of a module in this folder or on PYTHONPATH, whose class needs no arguments"
+            problems.append(Problem("training.callbacks", wrong, remedy, value=list(names)))
+    if problems:
+        raise ConfigError(problems)
+    return tuple(callbacks)
 
 
 class Callbacks:

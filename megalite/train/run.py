@@ -34,7 +34,7 @@ from megalite.monitor.console import announce, complain
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.sinks import absent_packages
 from megalite.planner.machine import memory_problems
-from megalite.train.callbacks import Callback
+from megalite.train.callbacks import Callback, named_callbacks
 from megalite.train.interruption import (
     StopSignals,
     ignore_repeated_signals,
@@ -157,13 +157,14 @@ class Trainer:
             preload.append("torch._dynamo")  # here once for all ranks
         if config.zero_stage:
             preload.append("megalite.train.optimizer.deepspeed")
+        job = RankJob(config, threads, self._all_callbacks(), budget, self.origins)
         with folder.claimed():
             prepare_inputs(config, folder)
             return run_local_ranks(
                 train_rank,
                 config.layout,
                 folder.failures,
-                arguments=(RankJob(config, threads, self.callbacks, budget, self.origins),),
+                arguments=(job,),
                 start=LocalStart(preload, method, config.hang_policy, complain),
             )
 
@@ -209,7 +210,7 @@ class Trainer:
         _prepare_deepspeed(self.config, info)
         _require_kernels(self.config)
         try:
-            job = RankJob(self.config, threads, self.callbacks, budget, self.origins)
+            job = RankJob(self.config, threads, self._all_callbacks(), budget, self.origins)
             code = train_rank(info, job, signals, meeting)
         except KeyboardInterrupt:
             if meeting is not None:
@@ -218,6 +219,9 @@ class Trainer:
         if meeting is not None and (verdict := meeting.leave(code)) is not None:
             raise JobEnded(verdict)
         return code
+
+    def _all_callbacks(self) -> tuple[Callback, ...]:
+        return (*self.callbacks, *named_callbacks(self.config.training.callbacks))
 
     def _require(self, info: RankInfo | None, source: str) -> None:
         """Raise MegaliteError for settings that this machine and this start cannot fulfil."""

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megalite.config.sections.section import Count, Fraction, Section, Text
+from megalite.config.sections.section import Count, Fraction, Lenient, Section, Text
 
 RecomputeMode = Literal["none", "selective", "full"]
 
@@ -171,4 +171,7 @@ class TrainingConfig(ComputeSettings, PrecisionSettings, _LengthSettings):
 
     threads: Count | Literal["auto"] = Field(
         "auto", description='CPU threads per rank; "auto": the machine\'s cores divided by its ranks'
+    )
+    callbacks: Annotated[tuple[Text, ...], Lenient] = Field(
+        (), description='callbacks of your own as MODULE:CLASS, as in ["my_hooks:WeightNorm"]'
     )

@@ -40,7 +40,7 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
     (Rule.FREE, "", "parallel: schedule virtual_stages layers_per_stage"),
     (Rule.FREE, "", "training: stop_after micro_batch_size micro_batches recompute recompute_layers"),
     (Rule.FREE, "", "training: recompute_ratio sequence_chunk offload_activations compile"),
-    (Rule.FREE, "", "training: threads memory_limit empty_cache_every"),
+    (Rule.FREE, "", "training: threads memory_limit empty_cache_every callbacks"),
     (Rule.FREE, "", "deepspeed: config native_optimizer"),
     (Rule.FREE, "", "data: workers loader_workers prefetch"),
     (Rule.FREE, "", "validation: every at_start patience minimum_improvement"),

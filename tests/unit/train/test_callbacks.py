@@ -1,14 +1,16 @@
 """Callbacks: what they return, and what is said of one that raises."""
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from megalite.errors import DataError, TrainingError
+from megalite.errors import ConfigError, DataError, TrainingError
 from megalite.launcher.control.failures import FailureFolder
 from megalite.topology.axes import Layout
-from megalite.train.callbacks import ActiveRun, Callback, Callbacks
+from megalite.train.callbacks import ActiveRun, Callback, Callbacks, named_callbacks
 
 RUN = cast(ActiveRun, SimpleNamespace(state=SimpleNamespace(step=3)))
 REPORT = cast(Any, SimpleNamespace(step=3, loss=2.0))
@@ -71,3 +73,28 @@ def test_a_connection_of_the_users_is_not_taken_for_that_of_a_rank(tmp_path: Any
     report = folder.of_exception(info, raised.value)
     assert not report.secondary and "the dashboard is down" in report.headline
     assert "ConnectionRefusedError" in report.traceback
+
+
+def test_callbacks_are_made_by_their_names_in_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module of the current folder, as a user writes one beside RUN.toml."""
+    (tmp_path / "hooks_of_this_test.py").write_text(
+        "import megalite\nclass Norm(megalite.Callback): pass\nclass Needs(Norm):\n    def __init__(self, x): ...\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [path for path in sys.path if path])
+    [made] = named_callbacks(["hooks_of_this_test:Norm"])
+    assert type(made).__name__ == "Norm" and named_callbacks([]) == ()
+    wrong = [
+        "hooks_of_this_test:Absent",
+        "nowhere_at_all:Norm",
+        "pathlib:Path",
+        "Norm",
+        "hooks_of_this_test:Needs",
+    ]
+    with pytest.raises(ConfigError) as error:
+        named_callbacks(wrong)
+    assert [problem.message.split(" cannot")[0] for problem in error.value.problems] == [
+        f'"{name}"' for name in wrong
+    ]
