@@ -13,21 +13,41 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGE = Path(__file__).parent / "museum.md"
 REPOSITORIES = {
+    "accelerate": "huggingface/accelerate",
+    "apex": "NVIDIA/apex",
+    "Automodel": "NVIDIA-NeMo/Automodel",
     "axolotl": "axolotl-ai-cloud/axolotl",
+    "Chinese-LLaMA-Alpaca": "ymcui/Chinese-LLaMA-Alpaca",
+    "ColossalAI": "hpcaitech/ColossalAI",
     "cookbook": "fw-ai/cookbook",
+    "datasets": "huggingface/datasets",
     "DeepSpeed": "deepspeedai/DeepSpeed",
+    "Energon": "NVIDIA/Megatron-Energon",
+    "Eval": "ai-twinkle/Eval",
+    "gpt-neox": "EleutherAI/gpt-neox",
+    "imp": "kekzl/imp",
+    "lingua": "facebookresearch/lingua",
     "LlamaFactory": "hiyouga/LlamaFactory",
+    "lm-evaluation-harness": "EleutherAI/lm-evaluation-harness",
     "Megatron-Bridge": "NVIDIA-NeMo/Megatron-Bridge",
+    "Megatron-DeepSpeed": "deepspeedai/Megatron-DeepSpeed",
     "Megatron-LM": "NVIDIA/Megatron-LM",
+    "mlx-lm": "ml-explore/mlx-lm",
+    "ms-swift": "modelscope/ms-swift",
+    "nanotron": "huggingface/nanotron",
+    "nccl": "NVIDIA/nccl",
+    "OLMo-core": "allenai/OLMo-core",
     "open-instruct": "allenai/open-instruct",
     "OpenRLHF": "OpenRLHF/OpenRLHF",
     "peft": "huggingface/peft",
     "tinker-cookbook": "thinking-machines-lab/tinker-cookbook",
     "torchtitan": "pytorch/torchtitan",
+    "TransformerEngine": "ROCm/TransformerEngine",
     "transformers": "huggingface/transformers",
     "trl": "huggingface/trl",
     "unsloth": "unslothai/unsloth",
     "vllm": "vllm-project/vllm",
+    "vllm-fork": "HabanaAI/vllm-fork",
 }
 """Name in a report -> owner and repository on GitHub."""
 SUBJECTS = {
@@ -37,6 +57,7 @@ SUBJECTS = {
     "data": "Text, batches and validation",
     "adapters": "Adapters",
     "gradients": "Gradients and ZeRO",
+    "layouts": "Layouts, documents and dropout",
     "optimizer": "Optimizers and learning rates",
     "checkpoints": "Checkpoints and resumed runs",
     "folders": "Hugging Face folders",
@@ -44,6 +65,7 @@ SUBJECTS = {
     "serving": "Serving and generation",
     "launch": "Launchers and hosts",
     "records": "Metrics and reports",
+    "settings": "Settings, plans and builds",
 }
 """Subject of an exhibit -> its heading."""
 PREAMBLE = """# The museum of bugs

@@ -9,6 +9,7 @@ from docs import museum
 from docs.museum import SUBJECTS, Row, exhibits, report_links
 from tests.support import museum as of_pytest
 from tests.support.context_faults import CONTEXT_FAULTS
+from tests.support.expert_faults import EXPERT_FAULTS
 from tests.support.mutations import FAULTS, OPTIMIZER_FAULTS, PREFERENCE_FAULTS, PREFIX_FAULTS
 from tests.support.planted import PLANTED, Planted, instead
 
@@ -42,7 +43,7 @@ def test_every_report_stands_once_with_a_line_of_each() -> None:
 
 
 def test_a_fault_that_is_only_named_is_planted_by_the_test() -> None:
-    known = {*FAULTS, *OPTIMIZER_FAULTS, *PREFIX_FAULTS, *PREFERENCE_FAULTS, *CONTEXT_FAULTS}
+    known = {*FAULTS, *OPTIMIZER_FAULTS, *PREFIX_FAULTS, *PREFERENCE_FAULTS, *CONTEXT_FAULTS, *EXPERT_FAULTS}
     for row in EXHIBITS:
         function, calls = decorators(row)
         for call in calls:

@@ -43,7 +43,8 @@ class TextEncoder:
             ids = self.tokenizer.encode(context + continuation)
             return (ids[:1], ids[1:]) if ids[:1] == [self.start_id] else ([self.start_id], ids)
         whole, alone = self.ids(context + continuation), self.ids(bare)
-        if len(whole) <= len(alone):  # nothing of the continuation would be scored, and nothing is the best score
+        # Otherwise nothing of the continuation would be scored, which would be the best of all scores.
+        if len(whole) <= len(alone):
             return alone, self.tokenizer.encode((context + continuation)[len(bare) :])
         return whole[: len(alone)], whole[len(alone) :]
 

@@ -31,7 +31,9 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.optimizer.torch import TorchOptimizer
+from tests.support import reported_faults as faults
 from tests.support.checkpoints import save_checkpoint
+from tests.support.museum import exhibit
 from tests.support.parity import ZERO_RTOL, assert_close
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.support.waiting import PATIENCE
@@ -165,6 +167,14 @@ def averaged_run(run: Path, shape: ModelShape) -> None:
     )
 
 
+@exhibit(
+    "torchtitan PR#4166",
+    subject="folders",
+    there="a run in bf16 was exported as float32 by name, with the digits of bf16",
+    here="an export in float32 has the float32 masters",
+    fault=faults.MASTERS_ARE_ROUNDED,
+    costly=True,
+)
 def test_masters_and_the_moving_average_can_be_exported(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from megalite.cli import main
 from megalite.launcher import machine_report as machine
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 
 
 def test_the_report_names_every_package_and_what_would_be_used(capsys):
@@ -42,6 +44,15 @@ def test_a_missing_package_is_said_with_its_price_and_the_exit_code(capsys, monk
     assert "nothing can run here without torch" in said
 
 
+@exhibit(
+    "apex#161",
+    also=("apex#1755", "apex#954"),
+    subject="settings",
+    there="an apex without its compiled parts was installed, imported well, and failed in the first step",
+    here="such an apex counts as none, and is told apart",
+    fault=faults.ANY_APEX_IS_TAKEN,
+    case="False",
+)
 @pytest.mark.parametrize("compiled", [False, True])
 def test_an_apex_without_compiled_parts_is_not_apex(tmp_path, monkeypatch, compiled):
     (tmp_path / "apex").mkdir()

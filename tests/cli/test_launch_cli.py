@@ -7,6 +7,8 @@ import sys
 import pytest
 
 from megalite.cli import main
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 
 RUN = """\
 [model]
@@ -152,6 +154,14 @@ def test_an_mpirun_that_is_not_there_is_named(folder, capsys, monkeypatch):
     assert "there is no mpirun.absent (MPIRUN)" in refusal(capsys, "run.toml", "--backend", "mpirun")
 
 
+@exhibit(
+    "DeepSpeed#4370",
+    subject="launch",
+    there="the options for ssh in PDSH_SSH_ARGS_APPEND were overwritten",
+    here="they are kept, and used for every question to a host",
+    fault=faults.SSH_OPTIONS_ARE_REPLACED,
+    case="deepspeed--p 2222 -i key-more1-options1",
+)
 @pytest.mark.parametrize(
     ("backend", "append", "more", "options"),
     [

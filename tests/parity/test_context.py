@@ -12,6 +12,7 @@ from megalite.topology.axes import Layout
 from tests.parity.test_documents import SHAPES as LONGER
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.context_faults import CONTEXT_FAULTS, planted_context_fault
+from tests.support.museum import exhibit
 from tests.support.options import Dropout, Recompute
 from tests.support.parity import OPERATOR_RTOL, ZERO_RTOL
 from tests.support.ranks import RankFailed, RanksHung
@@ -144,6 +145,31 @@ def test_ranks_that_share_sequences_equal_one_process(ranks, reference, name):
     _compare(ranks, reference, JOBS[name])
 
 
+@exhibit(
+    "trl PR#6843",
+    also=("Megatron-LM#1131",),
+    subject="layouts",
+    there="with context parallelism packed documents saw each other",
+    here="a document sees itself alone, on any number of ranks",
+    fault="documents ignored off the diagonal",
+    case="documents ignored off the diagonal",
+)
+@exhibit(
+    "Megatron-LM#673",
+    subject="layouts",
+    there="with context parallelism the loss was scaled by the number of context ranks",
+    here="a token counts once, whatever number of ranks share its sequence",
+    fault="tokens counted by every context rank",
+    case="tokens counted by every context rank",
+)
+@exhibit(
+    "Megatron-LM#1464",
+    subject="layouts",
+    there="with context parallelism gradients were wrong by more than their own size",
+    here="gradients of ranks that share a sequence are those of one process",
+    fault="gradients summed over dp only",
+    case="gradients summed over dp only",
+)
 @pytest.mark.parametrize("name", cases(CONTEXT_FAULTS, core=list(CONTEXT_FAULTS)[::3]))
 def test_a_planted_fault_departs_from_one_process(ranks, reference, name):
     job = replace(JOB, **CONTEXT_FAULTS[name].changes)

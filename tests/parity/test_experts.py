@@ -15,6 +15,7 @@ from megalite.train.optimizer.settings import OptimizerSettings
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.context_faults import planted_context_fault
 from tests.support.expert_faults import EXPERT_FAULTS
+from tests.support.museum import exhibit
 from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL, OPERATOR_RTOL, about
 from tests.support.ranks import RankFailed, RanksHung
@@ -199,6 +200,14 @@ def test_biases_and_loads_follow_one_curve(ranks, reference, name):
     assert len(set(loads)) > 1, "no bias changed a choice"
 
 
+@exhibit(
+    "Megatron-LM#5916",
+    subject="gradients",
+    there="the norm left out a part of the experts where they were divided over ranks",
+    here="each expert counts once in the norm",
+    fault="norm without the experts of other ranks",
+    case="norm without the experts of other ranks",
+)
 @pytest.mark.parametrize("name", cases(tuple(EXPERT_FAULTS), core=tuple(EXPERT_FAULTS)[::4]))
 def test_a_planted_fault_departs_from_one_process(ranks, reference, name):
     changes = dict(EXPERT_FAULTS[name].changes)

@@ -18,6 +18,8 @@ from megalite.checkpoint.save import RunRecord, draft_checkpoint
 from megalite.checkpoint.staging import Staging
 from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.tiny import tiny_shape
 from tests.unit.checkpoint.worlds import HeldStage, HeldState, ThreadMesh, World, on_all_ranks
 
@@ -101,6 +103,14 @@ def test_it_is_published_between_two_steps_once_all_have_written(
     WORLD.assert_loaded(WORLD.load(tmp_path / "step-000100"))
 
 
+@exhibit(
+    "axolotl PR#3709",
+    also=("axolotl PR#3635",),
+    subject="checkpoints",
+    there="the memory of a run grew with each save",
+    here="all saves are staged in the same memory",
+    fault=faults.STAGING_GROWS,
+)
 def test_one_after_the_other_in_the_same_memory(tmp_path: Path) -> None:
     def train(rank: Rank) -> int:
         held = set()

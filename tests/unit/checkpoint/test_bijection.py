@@ -26,7 +26,9 @@ from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.state import NoOptimizer
+from tests.support import reported_faults as faults
 from tests.support.checkpoints import save_checkpoint
+from tests.support.museum import exhibit
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES
 from tests.unit.checkpoint.worlds import HeldStage, ThreadMesh, World, on_all_ranks
@@ -120,6 +122,15 @@ def test_every_element_of_the_folder_lands_exactly_once(tmp_path: Path, variant:
     assert torch.equal(counts, expected_counts(shape, tensor))
 
 
+@exhibit(
+    "gpt-neox PR#1220",
+    also=("gpt-neox PR#1072",),
+    subject="folders",
+    there="biases of row-parallel layers were divided or multiplied when tensor-parallel ranks were joined",
+    here="every element returns to its place with its value, from any layout",
+    fault=faults.BIASES_OF_ROWS_ARE_SUMMED,
+    case="gpt_neox-tensor 4, uneven pipeline 2",
+)
 @pytest.mark.parametrize("layout", cases(LAYOUTS, core=["tensor 4, uneven pipeline 2"]))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_export_puts_every_element_back(tmp_path: Path, variant: str, layout: str) -> None:

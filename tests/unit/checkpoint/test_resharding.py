@@ -16,6 +16,8 @@ from megalite.errors import CheckpointError
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import RopeScaling
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.tiny import tiny_shape
 from tests.unit.checkpoint.worlds import KINDS, HeldState, World
 
@@ -46,6 +48,42 @@ def test_any_layout_loads_what_any_layout_saved(
         reader.assert_loaded(reader.load(paths[0]))
 
 
+@exhibit(
+    "Megatron-LM PR#5077",
+    subject="checkpoints",
+    there="moments of the optimizer moved to other weights where its shards were cut anew",
+    here="moments are bit for bit those of their weights, however the optimizer's shards are cut",
+    fault=faults.MOMENTS_FROM_THE_PARAMETER_S_START,
+    case="other shards of the optimizer",
+)
+@exhibit(
+    "DeepSpeed#6503",
+    subject="checkpoints",
+    there="a checkpoint could not be loaded with another number of tensor-parallel ranks",
+    here="any layout loads what any layout saved, bit for bit",
+    fault=faults.LOADED_AT_LOCAL_PLACES,
+    case="more tensor ranks",
+)
+@pytest.mark.parametrize(
+    ("written_by", "read_by"),
+    [(Layout(data=2, tensor=2), Layout(tensor=4)), (Layout(data=3, tensor=2), Layout(data=2))],
+    ids=["more tensor ranks", "other shards of the optimizer"],
+)
+def test_shards_cut_anew_are_those_of_their_weights(
+    tmp_path: Path, written_by: Layout, read_by: Layout
+) -> None:
+    [path, *_] = World(tiny_shape(layers=2), written_by, cuts=(0.31, 0.8)).save(tmp_path)
+    reader = World(tiny_shape(layers=2), read_by, cuts=(0.57,))
+    reader.assert_loaded(reader.load(path))
+
+
+@exhibit(
+    "nanotron#221",
+    subject="checkpoints",
+    there="a run with pipeline stages could not resume its optimizer",
+    here="stages of any sizes load weights and moments of any others",
+    fault=faults.MOMENTS_LEFT_OUT,
+)
 def test_uneven_stages_load_into_even_ones(tmp_path: Path) -> None:
     shape = tiny_shape()
     [path, *_] = World(shape, Layout(pipeline=2, tensor=2), given=(1, 3)).save(tmp_path)
@@ -159,6 +197,14 @@ def test_latest_is_the_last_one_saved(tmp_path: Path) -> None:
     ]
 
 
+@exhibit(
+    "DeepSpeed#3841",
+    also=("DeepSpeed#3607", "transformers#10789"),
+    subject="checkpoints",
+    there="weights that are divided over ranks were saved in part, or empty, and nobody said so",
+    here="a checkpoint that lacks an element is not published, and the tensor is named",
+    fault=faults.PUBLISHED_WITH_HOLES,
+)
 def test_state_that_no_rank_owns_is_found_before_publishing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from megalite.config.rules.batch import BatchProblem
 from megalite.config.rules.every import RULES
 from megalite.config.sections.checked import Unknown
 from megalite.topology.sharding import divisors
+from tests.support import reported_faults as faults
 from tests.support.museum import exhibit
 from tests.support.planted import without_rule
 from tests.unit.config.expert_cases import EXPERT_CASES
@@ -412,6 +413,24 @@ CASES = [
     here="adapter targets that leave a stage of the pipeline without an adapter are refused",
     fault=without_rule("every_stage_trains_something"),
     case="adapter.targets: adapts no linear of stage 1 of pa",
+)
+@exhibit(
+    "DeepSpeed#823",
+    also=("DeepSpeed#568", "DeepSpeed#1629", "gpt-neox#62"),
+    subject="settings",
+    there="ZeRO 2 or 3 with pipeline stages failed somewhere in the engine",
+    here="it is refused before the start, with the reason and the nearest stage",
+    fault=without_rule("zero_fits_the_pipeline"),
+    case="deepspeed.zero_optimization.stage: 2 (run.toml) re",
+)
+@exhibit(
+    "DeepSpeed#6914",
+    also=("DeepSpeed#17", "LlamaFactory#2574"),
+    subject="settings",
+    there="batch sizes that contradict each other ended in an assertion without their origins",
+    here="the equation is shown with the origin of each number and the nearest values that fit",
+    fault=faults.CONTRADICTIONS_HAVE_NO_ORIGIN,
+    case="training.global_batch_size: 8 (run.toml) is not mi",
 )
 @exhibit(
     "DeepSpeed#8279",

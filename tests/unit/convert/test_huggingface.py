@@ -26,6 +26,8 @@ from megalite.families.registry import FAMILIES, hf_config
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import tiny_batch, tiny_corpus, tiny_shape, tiny_tokenizer
 from tests.unit.checkpoint.worlds import World
@@ -38,6 +40,14 @@ def shape_for(tokenizer_size: int, *, tied: bool) -> ModelShape:
     )
 
 
+@exhibit(
+    "gpt-neox#971",
+    also=("gpt-neox#1317",),
+    subject="folders",
+    there="the exported folder lacked layers",
+    here="an export has every tensor and gives the logits of the run",
+    fault=faults.A_LAYER_IS_NOT_EXPORTED,
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_transformers_loads_what_was_trained(tmp_path: Path, tied: bool) -> None:
     shape = shape_for(101, tied=tied)
@@ -131,6 +141,13 @@ def test_a_weight_beyond_the_type_is_refused_by_name(
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
+@exhibit(
+    "torchtitan PR#3764",
+    subject="folders",
+    there="the index of a folder with a tied head named a head that no file had",
+    here="the index names the tensors that are in the files, and no tied head",
+    fault=faults.INDEX_NAMES_THE_TIED_HEAD,
+)
 def test_tied_weights_are_written_once_and_a_large_tensor_has_a_file_of_its_own(tmp_path: Path) -> None:
     shape = shape_for(101, tied=True)
     checkpoint = save_stage(tmp_path, shape, lively_stage(shape))
@@ -289,6 +306,23 @@ WEIGHT_FAULTS = {
 }  # fmt: skip
 
 
+@exhibit(
+    "torchtitan#1454",
+    subject="folders",
+    there="the two norms of each layer were exchanged in the exported folder",
+    here="exchanged norms are found before the folder appears",
+    fault=faults.EXPORTS_ARE_NOT_COMPARED,
+    case="5.0-norms swapped",
+)
+@exhibit(
+    "nanotron#241",
+    also=("nanotron PR#427", "torchtitan PR#1441"),
+    subject="folders",
+    there="rows of queries and keys were written in another order; no shape and no name told",
+    here="an export whose logits differ is refused, with the part named",
+    fault=faults.EXPORTS_ARE_NOT_COMPARED,
+    case="1.0-query and key rows interleaved",
+)
 @pytest.mark.parametrize("fault", WEIGHT_FAULTS)
 @pytest.mark.parametrize("scale", [1.0, 5.0])
 def test_an_export_with_wrong_weights_is_refused(

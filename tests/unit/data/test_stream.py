@@ -18,6 +18,8 @@ from megalite.data.batches.stream_loader import StreamLoader
 from megalite.data.text.corpus import PIECE_CHARACTERS, Corpus
 from megalite.data.tokenizers.tokenizer import Tokenizer
 from megalite.errors import DataError
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.tiny import tiny_corpus
 
 pyarrow = pytest.importorskip("pyarrow")
@@ -115,6 +117,14 @@ def test_sequences_are_the_tokens_of_the_documents_in_order(
         assert np.array_equal(read.sequence(number), expected)
 
 
+@exhibit(
+    "datasets#8308",
+    also=("torchtitan#3907", "torchtitan PR#3008"),
+    subject="checkpoints",
+    there="streamed data began again at the second resume, or went on at a wrong place after the first epoch",
+    here="streamed text goes on at any sequence, through the end of an epoch too",
+    fault=faults.A_RESUMED_STREAM_BEGINS_AGAIN,
+)
 @pytest.mark.parametrize("seed", [None, 5])
 def test_a_lane_goes_on_at_any_sequence(
     files: tuple[StreamFile, ...], tokenizer: Tokenizer, seed: int | None

@@ -8,6 +8,8 @@ from tokenizers import Tokenizer, models
 from megalite.data.tokenizers.tokenizer import load_tokenizer
 from megalite.evaluate import encoding
 from megalite.evaluate.encoding import TextEncoder
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 
 TOKENS = ["</s>", "a", "b", "c", " ", "ab", " c", "bc"]
 MERGES = [("a", "b"), (" ", "c"), ("b", "c")]
@@ -25,6 +27,14 @@ def words(ids: list[int]) -> list[str]:
     return [TOKENS[each] for each in ids]
 
 
+@exhibit(
+    "lm-evaluation-harness#1053",
+    also=("lm-evaluation-harness#1297", "lm-evaluation-harness PR#4055"),
+    subject="evaluation",
+    there="an answer that one token held together with the end of its question had no token of its own",
+    here="such an answer is encoded alone, and scored",
+    fault=faults.MERGED_TOKENS_COUNT_AS_CONTEXT,
+)
 @pytest.mark.parametrize(
     ("context", "continuation", "expected"),
     [
@@ -43,6 +53,14 @@ def test_a_continuation_has_tokens_of_its_own(
     assert (words(of_context), words(of_continuation)) == expected
 
 
+@exhibit(
+    "mlx-lm PR#1902",
+    also=("lingua#28", "Eval#137"),
+    subject="evaluation",
+    there="where a question had to be cut to fit, some of its own tokens were scored with the answer",
+    here="the window ends with the answer, and its targets are the answer's tokens alone",
+    fault=faults.SCORES_REACH_INTO_THE_CONTEXT,
+)
 @pytest.mark.parametrize("length", [5, 3, 6, 9])
 def test_a_cut_context_leaves_the_targets(length: int) -> None:
     context, continuation = [10, 11, 12, 13], [20, 21, 22]

@@ -24,7 +24,9 @@ from megalite.topology.experts import ExpertShape, MixtureShape
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape, RopeScaling
 from megalite.topology.sharding import TensorSlice
+from tests.support import reported_faults as faults
 from tests.support.huggingface import names_in_files
+from tests.support.museum import exhibit
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES, tiny_shape
 
@@ -87,6 +89,15 @@ def test_names_and_shapes_are_those_of_transformers(shape, tmp_path):
     assert {tensor.name: tensor.shape for tensor in family_tensors(shape)} == theirs
 
 
+@exhibit(
+    "gpt-neox#1208",
+    also=("gpt-neox PR#1209",),
+    subject="folders",
+    there="the exported config.json lacked the width of the MLP, and transformers assumed another one",
+    here="a config.json reads back as the same model, with any width",
+    fault=faults.CONFIG_LACKS_THE_MLP_S_WIDTH,
+    case="megalite-gpt_neox",
+)
 @pytest.mark.parametrize("shape", READ_BACK.values(), ids=READ_BACK)
 @pytest.mark.parametrize("written_by", ["megalite", "transformers"])
 def test_a_configuration_reads_back_as_the_same_shape(shape, written_by, tmp_path):

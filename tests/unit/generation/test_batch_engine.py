@@ -14,7 +14,9 @@ from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import GREEDY, Request, Sampling, sampling_problems
 from megalite.generation.source import ModelSource
 from megalite.model.replica import Replica
+from tests.support import reported_faults as faults
 from tests.support.generation import generate_ids, mixed_requests
+from tests.support.museum import exhibit
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, our_logits
@@ -66,6 +68,13 @@ def test_a_request_gives_the_same_alone_and_among_others(loaded: LoadedModel, sa
         assert list(ids) == [each.token for each in events]
 
 
+@exhibit(
+    "imp#1310",
+    subject="serving",
+    there="a character that ended within a token was shown as a replacement mark, in a stream or in a whole answer",
+    here="tokens are decoded as whole characters, one by one as all at once",
+    fault=faults.HALF_CHARACTERS_ARE_SHOWN,
+)
 def test_the_text_is_that_of_all_tokens_at_once(loaded: LoadedModel) -> None:
     backend = loaded.tokenizer
     for words in ("每个阶段 sends the weights. ", "das Maß", "a 🙂 b", "no end \ufffd"):

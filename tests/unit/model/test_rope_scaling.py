@@ -16,6 +16,8 @@ from megalite.errors import ConfigError
 from megalite.families.registry import hf_config
 from megalite.model.rope import LayerRotations
 from megalite.topology.shape import ModelShape, RopeScaling
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import tiny_shape
 
@@ -78,6 +80,14 @@ def theirs(shape: ModelShape, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     return cosines[0, :, :PAIRS], sines[0, :, :PAIRS]
 
 
+@exhibit(
+    "torchtitan PR#4215",
+    subject="folders",
+    there="YaRN's lower bound was not kept at zero or above, and frequencies were wrong",
+    here="frequencies are those of transformers, also for few pairs and short lengths",
+    fault=faults.YARN_IS_NOT_CLAMPED,
+    case="yarn-32",
+)
 @pytest.mark.parametrize("length", [ORIGINAL // 2, ORIGINAL, ORIGINAL + 1, 2 * ORIGINAL])
 @pytest.mark.parametrize("name", SCALINGS)
 def test_angles_equal_those_of_transformers(name: str, length: int) -> None:

@@ -6,9 +6,18 @@ import pytest
 
 from megalite.monitor.sink import ReportedRun
 from megalite.monitor.tensorboard import TensorBoardFile
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.unit.config.runs import load
 
 
+@exhibit(
+    "Megatron-LM PR#5121",
+    subject="records",
+    there="event files of runs that ended early broke the curves at the next start, or doubled their steps",
+    here="a resumed run goes on with its curves, each step once",
+    fault=faults.CURVES_KEEP_LATER_STEPS,
+)
 def test_a_resumed_run_goes_on_with_its_curves_without_doubles(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

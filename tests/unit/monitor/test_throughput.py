@@ -10,10 +10,21 @@ from megalite.monitor import throughput
 from megalite.monitor.memory import MemoryUse, device_memory, process_memory
 from megalite.monitor.throughput import Throughput
 from megalite.topology.flops import flops_per_token
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.parity import about
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
 
 
+@exhibit(
+    "torchtitan PR#2990",
+    also=("torchtitan PR#3225",),
+    subject="records",
+    there="parameters and operations were counted wrongly for a model with a tied head",
+    here="the product with the vocabulary counts once, tied or not",
+    fault=faults.A_TIED_HEAD_COSTS_NOTHING,
+    case="True",
+)
 @pytest.mark.parametrize("tied", [False, True])
 def test_flops_count_every_product_of_a_token(tied: bool) -> None:
     # A layer: query 48x48, key and value 48x24 each, output 48x48; gate, up and down 48x76 each. The head: 101x48.

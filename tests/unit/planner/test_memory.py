@@ -18,6 +18,8 @@ from megalite.planner.zero_buffers import ZeroBuffers, zero_buffers
 from megalite.topology.adapter import Lora, Prefix
 from megalite.topology.axes import Layout
 from megalite.topology.shape import ModelShape
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.parity import about
 from tests.unit.planner.plans import SHAPE, plan
 
@@ -148,6 +150,14 @@ def test_a_frozen_linear_keeps_no_input() -> None:
     assert "input of mlp.down_proj" not in names and "input of mlp.down_proj" in layer_tensors(plan(), "none")
 
 
+@exhibit(
+    "Megatron-LM#525",
+    also=("Megatron-LM#597", "Megatron-LM#482", "Megatron-Bridge PR#5077"),
+    subject="settings",
+    there="the memory that was estimated for a stage was far from what it took",
+    here="each stage is counted with the micro batches that its schedule keeps there",
+    fault=faults.A_MICRO_BATCH_IS_NOT_COUNTED,
+)
 def test_a_stage_holds_the_micro_batches_that_its_schedule_has_in_flight() -> None:
     """1F1B: stages - stage micro batches; GPipe: all. Each is 2 layers, and a little for the one that runs."""
     layer = layer_activations(plan(), "none")

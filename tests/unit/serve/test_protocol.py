@@ -8,6 +8,8 @@ import pytest
 
 from megalite.generation import json_schema
 from megalite.generation.json_schema import JSON_OBJECT
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.serving import ADAPTER, CONTEXT, MODEL, Live, served
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 3, "seed": 0}
@@ -39,6 +41,13 @@ def test_a_completion(tmp_path: Path) -> None:
     served(scenario, tmp_path)
 
 
+@exhibit(
+    "vllm-fork#773",
+    subject="serving",
+    there="a request with a seed ended the engine for everybody",
+    here="choices of a request with a seed have seeds of their own, and are answered",
+    fault=faults.CHOICES_SHARE_A_SEED,
+)
 def test_choices_of_several_prompts_have_seeds_of_their_own(tmp_path: Path) -> None:
     async def scenario(server: Live) -> None:
         body = (await server.complete(prompt=["One", "Two"], n=2)).json()
@@ -47,6 +56,43 @@ def test_choices_of_several_prompts_have_seeds_of_their_own(tmp_path: Path) -> N
         assert one["usage"] == {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7}
         many = (await server.complete(prompt=[[5], [6, 7]], n=2)).json()
         assert many["usage"]["prompt_tokens"] == 3 and len(many["choices"]) == 4
+
+    served(scenario, tmp_path)
+
+
+@exhibit(
+    "vllm#7283",
+    also=("vllm#7632",),
+    subject="serving",
+    there="an empty prompt ended the engine for everybody",
+    here="it is refused, and the others get their answers",
+    fault=faults.EMPTY_PROMPTS_REACH_THE_ENGINE,
+)
+@pytest.mark.parametrize("prompt", ["", []], ids=["no text", "no tokens"])
+def test_nothing_to_read_is_refused_and_the_others_go_on(tmp_path: Path, prompt: Any) -> None:
+    async def scenario(server: Live) -> None:
+        for asked in (prompt, ["One", prompt]):
+            response = await server.complete(prompt=asked)
+            assert response.status_code == 400 and response.json()["error"]["code"] == "invalid_value"
+        assert (await server.complete()).json()["choices"][0]["text"] == "abcd"
+
+    served(scenario, tmp_path)
+
+
+@exhibit(
+    "vllm#6521",
+    also=("vllm#10432",),
+    subject="serving",
+    there="a request for no token ended the engine for everybody",
+    here="it is refused, and the others get their answers",
+    fault=faults.NO_TOKENS_REACH_THE_ENGINE,
+)
+def test_nothing_to_write_is_refused_and_the_others_go_on(tmp_path: Path) -> None:
+    async def scenario(server: Live) -> None:
+        for tokens in (0, -1, 2**40):
+            response = await server.complete(max_tokens=tokens)
+            assert response.status_code == 400 and response.json()["error"]["param"] == "max_tokens"
+        assert (await server.complete(max_tokens=None)).json()["choices"][0]["text"] == "abcdefghijklmnop"
 
     served(scenario, tmp_path)
 

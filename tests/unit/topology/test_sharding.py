@@ -22,6 +22,8 @@ from megalite.topology.place import RankPlace
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import Part, ShardSpec, TensorSlice, heads_fit, heads_held
 from megalite.topology.stages import pipeline_split
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 
 
 def shape_of(
@@ -109,6 +111,14 @@ def test_a_local_shape_holds_its_slices_one_below_the_other(found: tuple[ModelSh
             assert total == parameter.numel * (1 if spec.dim is not None else tp)
 
 
+@exhibit(
+    "Megatron-Bridge#1853",
+    also=("Megatron-Bridge PR#5353", "ColossalAI#6167", "torchtitan#1136"),
+    subject="tokenizers",
+    there="a vocabulary that the ranks do not divide was padded, and the padding reached files, or was added twice",
+    here="shards are uneven and nothing is padded",
+    fault=faults.SHARDS_ARE_PADDED,
+)
 def test_an_uneven_cut_gives_the_first_ranks_more_and_pads_nothing() -> None:
     spec = ShardSpec((Part("a", (7, 3)), Part("b", (4, 3))), dim=0)
     assert [spec.local_shape(rank, 3) for rank in range(3)] == [(5, 3), (3, 3), (3, 3)]

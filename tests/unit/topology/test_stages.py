@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.topology.stages import balanced_split, pipeline_split
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 
 
 @given(st.integers(0, 200), st.integers(1, 40))
@@ -17,6 +19,14 @@ def test_a_balanced_split_covers_all_with_sizes_that_differ_by_one(total: int, p
     assert sizes == sorted(sizes, reverse=True)
 
 
+@exhibit(
+    "Megatron-LM#1304",
+    also=("Megatron-LM#468", "torchtitan#963", "mlx-lm#1688"),
+    subject="layouts",
+    there="30 layers over 4 stages became 28: those beyond a whole multiple were dropped without a word",
+    here="every layer stands on exactly one stage, whatever their numbers",
+    fault=faults.LAYERS_THAT_DO_NOT_DIVIDE_ARE_LOST,
+)
 @given(st.integers(1, 130), st.data())
 def test_every_layer_stands_on_exactly_one_stage(layers: int, data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, layers))

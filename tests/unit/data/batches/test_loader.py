@@ -17,6 +17,8 @@ from megalite.data.files.token_file import TokenFile, TokenWriter, bin_path, idx
 from megalite.errors import DataError
 from megalite.parallel import cross_entropy
 from megalite.parallel.step_batch import StepBatch
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 
 LENGTH = 7
 
@@ -139,6 +141,14 @@ def test_the_place_of_a_row_is_never_repeated_though_its_sample_is(file: TokenFi
     assert places.tolist() == list(range(360))
 
 
+@exhibit(
+    "torchtitan#811",
+    also=("torchtitan#816", "accelerate PR#4071", "Megatron-Bridge PR#4601"),
+    subject="checkpoints",
+    there="a resumed run began its data again, or saw the end of its last part twice",
+    here="the count of samples is the whole state: a resumed run gets the next ones, with another batch too",
+    fault=faults.A_RESUME_REPLAYS,
+)
 def test_the_counter_is_the_whole_state(file: TokenFile) -> None:
     undisturbed = [rows(loader(file).step_batch(step * 6)) for step in range(30)]
     resumed = loader(file)

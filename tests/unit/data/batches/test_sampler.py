@@ -9,11 +9,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.data.batches.sampler import Sampler
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.parity import assert_mean
 
 SIZES = st.one_of(st.integers(1, 300), st.integers(1, 20_000))
 
 
+@exhibit(
+    "Energon#266",
+    subject="data",
+    there="some samples came several times in an epoch, others never",
+    here="every epoch has each sample exactly once",
+    fault=faults.SAMPLES_ARE_DRAWN_AGAIN,
+)
 @given(SIZES, st.integers(0, 2**63), st.integers(0, 1000))
 def test_every_epoch_holds_each_sample_once(samples: int, seed: int, epoch: int) -> None:
     positions = np.arange(epoch * samples, (epoch + 1) * samples)

@@ -24,6 +24,8 @@ from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, save_t
 from megalite.data.tokenizers.tokenizer_training import train_bpe
 from megalite.errors import DataError
 from megalite.monitor.preparation import PreparationProgress
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.tiny import tiny_corpus
 from tests.support.waiting import wait_until
 
@@ -280,6 +282,14 @@ def test_a_file_system_without_locks_is_good_enough(
     assert prepare(corpus, tokenizer, tmp_path / "x").documents
 
 
+@exhibit(
+    "Megatron-DeepSpeed#356",
+    also=("Megatron-LM#795",),
+    subject="data",
+    there="nodes that started together built one index at once, and read each other's half of it",
+    here="one process writes; who waited for it reads what was published",
+    fault=faults.WAITERS_WRITE_INTO_WHAT_IS_PUBLISHED,
+)
 def test_a_file_published_while_waiting_for_its_lock_is_not_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

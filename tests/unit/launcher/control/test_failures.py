@@ -14,6 +14,8 @@ from megalite.launcher.control.progress import Activity, Progress, progress
 from megalite.launcher.control.verdicts import describe_job, describe_own
 from megalite.launcher.rank.detect import RankInfo, local_rank_infos
 from megalite.topology.axes import Layout
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 
 CLOSED = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:22406"
@@ -142,6 +144,13 @@ def test_a_cause_is_not_hidden_by_a_collective_in_a_finally(folder, info):
     assert report.frames[0].endswith("in step")
 
 
+@exhibit(
+    "nccl#1284",
+    subject="launch",
+    there="the timeout of the other ranks hid the rank that had run out of memory",
+    here="the first failure that is no consequence of another is the one that is told",
+    fault=faults.VICTIMS_ARE_CAUSES,
+)
 def test_the_first_cause_is_the_earliest_that_is_no_consequence(folder, info):
     lost = replace(report_of(folder, info, RuntimeError(CLOSED)), rank=0, time=1.0)
     boom = replace(report_of(folder, info, ValueError("boom")), rank=1, time=2.0)

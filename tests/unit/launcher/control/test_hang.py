@@ -7,6 +7,8 @@ import pytest
 from megalite.launcher.control.hang import Hang, HangPolicy, HangWatch, frames_of, suspects
 from megalite.launcher.control.progress import Activity, Progress, RankMarks
 from megalite.topology.axes import Layout
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.parity import about
 
 LAYOUT = Layout(tensor=2, data=2)
@@ -184,6 +186,14 @@ def test_a_rank_that_waits_for_another_is_not_named():
     assert suspects(marks_of(r2=at_tp, r3=BEHIND), LAYOUT) == [3]
 
 
+@exhibit(
+    "Megatron-LM#935",
+    also=("DeepSpeed#7533",),
+    subject="launch",
+    there="after half an hour a timeout named the ranks that had waited, not the one that did not come",
+    here="the ranks that did not arrive are named",
+    fault=faults.WHO_DID_NOT_ARRIVE_IS_UNKNOWN,
+)
 def test_a_rank_that_left_a_collective_and_waits_elsewhere_is_named():
     """Rank 1 has gone on to a barrier over dp while rank 0 sums over tp with it: rank 3, its peer, is behind too."""
     at_tp = {"waits_over": "tp", "counts": {"tp": 5, "dp": 1, "world": 2}}

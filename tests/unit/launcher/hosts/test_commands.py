@@ -19,6 +19,8 @@ from megalite.launcher.hosts.commands import BACKENDS, choose_backend
 from megalite.launcher.hosts.hostfile import Host
 from megalite.launcher.hosts.job_hosts import Hosts, Placed
 from megalite.launcher.hosts.programs import Programs, mpi_of
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 
 GOLDEN = Path(__file__).parent / "golden"
 ALONE = (Placed("localhost", (0, 1, 2, 3), 0, False),)
@@ -225,6 +227,14 @@ def test_an_unknown_mpirun_is_named():
         mpi_of("my own mpirun 1.0\nmore")
 
 
+@exhibit(
+    "DeepSpeed#2802",
+    subject="launch",
+    there="the user's launcher arguments and those of the program replaced each other",
+    here="both are passed on",
+    fault=faults.LAUNCHER_ARGUMENTS_ARE_REPLACED,
+    case="typed0",
+)
 @pytest.mark.parametrize("typed", [["--launcher_args=--x 'a b'"], ["--launcher_args", "--x 'a b'"]])
 def test_the_users_arguments_for_deepspeeds_launcher_do_not_replace_ours(typed):
     """DeepSpeed takes the last --launcher_args alone: the variables would not travel."""

@@ -4,6 +4,8 @@ import pytest
 
 from megalite.errors import LaunchError
 from megalite.launcher.hosts.hostfile import Host, read_hostfile
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 
 
 def read(tmp_path, text: str | bytes) -> tuple[Host, ...]:
@@ -66,6 +68,15 @@ WRONG = {
 }
 
 
+@exhibit(
+    "DeepSpeed#3669",
+    also=("DeepSpeed#2612",),
+    subject="launch",
+    there="a hostfile with a mistyped line was refused without saying which, or read as something else",
+    here="each wrong line is named with line, column and remedy",
+    fault=faults.SLOTS_ARE_GUESSED,
+    case="'n0 slots=0'",
+)
 @pytest.mark.parametrize("line", WRONG, ids=ascii)
 def test_a_wrong_line_is_named_with_line_column_rule_and_remedy(tmp_path, line):
     where, remedy = WRONG[line]

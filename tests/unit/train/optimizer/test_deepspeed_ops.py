@@ -16,6 +16,8 @@ from deepspeed.runtime.zero.partition_parameters import Init
 from megalite.errors import ConfigError
 from megalite.train.optimizer import deepspeed_ops
 from megalite.train.optimizer.deepspeed_ops import build_operators, operators, require_precision
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 
 CONFIG = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
 
@@ -35,6 +37,14 @@ def compiler(monkeypatch: pytest.MonkeyPatch, load: Callable[[], None]) -> None:
     monkeypatch.setattr(CPUAdamBuilder, "load", lambda self, **_: load())
 
 
+@exhibit(
+    "Megatron-LM#82",
+    also=("Megatron-LM#1050", "Megatron-DeepSpeed#93", "gpt-neox#1334"),
+    subject="settings",
+    there="a build that was killed left its lock, and every later start waited for it for ever",
+    here="a lock that nobody holds is removed, and the operator is built",
+    fault=faults.STALE_LOCKS_STAY,
+)
 def test_it_is_built_once_and_no_stale_lock_is_waited_for(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

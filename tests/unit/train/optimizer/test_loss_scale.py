@@ -4,6 +4,8 @@ import pytest
 
 from megalite.config.sections.training_section import PrecisionSettings
 from megalite.train.optimizer.loss_scale import LossScale
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 
 
 def after(scale: LossScale, steps: str) -> list[float]:
@@ -30,6 +32,13 @@ def test_hysteresis_forgives_the_first_overflows_of_a_window() -> None:
     assert after(scale, "o..o") == [4, 4, 8, 8]
 
 
+@exhibit(
+    "ms-swift#4374",
+    subject="optimizer",
+    there="after hours a run ended because its loss scale could not fall further, or went on without training",
+    here="the last scale is known, and the next overflow ends the run",
+    fault=faults.A_USED_UP_LOSS_SCALE_GOES_ON,
+)
 def test_it_is_exhausted_where_it_would_fall_below_the_minimum() -> None:
     scale = LossScale(PrecisionSettings(initial_loss_scale_power=2, minimum_loss_scale=2))
     assert not scale.exhausted

@@ -13,6 +13,8 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import Parameter
 from megalite.topology.stages import pipeline_split
 from megalite.train.optimizer.nonfinite import FiniteFlags
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.support.tiny import tiny_shape
 
 
@@ -48,6 +50,13 @@ def test_a_gradient_is_seen_by_one_launch_a_tensor() -> None:
     assert launches.names == ["aten.aminmax.out"] * 3
 
 
+@exhibit(
+    "Chinese-LLaMA-Alpaca#534",
+    subject="optimizer",
+    there="nothing said which tensor overflowed until the loss scale was used up",
+    here="the tensor is named, also where a later micro batch was finite",
+    fault=faults.EARLIER_OVERFLOWS_ARE_FORGOTTEN,
+)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("part", [0, 1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
