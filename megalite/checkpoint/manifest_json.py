@@ -23,6 +23,8 @@ from megalite.topology.shape import ModelShape, RopeScaling
 FORMAT_VERSION = 1
 _ENTRY = {"shape", "dtype", "shards"}
 _PACKED = "packed"
+_ROWS = {"idle_experts": 3, "rollbacks": 2}
+"""Lists of rows in trainer_state, and the numbers in a row."""
 _HASHED = 2**20
 _MOST_POSITIONS = 1 << 24
 _MOST_EXPERTS = 1 << 16
@@ -142,9 +144,12 @@ def manifest_of(content: Mapping[str, Any]) -> Manifest:
         _require(is_int(value), "trainer_state", name, value)
     for table in ("trainer_state", "optimizer"):
         for name, value in content[table].items():
-            if name == "idle_experts":
-                rows = isinstance(value, list) and all(_are_ints(row) and len(row) == 3 for row in value)
+            if width := _ROWS.get(name):
+                rows = isinstance(value, list) and all(_are_ints(row) and len(row) == width for row in value)
                 _require(rows, table, name, value)
+            elif name == "recent_losses":
+                losses = isinstance(value, list) and all(isinstance(loss, int | float) for loss in value)
+                _require(losses, table, name, value)
             else:
                 _require(value is None or isinstance(value, int | float), table, name, value)
     for name, size_bytes in files.items():

@@ -15,6 +15,7 @@ from megalite.cli.results import report
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.control.failures import FailureReport, first_cause
 from megalite.launcher.exit_codes import STOPPED
+from megalite.monitor.metrics import TEXTS
 from megalite.monitor.run_view import RunHistory, RunStatus, seconds_left
 
 _OWN_FILES = ("metrics.jsonl", "run.toml", "checkpoints", "failures", ".in-use")
@@ -216,7 +217,7 @@ def _record_of(line: bytes) -> dict[str, Any]:
     try:
         record: dict[str, Any] = json.loads(line)
         if isinstance(record["step"], int) and all(
-            value is None or (key == "alarm" and isinstance(value, str)) or math.isfinite(value)
+            value is None or (key in TEXTS and isinstance(value, str)) or math.isfinite(value)
             for key, value in record.items()
         ):
             return record

@@ -33,7 +33,8 @@ class RunSummary:
     """The content of the last lines.
 
     recent_loss: the mean over the last `recent_steps` steps, since the loss of one step depends on its batch.
-    validation: the line about validation; "" without validation. places: name -> path, in the order shown.
+    validation, skipped: the lines about validation and skipped steps; "" without. places: name -> path, in the order
+    shown.
     next_command: the command to go on with; "" without one.
     """
 
@@ -46,6 +47,7 @@ class RunSummary:
     recent_steps: int
     places: Mapping[str, Path | str]
     validation: str = ""
+    skipped: str = ""
     next_command: str = ""
 
 
@@ -164,8 +166,8 @@ class Console:
         if summary.recent_steps > 1:
             loss += f", {summary.recent_loss:.4f} mean of the last {summary.recent_steps} steps"
         self.say(loss)
-        if summary.validation:
-            self.say(summary.validation)
+        for line in filter(None, (summary.validation, summary.skipped)):
+            self.say(line)
         width = max((len(name) for name in summary.places), default=0)
         for name, path in summary.places.items():
             self.say(f"  {name:<{width}}  {path}")

@@ -6,34 +6,42 @@ from collections.abc import Iterable, Mapping
 from statistics import fmean, median
 from typing import Any
 
-_WINDOW, _FEWEST = 100, 20
-# Eight median absolute deviations are 5.4 standard deviations of normal noise.
-_DEVIATIONS, _SHARE = 8, 0.1
+_FEWEST, _SHARE = 20, 0.1
 
 
 class LossSpikes:
-    """Compares each loss with the median of the last 100 steps, once there are 20.
+    """Compares each loss with the median of the last `window` steps, once there are 20 or the window is full.
 
-    A spike exceeds the median by more than 8 times the median absolute deviation of these losses, and by more than a
-    tenth of the median. Losses that are not finite are no spikes, and leave the median as it is.
+    A spike exceeds the median by more than `deviations` times the median absolute deviation of these losses, and by
+    more than a tenth of the median; eight of them are 5.4 standard deviations of normal noise. Losses that are not
+    finite are no spikes, and leave the median as it is. OLMo 2 (2025) skips a step six standard deviations above the
+    mean of 128 steps; a median does not follow the spikes themselves.
     """
 
-    def __init__(self, losses: Iterable[float | None] = ()):
-        """losses: of the steps before the first one; None: not finite."""
-        self._losses = deque((loss for loss in losses if loss is not None), maxlen=_WINDOW)
+    def __init__(self, window: int = 100, deviations: float = 8.0):
+        self._losses, self._deviations = deque[float](maxlen=window), deviations
+
+    @property
+    def losses(self) -> list[float]:
+        """The losses of the window, the last one at the end."""
+        return [*self._losses]
+
+    def go_on(self, losses: Iterable[float]) -> None:
+        """Compare the next loss with these ones."""
+        self._losses = deque(losses, maxlen=self._losses.maxlen)
 
     def update(self, loss: float) -> float | None:
         """Add the loss of a step; return by how much a spike exceeds the median, None: it is no spike."""
         if not math.isfinite(loss):
             return None
-        losses = [*self._losses]
+        losses = self.losses
         self._losses.append(loss)
-        if len(losses) < _FEWEST:
+        if len(losses) < min(_FEWEST, self._losses.maxlen or _FEWEST):
             return None
         middle = median(losses)
         spread = median(abs(earlier - middle) for earlier in losses)
         excess = loss - middle
-        return excess if excess > max(_DEVIATIONS * spread, _SHARE * abs(middle)) else None
+        return excess if excess > max(self._deviations * spread, _SHARE * abs(middle)) else None
 
 
 class EpochLoss:

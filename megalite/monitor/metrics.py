@@ -18,10 +18,15 @@ OF_RANKS = (
     *("communication_share", "communication_share_max", "slow_rank", "slow_rank_factor", "alarm"),
     *("card_utilisation", "cards_watts", "card_celsius_max"),
 )
+TEXTS = ("alarm", "skipped_for")
+"""The keys whose values are texts."""
 _COMMUNICATION = "communication_share/"
 _GROUP_RATE = "learning_rate/"
 _NORMS = ("grad_norm/", "weight_norm/", "update_ratio/", "expert_load/")
-_OPTIONAL = ("loss_scale", "skipped_steps", "reserved_bytes", "loss_spike", "epoch", "epoch_loss")
+_OPTIONAL = (
+    *("loss_scale", "skipped_steps", "reserved_bytes", "loss_spike", "epoch", "epoch_loss"),
+    *("skipped_for", "first_skipped_sample", "skipped_samples", "rolled_back_to"),
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,8 @@ class StepMetrics:
     and the load of a mixture's experts.
     of_ranks: the fields of OF_RANKS, as of the last report. layers: the norms that monitor.layers_every records, by
     name. loss_spike: by how much a spike of the loss exceeds the running median. epoch, epoch_loss: the epoch that
-    ends with this step, and the mean loss of its steps.
+    ends with this step, and the mean loss of its steps. skipped_for, rolled_back_to: as of StepReport.
+    first_skipped_sample, skipped_samples: the position and the number of the samples without an effect on the weights.
     """
 
     step: int
@@ -64,6 +70,10 @@ class StepMetrics:
     loss_spike: float | None = None
     epoch: int | None = None
     epoch_loss: float | None = None
+    skipped_for: str | None = None
+    first_skipped_sample: int | None = None
+    skipped_samples: int | None = None
+    rolled_back_to: int | None = None
 
     def record(self) -> dict[str, Any]:
         """Return the record for metrics.jsonl, without metrics that this run does not have."""

@@ -69,6 +69,7 @@ class RunHistory:
         """As the last start of the run has it; None before its first step."""
         self._seconds: deque[float] = deque(maxlen=_USUAL_STEPS)
         self._not_finite: list[int] = []
+        self._rollbacks = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a record: a step, a validation or both. null stands for a number that was not finite."""
@@ -82,9 +83,12 @@ class RunHistory:
             return
         self.last = record
         self.total_steps = record.get("total_steps", self.total_steps)
+        self._rollbacks += "rolled_back_to" in record
         if _is_finite(record["loss"]):
             self.curve.add(record["loss"])
-        if not all(_is_finite(record.get(key, 0.0)) for key in ("loss", "grad_norm")):
+        # ZeRO computes no norm where a spike of the loss leaves the update out.
+        measured = ("loss",) if record.get("skipped_for") == "loss_spike" else ("loss", "grad_norm")
+        if not all(_is_finite(record.get(key, 0.0)) for key in measured):
             self._not_finite = [*self._not_finite[:1], step]
         if _is_finite(record.get("step_seconds")):
             self._seconds.append(record["step_seconds"])
@@ -103,7 +107,7 @@ class RunHistory:
             steps = f"step {first:,}" if first == last else f"steps {first:,} to {last:,}"
             texts.append(f"loss or gradient was not finite in {steps}")
         if skipped := self.last.get("skipped_steps"):
-            texts.append(f"{skipped:,} {'step was' if skipped == 1 else 'steps were'} skipped")
+            texts.append(skipped_text(skipped, self._rollbacks))
         if alarm := self.last.get("alarm"):
             texts.append(alarm)
         return texts
@@ -172,6 +176,20 @@ def styled(lines: Sequence[ViewLine]) -> "Text":
     for number, line in enumerate(lines):
         text.append("\n" * bool(number)).append(line.text, line.style)
     return text
+
+
+def skipped_text(steps: int, rollbacks: int) -> str:
+    """Return the number of steps without an update, and of rollbacks that are among their causes."""
+    text = f"{steps:,} {'step was' if steps == 1 else 'steps were'} skipped"
+    return text + (
+        f", with {rollbacks:,} {'rollback' if rollbacks == 1 else 'rollbacks'}" if rollbacks else ""
+    )
+
+
+def skipped_line(steps: Sequence[Mapping[str, Any]]) -> str:
+    """Return `skipped_text` of the records of all steps; empty if none was skipped."""
+    skipped = steps[-1].get("skipped_steps") if steps else None
+    return skipped_text(skipped, sum("rolled_back_to" in record for record in steps)) if skipped else ""
 
 
 def step_fields(record: Mapping[str, Any], peak: str = "") -> list[str]:

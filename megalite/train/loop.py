@@ -14,6 +14,7 @@ from megalite.launcher.exit_codes import INTERRUPTED, STOPPED
 from megalite.monitor.memory import empty_cache
 from megalite.monitor.metrics import SaveMetrics, ValidationMetrics
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
+from megalite.train.checkpoints.rollback import roll_back, rolls_back
 from megalite.train.checkpoints.saving import RunSaver
 from megalite.train.interruption import NAMES, StopSignals
 from megalite.train.report import RunReporter
@@ -108,6 +109,11 @@ class TrainingLoop:
             raise
         self._saver.stepped(report)
         self._budget.stepped(report.step_seconds)
+        if rolls_back(self._trainer, report):
+            # The checkpoint in flight is of a step before this one.
+            self._published(self._saver.finish())
+            with self._reporter.working("rolling back"):
+                report = roll_back(self._trainer, self.saved, report)
         return report
 
     def _validates_after(self, step: int) -> bool:
@@ -137,7 +143,8 @@ class TrainingLoop:
     def _save(self, report: StepReport, validation: ValidationMetrics | None, *, last: bool) -> None:
         settings = self._config.checkpoint
         best = settings.best and validation is not None and self._trainer.state.best_step == report.step
-        saves = last or best or self._saves_after(report.step)
+        # A restart after a rollback goes on behind the samples that it passed over.
+        saves = last or best or report.rolled_back_to is not None or self._saves_after(report.step)
         self._check_copies(report.step, saves=saves)
         if not saves:
             return

@@ -21,10 +21,11 @@ from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.jsonl import read_metrics
-from megalite.monitor.losses import EpochLoss, LossSpikes
+from megalite.monitor.losses import EpochLoss
 from megalite.monitor.memory import MemoryUse
 from megalite.monitor.metrics import AT_THE_START, SELF_CHECK, SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.profiler import HOW_TO_READ, StepProfile
+from megalite.monitor.run_view import skipped_line
 from megalite.monitor.sink import ReportedRun
 from megalite.monitor.sinks import RunSinks
 from megalite.monitor.step_tracer import StepTracer
@@ -39,6 +40,7 @@ from megalite.train.step.precision import DTYPES
 from megalite.train.step.rank_measures import RankMeasures, RankReport
 from megalite.train.step.state import StepReport
 from megalite.train.step.train_step import TrainStep
+from megalite.train.step.update_policy import describe_result, describe_spike, skip_record
 
 # The number of last steps whose mean loss the summary shows.
 _LAST_STEPS = 10
@@ -53,7 +55,8 @@ class RunReporter:
         self._mesh, self._every = trainer.mesh, trainer.config.monitor.every
         self._total_steps = trainer.total_steps
         self._scaled = trainer.config.training.precision == "fp16"
-        self._skips = self._scaled or trainer.config.training.nonfinite == "skip"
+        training = trainer.config.training
+        self._skips = self._scaled or {training.nonfinite, training.loss_spike} & {"skip", "rollback"}
         self._continues_text = trainer.config.data.kind == "text"
         self._groups = trainer.config.optimizer.groups
         self._ranks_a_node = info.local_world_size
@@ -62,7 +65,7 @@ class RunReporter:
         self._prediction: RunPrediction | None = None
         # The seconds of the steps that are not profiled.
         self._seconds = array("d")
-        self._spikes, self._spiked, self._epoch_loss = LossSpikes(), False, EpochLoss()
+        self._spiked, self._epoch_loss = False, EpochLoss()
         # For the next step's record: the facts of a start, the costs of a save.
         self._unrecorded: dict[str, Any] = {}
         self._started = time.perf_counter()
@@ -86,7 +89,6 @@ class RunReporter:
             reported = ReportedRun(metrics_file.parent, trainer.config, after_step)
             self._sinks = RunSinks(reported, metrics_file, self.warn)
             past = read_metrics(metrics_file)
-            self._spikes = LossSpikes(record.get("loss") for record in past)
             self._epoch_loss = EpochLoss(past)
             count = ParameterCount.of(trainer.shape)
             facts = (count.total, count.trained, count.total - count.trained, self._total_steps)
@@ -210,7 +212,6 @@ class RunReporter:
             return
         flops = report.batch_tokens * self._flops_per_token(report.sequence_length)
         speed = self._throughput.update(report.batch_tokens, flops, report.step_seconds)
-        spike = self._spikes.update(report.loss)
         metrics = StepMetrics(
             step=report.step,
             loss=report.loss,
@@ -232,26 +233,31 @@ class RunReporter:
             },
             layers=report.layers,
             of_ranks=of_ranks.record,
-            loss_spike=spike,
+            loss_spike=report.loss_spike,
             epoch=report.epoch,
+            **skip_record(report),
             epoch_loss=self._epoch_loss.add(report.loss, ends=report.epoch is not None),
         )
         validated = {} if validation is None else validation.record()
         self._sinks.append({**metrics.record(), **validated, **self._unrecorded})
         self._unrecorded = {}
         self.console.step(metrics)
-        if report.overflow is not None:
-            what = "fp16 overflow in the gradient" if self._scaled else "an inf or nan in the gradient"
-            self.console.warn(f"step {report.step}: {what} of {report.overflow}; the step is skipped")
-        if spike is not None and not self._spiked:
-            self.console.warn(
-                f"step {report.step}: the loss of {report.loss:.4f} is {spike:.4f} above its running median"
-            )
-        self._spiked = spike is not None
+        self._warn_of(report)
         if metrics.epoch is not None:
             self.console.say(f"epoch {metrics.epoch}: mean loss {metrics.epoch_loss:.4f}")
         if validation is not None:
             self.console.validation(validation)
+
+    def _warn_of(self, report: StepReport) -> None:
+        """Warn of a gradient that is not finite, of the first spike in a row, and of what followed."""
+        spike = report.loss_spike
+        if report.overflow is not None:
+            what = "fp16 overflow in the gradient" if self._scaled else "an inf or nan in the gradient"
+            self.warn(f"step {report.step}: {what} of {report.overflow}; {describe_result(report)}")
+        if spike is not None and (report.skipped_for or not self._spiked):
+            result = f"; {describe_result(report)}" if report.skipped_for else ""
+            self.warn(f"step {report.step}: {describe_spike(report.loss, spike)}{result}")
+        self._spiked = spike is not None
 
     def _of_all_ranks(self, step: int) -> RankReport:
         """Return the last measures of all ranks. Collective where a report is due: every monitor.every steps."""
@@ -325,6 +331,7 @@ class RunReporter:
                 recent_loss=sum(losses[-_LAST_STEPS:]) / len(losses[-_LAST_STEPS:]),
                 recent_steps=len(losses[-_LAST_STEPS:]),
                 validation=_validation_line(records),
+                skipped=skipped_line(steps),
                 places=places,
                 next_command=generate if has_tokenizer else "",
             )

@@ -91,9 +91,18 @@ def intervals_are_steps_or_epochs(run: CheckedRun) -> Iterator[Problem]:
 
 
 def loss_scale_skips_by_itself(run: CheckedRun) -> Iterator[Problem]:
-    if run.training.nonfinite == "skip" and run.training.precision == "fp16":
+    if run.training.nonfinite != "stop" and run.training.precision == "fp16":
         message = (
-            '"skip" has no effect with training.precision = "fp16", whose loss scale skips such steps itself'
+            f'{shown(run.training.nonfinite)} has no effect with training.precision = "fp16", whose loss scale skips'
+            " such steps itself"
         )
         remedy = 'use "stop", which ends the run at training.minimum_loss_scale'
         yield Problem.reset("training.nonfinite", message, remedy, "stop")
+
+
+def rollback_needs_checkpoints(run: CheckedRun) -> Iterator[Problem]:
+    for name in ("nonfinite", "loss_spike"):
+        if getattr(run.training, name) == "rollback" and run.checkpoint.every is None:
+            message = '"rollback" needs checkpoints: the only one is after the last step'
+            remedy = "set checkpoint.every, for example 100"
+            yield Problem(f"training.{name}", message, remedy, {"checkpoint.every": 100})

@@ -53,7 +53,7 @@ class _LengthSettings(Section):
 
 
 class PrecisionSettings(Section):
-    """Number types, the loss scale, and the reaction to a gradient that is not finite."""
+    """Number types, the loss scale, and the reaction to a gradient that is not finite and to a spike of the loss."""
 
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = Field(
         "auto",
@@ -79,11 +79,21 @@ class PrecisionSettings(Section):
         1, description="fp16: number of overflows after which the loss scale halves"
     )
     minimum_loss_scale: Count = Field(1, description="fp16: an overflow at this loss scale ends the run")
-    nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description='reaction to an inf or nan gradient: "stop" the run or "skip" the step'
+    nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description='inf or nan gradient: "stop", "skip" the step or "rollback" to the last checkpoint',
     )
-    nonfinite_limit: Count = Field(
-        10, description='consecutive skipped steps that end the run, with nonfinite = "skip"'
+    nonfinite_limit: Count = Field(10, description="consecutive skipped steps that end the run")
+    loss_spike: Literal["report", "stop", "skip", "rollback"] = Field(
+        "report",
+        description='loss far above its median: "report", "stop", "skip" or "rollback", as nonfinite',
+    )
+    spike_window: Count = Field(100, description="steps whose losses a loss is compared with")
+    spike_deviations: float = Field(
+        8.0, gt=0, description="median absolute deviations from the median beyond which a loss is a spike"
+    )
+    rollback_limit: Count = Field(
+        3, description="rollbacks that end the run when each is within spike_window steps of the last one"
     )
 
 

@@ -95,6 +95,7 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
     (Rule.SAID, _NEXT_STEP, "adapter: dropout"),
     (Rule.SAID, _NEXT_STEP, "training: loss_scale initial_loss_scale_power loss_scale_window"),
     (Rule.SAID, _NEXT_STEP, "training: loss_scale_hysteresis minimum_loss_scale nonfinite nonfinite_limit"),
+    (Rule.SAID, _NEXT_STEP, "training: loss_spike spike_window spike_deviations rollback_limit"),
     (Rule.SAID, _NEXT_STEP, "training: label_smoothing z_loss router_balance router_z router_bias_rate"),
     (Rule.SAID, _NEXT_STEP, "optimizer: learning_rate betas eps weight_decay gradient_clipping clip_value"),
     (Rule.SAID, _NEXT_STEP, "optimizer: schedule warmup_steps minimum_ratio decay_steps decay_fraction"),

@@ -6,6 +6,7 @@ backward, as on torch's path; ZeRO 2 and 3, at one stage, reduce them in every b
 
 import importlib
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -63,7 +64,7 @@ class DeepSpeedOptimizer:
         _import_muon_uncompiled()
         parameters, mesh = replica.trained, replica.mesh
         self._parameters, self._mesh, self._tensors = parameters, mesh, replica.trained_tensors
-        self._skip_nonfinite = settings.training.nonfinite == "skip"
+        self._skip_nonfinite = settings.training.nonfinite != "stop"
         _mark(parameters, self._tensors, mesh)
         low_precision = any(tensor.element_size() < 4 for tensor in self._tensors.values())
         sum_in_fp32 = low_precision and settings.training.accumulation == "fp32"
@@ -171,6 +172,19 @@ class DeepSpeedOptimizer:
         tensor = self._finite.first_nonfinite()
         self._forget()
         return skip_update(self._scale, tensor, skip_nonfinite=self._skip_nonfinite)
+
+    def skip(self) -> None:
+        zero = self._zero
+        # The engine lets go of a step whose norm is not finite: by the first name in ZeRO 1 and 2, by the second in 3.
+        zero.scaled_global_norm = lambda: math.inf
+        zero._overflow_check_and_loss_scale_update = lambda **_: setattr(zero, "overflow", True)
+        try:
+            self._engine.step()
+        finally:
+            del zero.scaled_global_norm, zero._overflow_check_and_loss_scale_update
+        if not zero.overflow:
+            raise RuntimeError("DeepSpeed has made an update that was to be skipped")
+        self._forget()
 
     def _forget(self) -> None:
         """Let go of what is known of the step's gradients."""

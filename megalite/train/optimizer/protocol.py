@@ -20,12 +20,17 @@ class Update:
     """The result of one `step`.
 
     grad_norm: the global norm of the gradient, without the loss scale, before clipping; nan if it is not finite.
-    skipped: no weight was changed, since the gradient is not finite. overflow: the first tensor where it is not.
+    skipped_for: the setting for which no weight was changed, "nonfinite" or "loss_spike"; empty if they were.
+    overflow: the first tensor whose gradient is not finite.
     """
 
     grad_norm: float
-    skipped: bool = False
+    skipped_for: str = ""
     overflow: str | None = None
+
+    @property
+    def skipped(self) -> bool:
+        return bool(self.skipped_for)
 
 
 class Optimizer(Protocol):
@@ -64,6 +69,10 @@ class Optimizer(Protocol):
         """
         ...
 
+    def skip(self) -> None:
+        """Leave out the update and clear gradients: weights and optimizer state stay as they are. Collective."""
+        ...
+
 
 def skip_update(scale: LossScale | None, tensor: str | None, *, skip_nonfinite: bool) -> Update:
     """Report an update that was skipped because the gradient of `tensor` is not finite, and lower the loss scale.
@@ -85,4 +94,4 @@ def skip_update(scale: LossScale | None, tensor: str | None, *, skip_nonfinite: 
     else:
         scale.overflowed()
     # Not inf: ZeRO does not tell one from the other.
-    return Update(math.nan, skipped=True, overflow=tensor)
+    return Update(math.nan, "nonfinite", tensor)

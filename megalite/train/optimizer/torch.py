@@ -130,10 +130,13 @@ class TorchOptimizer:
     def _skip(self) -> Update:
         """Leave out an update whose gradient is not finite, on every rank alike; raises as `skip_update`."""
         tensor = first_nonfinite(self._parameters, self._tensors, self._mesh)
-        update = skip_update(self._scale, tensor, skip_nonfinite=self._settings.training.nonfinite == "skip")
+        update = skip_update(self._scale, tensor, skip_nonfinite=self._settings.training.nonfinite != "stop")
+        self.skip()
+        return update
+
+    def skip(self) -> None:
         for weight in self._tensors.values():
             weight.grad = None
-        return update
 
     def _hand_gradients_to_masters(self) -> None:
         for name, master in self._masters.items():

@@ -1,5 +1,6 @@
 """Names the first module whose output is not finite, by one more forward of the batch that gave such a loss."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megalite.config.sections.schema import RunConfig
 from megalite.model.replica import Replica
 from megalite.parallel.gradients import first_nonfinite_part
 from megalite.topology.axes import Layout
@@ -33,6 +35,29 @@ class NonFiniteOutput:
             f"the first output that is not finite is that of {self.module} on {layout.describe(self.rank)}"
         )
         return f"{where}, whose {self.weight} is not finite itself" if self.weight else where
+
+
+def nonfinite_cause(config: RunConfig, replica: Replica, loss: float, forward: Callable[[], object]) -> str:
+    """Return where the forward of a step went wrong, and a remedy; empty if the loss is finite.
+
+    forward: as of `first_nonfinite_output`. Collective: the loss is the same on every rank, and no weight has changed.
+    """
+    if math.isfinite(loss):
+        return ""
+    output = first_nonfinite_output(replica, forward)
+    if output is None:
+        return ""
+    remedy = (
+        "lower optimizer.learning_rate, set optimizer.gradient_clipping, or look at the data of this step"
+    )
+    if config.training.precision == "fp16":
+        remedy = f'use training.precision = "bf16", {remedy}'
+    if output.weight:
+        remedy = f'name an earlier checkpoint: checkpoint.resume = "{config.run.folder}/checkpoints/step-..."'
+    return (
+        f"the loss is {loss}: {output.describe(config.layout)}; no weight was changed; {remedy}, then run"
+        " again to resume"
+    )
 
 
 def first_nonfinite_output(replica: Replica, forward: Callable[[], object]) -> NonFiniteOutput | None:

@@ -11,7 +11,9 @@ class TrainerState:
 
     best_loss, best_step: the lowest validation loss, and after which step it was found. improved_loss: the validation
     loss of the last improvement by validation.minimum_improvement or more, from which patience counts.
-    idle_experts: `RouterLoad.idle_experts` at the checkpoint from which the run goes on.
+    skipped_steps: those whose update was left out, or undone by a rollback. rollbacks: after which step the run
+    returned to the weights of which step. idle_experts: `RouterLoad.idle_experts` at the checkpoint from which the run
+    goes on. recent_losses: `LossSpikes.losses`, in a checkpoint alone.
     """
 
     step: int = 0
@@ -24,6 +26,8 @@ class TrainerState:
     improved_loss: float | None = None
     validations_without_improvement: int = 0
     idle_experts: list[list[int]] = field(default_factory=list)
+    recent_losses: list[float] = field(default_factory=list)
+    rollbacks: list[list[int]] = field(default_factory=list)
 
     def advanced(self, *, samples: int, tokens: int, skipped: bool) -> "TrainerState":
         return replace(
@@ -33,6 +37,15 @@ class TrainerState:
             tokens=self.tokens + tokens,
             skipped_steps=self.skipped_steps + skipped,
             skipped_in_a_row=self.skipped_in_a_row + 1 if skipped else 0,
+        )
+
+    def rolled_back(self, there: "TrainerState") -> "TrainerState":
+        """Return the state with the weights of an earlier one: as if all steps since then had been skipped."""
+        return replace(
+            self,
+            skipped_steps=there.skipped_steps + self.step - there.step,
+            skipped_in_a_row=0,
+            rollbacks=[*self.rollbacks, [self.step, there.step]],
         )
 
     def validated(self, loss: float, minimum_improvement: float) -> "TrainerState":
@@ -52,7 +65,10 @@ class StepReport:
 
     batch_tokens: the positions of the global batch, of sequence_length each row; tokens: since the start of the run.
     data_seconds: the part of step_seconds in which this rank waited for a batch. loss_scale: of this step.
-    overflow: the first tensor with a gradient that is not finite, for which the step was left out.
+    overflow: the first tensor with a gradient that is not finite, for which the step was left out. loss_spike: by how
+    much the loss exceeds its running median, None: it is no spike. skipped_for: the setting that left the update out,
+    "nonfinite" or "loss_spike". rolled_back_to: the step whose weights came back. skipped_samples: the first and the
+    end of those that have no effect on the weights.
     flags: which of the flags given to the step any rank raised. figures: of the objective, by name. layers: the norms
     of a step that monitor.layers_every records, by name. epoch: the epoch of the data that ends with this step.
     """
@@ -73,3 +89,7 @@ class StepReport:
     figures: Mapping[str, float] = field(default_factory=dict)
     layers: Mapping[str, float] = field(default_factory=dict)
     epoch: int | None = None
+    loss_spike: float | None = None
+    skipped_for: str = ""
+    rolled_back_to: int | None = None
+    skipped_samples: tuple[int, int] | None = None

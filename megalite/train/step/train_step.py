@@ -35,6 +35,7 @@ from megalite.launcher.control.progress import Activity, progress
 from megalite.model.replica import Replica
 from megalite.model.stages import initialise
 from megalite.model.transformer import Stage
+from megalite.monitor.losses import LossSpikes
 from megalite.parallel.mesh import ParallelMesh, all_or_none
 from megalite.parallel.pipeline import weight_share
 from megalite.parallel.step_batch import WITHOUT_ADAPTER, StepBatch
@@ -42,7 +43,7 @@ from megalite.selftest.decide import KernelChoice, known_kernels
 from megalite.topology.shape import ModelShape
 from megalite.train.assemble import StepSchedule, TrainingPlan, assemble
 from megalite.train.optimizer.protocol import Update
-from megalite.train.step.nonfinite_output import first_nonfinite_output
+from megalite.train.step.nonfinite_output import nonfinite_cause
 from megalite.train.step.options import model_options, objective_of, optimizer_settings, schedule_of
 from megalite.train.step.precision import DTYPES
 from megalite.train.step.reference import is_without_adapter
@@ -51,6 +52,7 @@ from megalite.train.step.state import StepReport, TrainerState
 from megalite.train.step.step_records import ended_epoch, norms_of
 from megalite.train.step.step_totals import StepTotals, total_over_ranks
 from megalite.train.step.stream_position import gathered_position, go_on
+from megalite.train.step.update_policy import REMEDY, describe_skip, limit_reached, skip_spike
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ class TrainStep:
         if not start.resumed:
             self.replica.require_weights()
         self.routers = RouterLoad(self.replica, config.training.router_bias_rate)
+        self.spikes = LossSpikes(config.training.spike_window, config.training.spike_deviations)
         self.base = None if shape.adapter is None else _base(config, mesh)
         preferences = config.data.kind == "preference"
         self._reference_is_without_adapter = (
@@ -198,9 +201,11 @@ class TrainStep:
         loss, learning_rate = totals.loss, self._current_learning_rate()
         progress.begin(Activity.UPDATING)
         before_update()
+        spike = self.spikes.update(loss)
         norms = norms_of(self.config, self.replica, self.state.step + 1, self.kernels.operators)
         try:
-            update = self.optimizer.step(learning_rate, totals.squared_norm, norms)
+            update = skip_spike(self.config.training, self.optimizer, loss, spike, totals.squared_norm)
+            update = update or self.optimizer.step(learning_rate, totals.squared_norm, norms)
         except TrainingError as error:
             cause = self._nonfinite_output(loss, batch) or error
             raise TrainingError(f"step {self.state.step + 1}: {cause}") from error
@@ -211,8 +216,7 @@ class TrainStep:
         batch_tokens, global_size = rows * batch.input_ids.shape[1], self.config.batch.global_batch_size
         self.state = self.state.advanced(samples=global_size, tokens=batch_tokens, skipped=update.skipped)
         progress.finished(self.state.step)
-        self._require_progress(update.overflow, loss, batch)
-        return StepReport(
+        report = StepReport(
             step=self.state.step,
             loss=loss,
             grad_norm=update.grad_norm,
@@ -229,7 +233,14 @@ class TrainStep:
             figures=dict(zip(self.objective.figures, totals.figures, strict=True)) | load,
             layers=layers,
             epoch=ended_epoch(self.config, self.loader, samples, self.state.samples),
+            loss_spike=spike,
+            skipped_for=update.skipped_for,
+            skipped_samples=(samples, self.state.samples) if update.skipped else None,
         )
+        if reached := limit_reached(self.config.training, report, self.state.skipped_in_a_row):
+            cause = self._nonfinite_output(loss, batch) or f"{describe_skip(report)}; {REMEDY}"
+            raise TrainingError(f"step {self.state.step}: {reached}: {cause}")
+        return report
 
     def _this_batch(self) -> tuple[StepBatch, Tensor]:
         """Return this step's batch and the token weight of the global batch.
@@ -277,38 +288,8 @@ class TrainStep:
             )
             raise TrainingError(f"step {self.state.step + 1}: {cause}")
 
-    def _require_progress(self, tensor: str | None, loss: float, batch: StepBatch) -> None:
-        training, limit = self.config.training, self.config.training.nonfinite_limit
-        if training.nonfinite == "skip" and self.state.skipped_in_a_row >= limit:
-            cause = self._nonfinite_output(loss, batch) or (
-                f"the gradient of {tensor} is not finite; lower optimizer.learning_rate, or check the data of these"
-                " steps, then run the same command to resume"
-            )
-            raise TrainingError(
-                f"step {self.state.step}: {limit} steps in a row were skipped (training.nonfinite_limit): {cause}"
-            )
-
     def _nonfinite_output(self, loss: float, batch: StepBatch) -> str:
-        """Return where the forward of this step went wrong, and a remedy; empty if the loss is finite.
-
-        Costs one more forward of the batch. Collective: the loss is the same on every rank, and no weight has changed.
-        """
-        if math.isfinite(loss):
-            return ""
-        output = first_nonfinite_output(self.replica, partial(self.evaluate, batch))
-        if output is None:
-            return ""
-        remedy = (
-            "lower optimizer.learning_rate, set optimizer.gradient_clipping, or look at the data of this step"
-        )
-        if self.config.training.precision == "fp16":
-            remedy = f'use training.precision = "bf16", {remedy}'
-        if output.weight:
-            remedy = f'name an earlier checkpoint: checkpoint.resume = "{self.config.run.folder}/checkpoints/step-..."'
-        return (
-            f"the loss is {loss}: {output.describe(self.config.layout)}; no weight was changed; {remedy}, then run"
-            " again to resume"
-        )
+        return nonfinite_cause(self.config, self.replica, loss, partial(self.evaluate, batch))
 
     def evaluate(self, batch: StepBatch) -> Tensor:
         """Return PipelineRunner.evaluate(batch)."""
@@ -323,7 +304,9 @@ class TrainStep:
     def draft(self, folder: Path) -> Draft:
         """List what a checkpoint of this moment has, to be written below `folder`; writes no tensor yet. Collective."""
         record = RunRecord(
-            asdict(replace(self.state, idle_experts=self.routers.idle_experts)),
+            asdict(
+                replace(self.state, idle_experts=self.routers.idle_experts, recent_losses=self.spikes.losses)
+            ),
             self.config.model_dump(mode="json"),
             self.base,
             gathered_position(self.loader, self.state.samples, self.mesh),
@@ -346,13 +329,30 @@ class TrainStep:
                 f"{checkpoint}: trainer_state has {', '.join(sorted(unknown))}, which this version of megalite does not"
                 " know; use the version that wrote it"
             )
-        self.state = self._within_epochs(TrainerState(**loaded.trainer_state), loaded.config)
-        self.routers.go_on(self.state.idle_experts)
+        written = self._within_epochs(TrainerState(**loaded.trainer_state), loaded.config)
+        self._go_on_from(written)
+        self.state = replace(written, recent_losses=[])
         progress.resumed(self.state.step)
         self.learning_rate = schedule_of(self.config, self.total_steps)
         self.batches.close()
         go_on(self.loader, self.state.samples, read_manifest(checkpoint).stream)
         self.batches, self._next = self._training_batches(), None
+
+    def roll_back(self, checkpoint: Path) -> TrainerState:
+        """Bring back the weights and the optimizer state of a checkpoint of this run, and return its state. Collective.
+
+        Steps, data and learning rate go on from here.
+        """
+        progress.begin(Activity.LOADING)
+        there = TrainerState(**load_checkpoint(checkpoint, self.replica, self.optimizer.state).trainer_state)
+        self.state = self.state.rolled_back(there)
+        self._go_on_from(there)
+        progress.begin(Activity.BETWEEN_STEPS)
+        return there
+
+    def _go_on_from(self, state: TrainerState) -> None:
+        self.routers.go_on(state.idle_experts)
+        self.spikes.go_on(state.recent_losses)
 
     def _within_epochs(self, state: TrainerState, written: Mapping[str, Any]) -> TrainerState:
         """Return the state with the samples that the checkpoint's run trained on.

@@ -381,6 +381,16 @@ VALIDATION_CASES = [
         'itself; use "stop", which ends the run at training.minimum_loss_scale',
         {"training.nonfinite": "stop"},
     ),
+    *(
+        Case(
+            "rollback_needs_checkpoints",
+            {f"training.{name}": "rollback", "checkpoint.every": REMOVED},
+            f'training.{name}: "rollback" needs checkpoints: the only one is after the last step; set '
+            "checkpoint.every, for example 100",
+            {f"training.{name}": "rollback", "checkpoint.every": 100},
+        )
+        for name in ("nonfinite", "loss_spike")
+    ),
 ]
 
 _BLEND = {

@@ -10,8 +10,14 @@ from tests.support.parity import about
 NOISY = [3.0 + 0.01 * (step % 7) for step in range(40)]
 
 
+def after(losses: list[float], **settings: float) -> LossSpikes:
+    spikes = LossSpikes(**settings)  # type: ignore[arg-type]
+    spikes.go_on(losses)
+    return spikes
+
+
 def test_a_spike_is_above_the_median_by_its_excess() -> None:
-    spikes = LossSpikes(NOISY)
+    spikes = after(NOISY)
     assert spikes.update(4.03) == about(1.0)
     assert spikes.update(3.05) is None
 
@@ -28,14 +34,24 @@ def test_a_spike_is_above_the_median_by_its_excess() -> None:
     ],
 )
 def test_no_spike(earlier: list[float], loss: float) -> None:
-    assert LossSpikes(earlier).update(loss) is None
+    assert after(earlier).update(loss) is None
 
 
 def test_losses_that_are_not_finite_leave_the_median_as_it_is() -> None:
-    spikes = LossSpikes([*NOISY, None, None])
+    spikes = after(NOISY)
     for _ in range(30):
         assert spikes.update(math.inf) is None
     assert spikes.update(4.03) == about(1.0)
+
+
+def test_the_window_and_the_deviations_are_settings() -> None:
+    assert after(NOISY[:4], window=4).update(4.03) is not None
+    assert after(NOISY[:3], window=4).update(4.03) is None
+    rising = [1.0 + 0.1 * step for step in range(40)]
+    assert after(rising, deviations=2.0).update(8.0) is not None
+    assert after(rising).update(8.0) is None
+    spikes = after(rising, window=4)
+    assert spikes.update(8.0) is not None and spikes.losses == [*rising[-3:], 8.0]
 
 
 def test_the_loss_of_an_epoch_is_the_mean_of_its_finite_steps() -> None:

@@ -84,7 +84,13 @@ class Trainer:
         before_update()
         raised = tuple(count > 0 for count in self.mesh.sum_over_world([float(each) for each in flags()]))
         self.state.step += 1
-        return SimpleNamespace(step=self.state.step, step_seconds=STEP_SECONDS, flags=raised)
+        return SimpleNamespace(
+            step=self.state.step,
+            step_seconds=STEP_SECONDS,
+            flags=raised,
+            skipped_for="",
+            rolled_back_to=None,
+        )
 
 
 class Saver:

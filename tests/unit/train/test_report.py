@@ -185,7 +185,8 @@ def test_a_spike_of_the_loss_is_recorded_and_the_first_in_a_row_is_a_warning(
 ) -> None:
     made = reporter(tmp_path, "cpu", "--monitor.peak_tflops", "1.0")
     for number in range(1, 29):
-        made.step(replace(step(number), loss=9.0 if number in (25, 26) else 3.0), None, {})
+        spike = 6.0 if number in (25, 26) else None
+        made.step(replace(step(number), loss=9.0 if spike else 3.0, loss_spike=spike), None, {})
     said = capsys.readouterr().out
     assert "warning: step 25: the loss of 9.0000 is 6.0000 above its running median" in said
     assert said.count("running median") == 1
@@ -194,6 +195,36 @@ def test_a_spike_of_the_loss_is_recorded_and_the_first_in_a_row_is_a_warning(
         25: 6.0,
         26: 6.0,
     }
+
+
+def test_skipped_steps_and_rollbacks_are_said_recorded_and_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = reporter(
+        tmp_path,
+        "cpu",
+        "--monitor.peak_tflops",
+        "1.0",
+        "--training.loss_spike",
+        "rollback",
+        "--checkpoint.every",
+        "4",
+    )
+    spike = replace(step(1), loss=9.0, loss_spike=6.0, skipped_for="loss_spike", skipped_steps=1)
+    made.step(replace(spike, skipped_samples=(0, 16)), None, {})
+    made.step(replace(spike, step=2, skipped_samples=(0, 32), rolled_back_to=0, skipped_steps=2), None, {})
+    made.summary({}, has_tokenizer=False)
+    output = capsys.readouterr().out
+    said = "the loss of 9.0000 is 6.0000 above its running median"
+    assert f"warning: step 1: {said}; the step is skipped" in output
+    assert f"step 2: {said}; the weights of step 0 are back, and samples 0 to 31 have no effect" in output
+    assert "\n2 steps were skipped, with 1 rollback\n" in output
+    names = ("skipped_for", "first_skipped_sample", "skipped_samples", "rolled_back_to", "skipped_steps")
+    records = [[record.get(name) for name in names] for record in read_metrics(tmp_path / "metrics.jsonl")]
+    assert records == [["loss_spike", 0, 16, None, 1], ["loss_spike", 0, 32, 0, 2]]
+    reader = RunFolderReader(tmp_path)
+    reader.read()
+    assert reader.history.alarms == ["2 steps were skipped, with 1 rollback"]
 
 
 def test_a_slow_rank_is_a_warning_and_stands_in_the_records_and_in_top(
