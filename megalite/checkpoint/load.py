@@ -48,6 +48,20 @@ def load_checkpoint(checkpoint: Path, replica: Replica, optimizer: OptimizerStat
     return manifest
 
 
+def files_needed(checkpoint: Path, replica: Replica, optimizer: OptimizerState) -> set[str]:
+    """Return the files that `load_checkpoint` would read on this rank; only the manifest has to be here. Collective."""
+    mesh = replica.mesh
+    state_keys = _keys_of_all_ranks(optimizer, mesh, checkpoint)
+
+    def needed() -> set[str]:
+        with CheckpointReader(checkpoint, weights=None) as reader:
+            check_fits(reader.manifest, replica.shape, checkpoint)
+            _check_optimizer(reader.manifest, state_keys, checkpoint)
+            return {file for each in _targets(reader, replica, optimizer) for file in reader.files_of(each)}
+
+    return all_or_none(mesh, needed, explain(mesh, "load", checkpoint))
+
+
 def _targets(reader: CheckpointReader, replica: Replica, optimizer: OptimizerState) -> Iterator[TensorTarget]:
     """Yield the weights and the state of the optimizer; the weights that it keeps in partitions, if it does."""
     mesh, partitions, tensors = replica.mesh, optimizer.weights(), replica.tensors

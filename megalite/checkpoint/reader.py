@@ -81,6 +81,11 @@ class CheckpointReader(WeightReader):
             assembled = self._assemble(name, entry, region, shards)
             values.copy_(assembled.view(-1)[start : start + values.numel()])
 
+    def files_of(self, target: TensorTarget) -> set[str]:
+        """Return the files that filling a tensor reads."""
+        entry, stop = self._entry(target.state_key, target.name), target.start + target.values.numel()
+        return {shard.file for shard in _sources(entry, target.region, target.start, stop)}
+
     def fill_all(self, targets: Iterable[TensorTarget]) -> None:
         """Fill many tensors in several threads; beside them, for each thread, the largest of other regions."""
         self._in_threads(self.fill, list(targets))

@@ -16,7 +16,7 @@ from megalite.checkpoint.failures import OF_A_RUN, Remedies, explain
 from megalite.checkpoint.folder import partial_name, published_name
 from megalite.checkpoint.manifest import Base, Manifest, Stream
 from megalite.checkpoint.publish import remove_stale
-from megalite.checkpoint.unpublished import Draft, by_key, pieces_of
+from megalite.checkpoint.unpublished import Draft, StoredPiece, by_key, pieces_of
 from megalite.errors import CheckpointError, MemoryExhausted
 from megalite.model.replica import Replica
 from megalite.parallel.mesh import ParallelMesh, all_or_none
@@ -68,6 +68,20 @@ def draft_checkpoint(folder: Path, replica: Replica, optimizer: OptimizerState, 
     owner, what several tp ranks hold by the first of them, tied tensors by their first stage. Writes no tensor:
     `write_draft` or a BackgroundWriter does. Collective over the world, which shares `folder`; raises as `write_draft`.
     """
+    mesh, (pieces, manifest) = replica.mesh, listed_state(folder, replica, optimizer, record)
+    where = folder / mesh.broadcast_object(partial_name(manifest.step, secrets.token_hex(4)))
+    draft = Draft(where, folder / published_name(manifest.step), mesh.rank, pieces, manifest)
+    sizes = mesh.gather_objects(draft.size_bytes)
+    make = partial(prepare_partial, folder, where, sum(sizes or []), OF_A_RUN)
+    prepare = explain(mesh, "prepare", folder)
+    all_or_none(mesh, lambda: make() if mesh.rank == 0 else None, prepare)
+    return draft
+
+
+def listed_state(
+    folder: Path, replica: Replica, optimizer: OptimizerState, record: RunRecord
+) -> tuple[dict[str, StoredPiece], Manifest]:
+    """Return what this rank has to write, by its key, and the manifest without tensors. Collective, as a draft."""
     mesh, split = replica.mesh, replica.split
     manifest = Manifest(
         megalite=__version__,
@@ -81,13 +95,7 @@ def draft_checkpoint(folder: Path, replica: Replica, optimizer: OptimizerState, 
         **vars(record),
     )
     pieces = all_or_none(mesh, lambda: by_key(pieces_of(replica, optimizer)), explain(mesh, "list", folder))
-    where = folder / mesh.broadcast_object(partial_name(manifest.step, secrets.token_hex(4)))
-    draft = Draft(where, folder / published_name(manifest.step), mesh.rank, pieces, manifest)
-    sizes = mesh.gather_objects(draft.size_bytes)
-    make = partial(prepare_partial, folder, where, sum(sizes or []), OF_A_RUN)
-    prepare = explain(mesh, "prepare", folder)
-    all_or_none(mesh, lambda: make() if mesh.rank == 0 else None, prepare)
-    return draft
+    return pieces, manifest
 
 
 def prepare_partial(folder: Path, partial: Path, needed_bytes: int, remedies: Remedies) -> None:

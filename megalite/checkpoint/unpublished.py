@@ -90,7 +90,7 @@ class Draft:
 
     def publish(self, tables: Sequence[str]) -> None:
         """On one rank, with the tables of all: check that nothing is missing, then rename the folder."""
-        publish(replace(self._manifest, **_merge(tables)), self.partial, self.published)
+        publish(replace(self._manifest, **merged_tables(tables)), self.partial, self.published)
 
 
 def pieces_of(replica: Replica, optimizer: OptimizerState) -> Iterator[StoredPiece]:
@@ -170,8 +170,8 @@ def _write(path: Path, by_key: Mapping[str, StoredPiece], read: Callable[[str], 
     return file_table(path.name, size_bytes, rows)
 
 
-def _merge(tables: Sequence[str]) -> dict[str, Any]:
-    """The manifest's `tensors` and `files` from the tables of all ranks."""
+def merged_tables(tables: Sequence[str]) -> dict[str, Any]:
+    """Return the manifest's `tensors` and `files` from the tables of all ranks."""
     files: dict[str, int] = {}
     tensors: dict[str, dict[str, TensorEntry]] = {WEIGHT: {}}
     packed: dict[tuple[str, str], PackedShards] = {}

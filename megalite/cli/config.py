@@ -24,6 +24,7 @@ from megalite.config.sources.presets import PRESETS
 from megalite.errors import ConfigError
 from megalite.planner.machine import memory_beyond_any_machine, memory_problems
 from megalite.planner.memory import STATE_BYTES, memory_line, state_equations
+from megalite.planner.memory_copies import copy_line
 from megalite.topology.parameters import parameter_count
 
 _COLUMN = 40
@@ -101,6 +102,8 @@ def _explanation(loaded: LoadedRun, run_file: str) -> Iterator[str]:
             ' (with training.precision = "bf16")' if known is not config else ""
         )
         yield from (f"  {equation}" for equation in state_equations(known, rows))
+        if line := copy_line(config):
+            yield f"  {line}"
 
 
 def _table(name: str, table: Mapping[str, Any], loaded: LoadedRun) -> Iterator[str]:

@@ -12,6 +12,8 @@ ROUTER_FIGURES = ("router_entropy", "idle_experts", "router_loss")
 """Figures that records have, and no line."""
 SELF_CHECK = "self_check_seconds"
 """Seconds of the last comparison of all copies (monitor.self_check_every), in the record of the next step."""
+MEMORY_COPY = "memory_copy_seconds"
+"""Seconds of waiting for a copy in memory (checkpoint.in_memory_every), in the record of the next step."""
 AT_THE_START = ("parameters", "trained_parameters", "frozen_parameters", "total_steps")
 """The keys in the first record of every start: the values of the whole model with its adapter, the run's last step."""
 OF_RANKS = (
@@ -166,6 +168,7 @@ def is_own_metric(name: str) -> bool:
         *FIGURES,
         *ROUTER_FIGURES,
         *AT_THE_START,
+        MEMORY_COPY,
         SELF_CHECK,
         *OF_RANKS,
         *(each.name for each in fields(StepMetrics)),

@@ -12,7 +12,7 @@ from megalite.errors import TrainingError
 from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.exit_codes import INTERRUPTED, STOPPED
 from megalite.monitor.memory import empty_cache
-from megalite.monitor.metrics import SaveMetrics, ValidationMetrics
+from megalite.monitor.metrics import MEMORY_COPY, SELF_CHECK, SaveMetrics, ValidationMetrics
 from megalite.train.callbacks import ActiveRun, Callback, Callbacks
 from megalite.train.checkpoints.rollback import roll_back, rolls_back
 from megalite.train.checkpoints.saving import RunSaver
@@ -49,6 +49,7 @@ class TrainingLoop:
     ):
         self._trainer, self._held_out, self._reporter = trainer, held_out, reporter
         self._saver, self._signals, self._budget = saver, stops.signals, stops.budget
+        self._copies = saver.copies
         self._run = ActiveRun(trainer)
         self._callbacks = Callbacks(callbacks, self._run)
         self._config = trainer.config
@@ -78,6 +79,8 @@ class TrainingLoop:
         while (reason := self._reason_to_end()) is None:
             with self._reporter.traced(trainer.state.step + 1):
                 self._step()
+        if self._copies is not None and self._copies.unsaved:
+            self._published(self._saver.save(at_once=True))
         self._callbacks.train_end()
         return reason
 
@@ -114,6 +117,8 @@ class TrainingLoop:
             self._published(self._saver.finish())
             with self._reporter.working("rolling back"):
                 report = roll_back(self._trainer, self.saved, report)
+        if self._copies is not None and self._copies.due(report.step):
+            self._warn(self._copies.settle())
         return report
 
     def _validates_after(self, step: int) -> bool:
@@ -146,11 +151,18 @@ class TrainingLoop:
         # A restart after a rollback goes on behind the samples that it passed over.
         saves = last or best or report.rolled_back_to is not None or self._saves_after(report.step)
         self._check_copies(report.step, saves=saves)
+        if self._copies is not None and not last and self._copies.due(report.step):
+            self._warn(self._copies.take(self._trainer))
+            self._reporter.took(MEMORY_COPY, self._copies.stall_seconds())
         if not saves:
             return
         with self._reporter.working(f"saving step-{report.step:06}"):
             checkpoints = self._saver.save(at_once=last)
         self._published(checkpoints)
+
+    def _warn(self, text: str) -> None:
+        if text:
+            self._reporter.warn(text)
 
     def _check_copies(self, step: int, *, saves: bool) -> None:
         """Compare the copies of all tensors where it is due: a checkpoint has none that differ."""
@@ -163,8 +175,10 @@ class TrainingLoop:
         if difference is not None:
             # The checkpoint in flight was compared before it was taken.
             self._published(self._saver.finish())
+            if self._copies is not None:
+                self._copies.drop()  # they were taken since the last comparison
             raise cause(difference, self._trainer, self.saved)
-        self._reporter.compared(time.perf_counter() - started)
+        self._reporter.took(SELF_CHECK, time.perf_counter() - started)
 
     def _published(self, checkpoints: Sequence[SaveMetrics]) -> None:
         for checkpoint in checkpoints:

@@ -10,7 +10,6 @@ import torch
 
 from megalite.checkpoint.failures import explain
 from megalite.checkpoint.folder import find_best, read_manifest
-from megalite.checkpoint.load import intact_instead
 from megalite.config.output.write import write_resolved
 from megalite.config.sections.schema import RunConfig
 from megalite.convert.huggingface.export import export
@@ -20,7 +19,6 @@ from megalite.convert.peft.export import export_adapter
 from megalite.data.batches.loader import StepLoader
 from megalite.data.batches.stream_loader import StreamLoader
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megalite.errors import CheckpointError
 from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.control.rendezvous import Meeting
 from megalite.launcher.exit_codes import INTERRUPTED
@@ -35,6 +33,7 @@ from megalite.selftest.decide import agreed_kernels
 from megalite.train.callbacks import Callback
 from megalite.train.checkpoints.reference_table import ReferenceFile, give_reference_losses
 from megalite.train.checkpoints.resume_check import change_notes
+from megalite.train.checkpoints.resuming import to_resume
 from megalite.train.checkpoints.saving import RunSaver
 from megalite.train.inputs import RunInputs, found_to_resume, prepare_inputs
 from megalite.train.interruption import StopSignals, stop_signals
@@ -169,7 +168,9 @@ class _Rank:
         if inputs is None:
             inputs = mesh.broadcast_object(prepare_inputs(config, folder) if mesh.rank == 0 else None)
             assert inputs is not None
-        resumed_from = _checkpoint_to_resume(config, mesh, folder)
+        found = found_to_resume(config, folder) if mesh.rank == 0 else None
+        resumption = to_resume(config, mesh, info.node, folder.checkpoints, found, inputs.data)
+        resumed_from = resumption.source
         precision = _precision(config, mesh, resumed_from)
         config = config.in_precision(precision.name)
         _require_deepspeed_precision(config)
@@ -200,25 +201,23 @@ class _Rank:
             )
             trainer.fingerprints = dict(inputs.data.fingerprints)
             held_out = held_out_sets(config, inputs.data, load, mesh, tokenizer)
-            if resumed_from is not None:
-                _resume(trainer, resumed_from)
+            resumed_from = resumption.load(trainer)
         if mesh.rank == 0:
             write_resolved(config, folder.root / "run.toml")
-            record_start(folder, trainer, info, self.job.origins, device_name(device))
+            record_start(folder, trainer, info, self.job.origins, device_name(device), resumed_from)
         self.reporter = reporter = RunReporter(trainer, info, folder.metrics)
         reporter.say(_data_line(trainer, held_out))
         _tell_choices(reporter, trainer, precision, [chosen, tested, *inputs.data.notes])
         _give_reference(reporter, trainer, held_out, load, ReferenceFile(folder.reference, resumed_from))
         if resumed_from is not None:
-            _tell_resumption(reporter, trainer, resumed_from)
-        saver = RunSaver(
-            trainer, folder.checkpoints, resumed_from=resumed_from, ranks_a_node=info.local_world_size
-        )
+            _tell_resumption(reporter, trainer, resumption.line(trainer.state.step), resumed_from)
+        saver = RunSaver(trainer, folder.checkpoints, resumption, ranks_a_node=info.local_world_size)
         with trainer.batches:
             callbacks = self.job.callbacks
             loop = TrainingLoop(trainer, held_out, reporter, saver, callbacks=callbacks, stops=stops)
             reason = loop.run()
             stops.signals.all_saved()
+            resumption.close()
         reporter.compare(self.at_start)
         if reason:
             reporter.say(f"stopped after step {trainer.state.step}: {reason}")
@@ -350,35 +349,12 @@ def _tell_choices(
         reporter.say(note)
 
 
-def _tell_resumption(reporter: RunReporter, trainer: TrainStep, checkpoint: Path) -> None:
-    reporter.say(f"resumed after step {trainer.state.step} from {checkpoint}")
+def _tell_resumption(reporter: RunReporter, trainer: TrainStep, line: str, checkpoint: Path) -> None:
+    reporter.say(line)
     for note in change_notes(read_manifest(checkpoint).config, trainer.config):
         reporter.say(note)
     if trainer.state.step >= trainer.total_steps:
         reporter.say(f"nothing left to train: this run has {trainer.total_steps} steps")
-
-
-def _checkpoint_to_resume(config: RunConfig, mesh: ParallelMesh, folder: RunFolder) -> Path | None:
-    """Return the checkpoint that `checkpoint.resume` names; rank 0 finds it, so that all ranks resume the same one."""
-    resumed: Path | None = mesh.broadcast_object(found_to_resume(config, folder) if mesh.rank == 0 else None)
-    return resumed
-
-
-def _resume(trainer: TrainStep, checkpoint: Path) -> None:
-    """Resume a checkpoint. Raises CheckpointError, which names an intact older checkpoint if this one is damaged."""
-    try:
-        trainer.resume(checkpoint)
-    except CheckpointError as error:
-        mesh = trainer.mesh
-        instead = mesh.broadcast_object(intact_instead(checkpoint) if mesh.rank == 0 else None)
-        if instead is None:
-            raise CheckpointError(
-                f"{error}\n  to resume from another checkpoint, set checkpoint.resume to its path"
-            ) from error
-        raise CheckpointError(
-            f"{error}\n  {instead} is intact: remove {checkpoint.name}, and resume from {instead.name} "
-            f'(checkpoint.resume = "{instead}")'
-        ) from error
 
 
 def _precision(config: RunConfig, mesh: ParallelMesh, resumed_from: Path | None) -> Precision:

@@ -23,7 +23,7 @@ from megalite.monitor.console import Console, RunSummary
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.losses import EpochLoss
 from megalite.monitor.memory import MemoryUse
-from megalite.monitor.metrics import AT_THE_START, SELF_CHECK, SaveMetrics, StepMetrics, ValidationMetrics
+from megalite.monitor.metrics import AT_THE_START, SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.profiler import HOW_TO_READ, StepProfile
 from megalite.monitor.run_view import skipped_line
 from megalite.monitor.sink import ReportedRun
@@ -180,9 +180,9 @@ class RunReporter:
                 progress.begin(Activity.BETWEEN_STEPS)
             self.console.saved(metrics)
 
-    def compared(self, seconds: float) -> None:
-        """Record what a comparison of all copies took."""
-        self._unrecorded[SELF_CHECK] = seconds
+    def took(self, what: str, seconds: float) -> None:
+        """Record the seconds of something between two steps. what: their name in the records."""
+        self._unrecorded[what] = seconds
 
     def start(self, validation: ValidationMetrics, custom: Mapping[str, float]) -> None:
         """Record the validation of a run that has not made a step yet, and what callbacks add to it."""

@@ -34,6 +34,7 @@ from megalite.monitor.console import announce, complain
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.sinks import absent_packages
 from megalite.planner.machine import memory_problems
+from megalite.planner.memory_copies import copy_problems
 from megalite.train.callbacks import Callback, named_callbacks
 from megalite.train.interruption import (
     StopSignals,
@@ -229,7 +230,7 @@ class Trainer:
         _require_sinks(self.config, info, source)
         _require_checkpoint(self.config, info)
         ranks = self.config.layout.world_size if info is None else info.local_world_size
-        if too_large := list(memory_problems(self.config, ranks)):
+        if too_large := [*memory_problems(self.config, ranks), *copy_problems(self.config, ranks)]:
             raise ConfigError(too_large, source)
 
     def _start_method(self, threads: int) -> Literal["fork", "spawn"]:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megalite.launcher.machine_report import packages, system
@@ -13,12 +14,21 @@ from megalite.version import __version__
 
 
 def record_start(
-    folder: RunFolder, trainer: TrainStep, info: RankInfo, origins: Mapping[str, str], device: str
+    folder: RunFolder,
+    trainer: TrainStep,
+    info: RankInfo,
+    origins: Mapping[str, str],
+    device: str,
+    source: Path | None = None,
 ) -> None:
-    """Append the start of rank 0 to the file; origins: of each `section.key` that is no default. OSError."""
+    """Append the start of rank 0 to the file. OSError.
+
+    origins: of each `section.key` that is no default. source: the checkpoint or copy that the run goes on from.
+    """
     record: dict[str, Any] = {
         "time": time.time(),
         "step": trainer.state.step,
+        "resumed_from": None if source is None else str(source),
         "megalite": __version__,
         "packages": {package.name: package.found for package in packages() if package.found},
         "machine": system(),

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,6 +32,10 @@ def undisturbed(job, tmp_path_factory) -> Path:
     job.run(folder)
     assert len(curve(folder)) == 12
     return folder
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def _recorded_steps(folder: Path) -> int:
@@ -61,6 +66,26 @@ def test_one_rank_killed_ends_the_job_in_time_and_names_the_rank(job, undisturbe
     job.run(folder)
     assert curve(folder) == curve(undisturbed)
     assert tensor_hashes(folder) == tensor_hashes(undisturbed)
+
+
+def test_copies_in_memory_lose_one_step_at_most_and_read_no_checkpoint(job, undisturbed, tmp_path):
+    """There is no checkpoint to read before the end of the run."""
+    folder, every_step = tmp_path / "run", ("--checkpoint.in_memory_every", "1", "--checkpoint.every", "100")
+    process = job.start(folder, *every_step)
+    wait_until(lambda: _recorded_steps(folder) >= 4, "the job made no four steps", process=process)
+    os.kill(forked_ranks(process.pid)[2], signal.SIGKILL)
+    process.communicate(timeout=PATIENCE)
+    done = _recorded_steps(folder)
+    assert find_latest(folder / "checkpoints") is None and done < 12
+    output = job.run(folder, *every_step)
+    [found] = re.findall(r"resumed after step (\d+) from the copy in memory, (/dev/shm/\S+);", output)
+    assert int(found[0]) >= done - 1
+    start = json.loads((folder / "starts.jsonl").read_text().splitlines()[-1])
+    assert (start["step"], start["resumed_from"]) == (int(found[0]), found[1])
+    assert curve(folder) == curve(undisturbed)
+    assert tensor_hashes(folder) == tensor_hashes(undisturbed)
+    assert not Path(found[1]).parent.exists()
+    assert all(each["memory_copy_seconds"] > 0 for each in _records(folder)[int(found[0]) + 2 :])
 
 
 @pytest.mark.extended

@@ -266,6 +266,9 @@ class CheckpointConfig(Section):
     async_save: bool = Field(
         True, description="write checkpoints while training goes on, from a copy in host memory"
     )
+    in_memory_every: Annotated[int, Field(ge=0)] = Field(
+        0, description="steps between copies in the memory of the hosts, for restarts; 0: none"
+    )
     best: bool = Field(
         False, description="keep the checkpoint of the lowest validation loss as checkpoints/best"
     )

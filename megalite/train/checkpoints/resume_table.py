@@ -44,8 +44,8 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
     (Rule.FREE, "", "deepspeed: config native_optimizer"),
     (Rule.FREE, "", "data: workers loader_workers prefetch"),
     (Rule.FREE, "", "validation: every at_start patience minimum_improvement"),
-    (Rule.FREE, "", "checkpoint: every async_save best keep_last keep_every resume resume_changed export"),
-    (Rule.FREE, "", "checkpoint: export_like"),
+    (Rule.FREE, "", "checkpoint: every async_save in_memory_every best keep_last keep_every resume export"),
+    (Rule.FREE, "", "checkpoint: resume_changed export_like"),
     (Rule.FREE, "", "monitor: every console report_to project run_name entity group log_checkpoints"),
     (
         Rule.FREE,

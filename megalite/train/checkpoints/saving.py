@@ -17,6 +17,7 @@ from megalite.config.sections.schema import RunConfig
 from megalite.launcher.control.progress import Activity, progress
 from megalite.launcher.process import available_memory_bytes
 from megalite.monitor.metrics import SaveMetrics
+from megalite.train.checkpoints.resuming import FROM_STEP_0, Resumption
 from megalite.train.step.state import StepReport
 from megalite.train.step.train_step import TrainStep
 
@@ -35,11 +36,12 @@ class RunSaver:
     """
 
     def __init__(
-        self, trainer: TrainStep, folder: Path, *, resumed_from: Path | None = None, ranks_a_node: int = 1
+        self, trainer: TrainStep, folder: Path, start: Resumption = FROM_STEP_0, *, ranks_a_node: int = 1
     ):
-        """resumed_from: a checkpoint that is never deleted. ranks_a_node: ranks that share this machine's memory."""
-        self._trainer, self._folder, self.resumed_from = trainer, folder, resumed_from
-        self._protected = () if resumed_from is None else (resumed_from,)
+        """start: of a checkpoint that is never deleted. ranks_a_node: ranks that share this machine's memory."""
+        self._trainer, self._folder, self.resumed_from = trainer, folder, start.saved
+        self.copies = start.copies
+        self._protected = () if start.saved is None else (start.saved,)
         self._ranks_a_node = ranks_a_node
         self._writer = BackgroundWriter(trainer.mesh)
         self._in_background = saves_in_background(trainer.config)
@@ -75,6 +77,8 @@ class RunSaver:
         progress.begin(Activity.SAVING)
         done = self.finish()
         started, state = time.perf_counter(), self._trainer.state
+        if self.copies is not None:
+            self.copies.unsaved = False
         draft = self._trainer.draft(self._folder)
         tidy = partial(self._tidy, state.step, state.best_step)
         if not at_once and self._in_background and self._has_room(draft):
@@ -89,6 +93,8 @@ class RunSaver:
         """Wait until the checkpoint in flight has its copy of the state; called in every step before it changes."""
         started = time.perf_counter()
         self._writer.before_update()
+        if self.copies is not None:
+            self.copies.before_update()
         self._waited_seconds = time.perf_counter() - started
 
     def stepped(self, report: StepReport) -> None:

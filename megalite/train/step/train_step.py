@@ -301,7 +301,7 @@ class TrainStep:
             return batch
         return replace(batch, reference=self.pipeline.row_losses(batch, WITHOUT_ADAPTER))
 
-    def draft(self, folder: Path) -> Draft:
+    def draft(self, folder: Path, make: Callable[..., Draft] = draft_checkpoint) -> Draft:
         """List what a checkpoint of this moment has, to be written below `folder`; writes no tensor yet. Collective."""
         record = RunRecord(
             asdict(
@@ -312,7 +312,7 @@ class TrainStep:
             gathered_position(self.loader, self.state.samples, self.mesh),
             self.fingerprints,
         )
-        return draft_checkpoint(folder, self.replica, self.optimizer.state, record)
+        return make(folder, self.replica, self.optimizer.state, record)
 
     def resume(self, checkpoint: Path) -> None:
         """Go on from a checkpoint: weights, optimizer state, and the position in data and schedule.

@@ -97,7 +97,7 @@ class Saver:
     """In a saver's place: what is saved at a step is published after the next, unless it is the last."""
 
     busy = failed = False
-    resumed_from = None
+    copies = resumed_from = None
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.saved, self._in_flight = trainer, list[int](), list[Any]()
