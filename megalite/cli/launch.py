@@ -116,7 +116,8 @@ def run(arguments: Sequence[str]) -> int:
         run_folder = plan.job.folder / plan.loaded.config.run.folder
         before = records_mark(run_folder)
         result = _attempt(current, environ)
-        return attempt_end(result.exit_code, result.text, result.step, run_folder, before)
+        ended = attempt_end(result.exit_code, result.text, result.step, run_folder, before)
+        return replace(ended, copied=plan.loaded.config.checkpoint.in_memory_every > 0)
 
     ended = run_with_restarts(attempt, options.restarts, _say)
     report_run(plan.job.folder / plan.loaded.config.run.folder, plan.loaded.notes, ended.exit_code)

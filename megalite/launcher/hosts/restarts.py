@@ -19,7 +19,7 @@ class Ended:
 
     cause: the first cause, "" if the ranks have printed it. step: the last one that a rank told or recorded; None if
     it came to none. checkpoint: the step of the newest published checkpoint; None without one. started: False if the
-    preflight stopped it before a rank started.
+    preflight stopped it before a rank started. copied: whether the ranks kept copies in memory, which may be newer.
     """
 
     exit_code: int
@@ -27,6 +27,7 @@ class Ended:
     step: int | None = None
     checkpoint: int | None = None
     started: bool = True
+    copied: bool = False
 
     @property
     def failed(self) -> bool:
@@ -50,7 +51,7 @@ class Restarts:
         They double while attempts publish no new checkpoint: a job that goes on is not delayed by its earlier failures.
         """
         earlier = [each for each in self._ended if each.started]
-        stands = bool(self._ended) and ended.checkpoint == self._ended[-1].checkpoint
+        stands = bool(self._ended) and not _goes_on(self._ended[-1], ended)
         self._in_vain = self._in_vain + 1 if stands else 1
         self._ended.append(ended)
         tries = len(self._ended)
@@ -74,6 +75,8 @@ class Restarts:
             if ended.checkpoint is None
             else f"from the checkpoint of step {ended.checkpoint}"
         )
+        if ended.copied:
+            start += " or a newer copy in memory"
         return f"restart {number} of {self._most} in {pause_seconds:g} s, {start}, after: {one_line(ended.cause)}"
 
     def summary(self) -> str:
@@ -123,6 +126,12 @@ def one_line(cause: str) -> str:
     """Return the first line of a cause, at most 200 characters."""
     first = cause.strip().splitlines()[0] if cause.strip() else "the failure above"
     return first if len(first) <= 200 else f"{first[:197]}..."
+
+
+def _goes_on(earlier: Ended, later: Ended) -> bool:
+    """Whether an attempt came further than the one before: to a new checkpoint, or with copies to a later step."""
+    further = later.copied and (later.step or 0) > (earlier.step or 0)
+    return further or later.checkpoint != earlier.checkpoint
 
 
 def _same_place(first: Ended, other: Ended) -> bool:

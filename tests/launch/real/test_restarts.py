@@ -1,6 +1,7 @@
 """`megalite launch --restarts` on two hosts: a rank is killed, a host is lost, or a host is gone before the start."""
 
 import os
+import re
 import signal
 
 import pytest
@@ -45,6 +46,32 @@ def test_a_job_goes_on_with_the_host_that_is_left(hosts, job, by_itself, tmp_pat
     # Dropout draws by global coordinates, so another layout differs in the order of its sums only.
     assert_close(losses, whole[1], rtol=FLOAT32_RTOL, what="losses")
     assert_close(norms, whole[2], rtol=FLOAT32_GRADIENT_RTOL, what="norms")
+
+
+def test_copies_in_memory_outlive_a_host(hosts, job, by_itself, tmp_path):
+    """Ranks 2 and 3, whose files only n1 would have, were copied to n0; no checkpoint is there to be read."""
+    folder = tmp_path / "run"
+    flags = (
+        "--launch.heartbeat_seconds",
+        "4",
+        "--checkpoint.every",
+        "100",
+        "--checkpoint.in_memory_every",
+        "1",
+    )
+    options = ("--restarts", "1", "--allow-fewer", "--preflight-seconds", "15")
+    started = launch(hosts, job, folder, *options, flags=flags)
+    started.until("step 4/6")
+    hosts[1].die()
+    assert started.wait(within=180) == [0], started.output
+    assert "from the beginning or a newer copy in memory" in started.output
+    [step] = re.findall(r"resumed after step (\d) from the copy in memory, /dev/shm/", started.output)
+    assert int(step) >= 3
+    steps, losses, *_, tokens = zip(*curve(folder), strict=True)
+    whole = list(zip(*by_itself, strict=True))
+    assert steps == whole[0] and tokens == whole[4]
+    assert_close(losses, whole[1], rtol=FLOAT32_RTOL, what="losses")
+    assert not hosts[0].run(["find", "/dev/shm", "-name", "megalite-copies-*"]).stdout
 
 
 def test_no_rank_starts_where_a_host_is_gone(hosts, job, tmp_path):

@@ -67,6 +67,17 @@ def test_a_job_that_goes_on_waits_a_second_after_each_failure():
     assert job.pauses == [1, 2, 1, 1, 2, 1]
 
 
+def test_copies_in_memory_carry_a_job_on_without_a_new_checkpoint():
+    ends = [Ended(137, LOST, step, 50, copied=True) for step in (57, 58, 58, 70)]
+    job = Job(*ends[:2], Ended(137, LOST, 58, 50, started=False, copied=True), ends[3], Ended(0, ""))
+    assert job.run(9).exit_code == 0
+    assert job.pauses == [1, 1, 2, 1]
+    assert job.said[0].startswith(
+        "restart 1 of 9 in 1 s, from the checkpoint of step 50 or a newer copy in memory, "
+    )
+    assert Job(*ends).run(9).step == 58
+
+
 def test_the_same_step_twice_without_a_new_checkpoint_ends_the_job():
     job = Job(*failing((57, 50), (57, 50), (58, 50)))
     assert job.run(9).step == 57
