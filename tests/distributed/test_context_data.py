@@ -17,7 +17,9 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.train.loaders import training_loader
 from megalite.train.validation import held_out_set, validate
 from tests.support.context_faults import planted_context_fault
+from tests.support.museum import exhibit
 from tests.support.parity import assert_close
+from tests.support.planted import Planted
 from tests.support.ranks import RankFailed, RanksHung
 from tests.support.selection import cases
 from tests.support.tiny import tiny_corpus, tiny_tokenizer
@@ -105,6 +107,19 @@ def compare(ranks, alone, kind: str, folder: Path, fault: str | None = None) -> 
     return results
 
 
+def counted_by_every_context_rank(_: Any) -> property:
+    return property(lambda place: place.counts_loss)
+
+
+@exhibit(
+    "torchtitan PR#3257",
+    subject="data",
+    there="where ranks share sequences, a validation counted the tokens of another number of ranks than the training",
+    here="context ranks find the losses of one process, in training and in validation",
+    fault=Planted("megalite.topology.place:RankPlace.counts_samples", counted_by_every_context_rank),
+    case="text",
+    costly=True,
+)
 @pytest.mark.parametrize("kind", cases(KINDS, core=["packed conversations", "length buckets"]))
 def test_context_ranks_train_on_it_as_one_process(ranks, folder, kind):
     [alone] = ranks.run(train, kind=kind, folder=folder, changes={})

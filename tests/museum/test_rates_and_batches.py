@@ -138,9 +138,23 @@ def validated(prefix: Path, packing: str) -> ValidationMetrics:
     return found
 
 
+def as_a_mean(evaluate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def mean_of_the_batch(self: TrainStep, batch: Any) -> torch.Tensor:
+        total, tokens = evaluate(self, batch)
+        return torch.stack([total / tokens * 4, torch.full_like(tokens, 4)])
+
+    return mean_of_the_batch
+
+
+@exhibit(
+    "torchtitan PR#4167",
+    subject="data",
+    there="a validation was the mean of the means of its batches, in which a short batch counted as much as a long one",
+    here="a validation is the sum over all trained tokens divided by their number",
+    fault=Planted("megalite.train.step.train_step:TrainStep.evaluate", as_a_mean),
+)
 @exhibit(
     "axolotl PR#3478",
-    also=("torchtitan PR#3257",),
     subject="data",
     there="a validation of packed or split rows counted other tokens than the training, and its loss was too high",
     here="a validation is the mean over the trained tokens of the file, however the rows are packed",

@@ -66,7 +66,7 @@ def with_frozen_weights(_: Any) -> property:
 
 @exhibit(
     "DeepSpeed PR#8029",
-    also=("trl PR#6192", "trl PR#6091"),
+    also=("trl PR#6192",),
     subject="adapters",
     there="frozen weights beside an adapter had fp32 masters and flat buffers",
     here="the optimizer keeps state of the adapter alone",
