@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from megalite.data.tokenizers.tokenizer import Tokenizer, start_token_id
-from megalite.evaluate.windows import Window
+from megalite.evaluate.windows import Window, rolling_windows
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,13 @@ class TextEncoder:
         return whole[: len(alone)], whole[len(alone) :]
 
 
-def pair_window(context: list[int], continuation: list[int], length: int) -> Window:
-    """Return the window that scores the continuation after as much context as `length` inputs leave room for."""
+def pair_windows(context: list[int], continuation: list[int], length: int) -> list[Window]:
+    """Return the window that scores the continuation after as much context as `length` inputs leave room for.
+
+    Several that do not overlap, and together score each of its tokens once, where it has more than `length`.
+    """
+    if len(continuation) > length:
+        ids = np.array(continuation, dtype=np.int64)
+        return list(rolling_windows(ids, length=length, stride=length, prefix=context[-1]))
     ids = np.array([*context, *continuation][-(length + 1) :], dtype=np.int64)
-    targets = min(len(continuation), length)
-    return Window(ids[:-1], ids[len(ids) - targets :])
+    return [Window(ids[:-1], ids[len(ids) - len(continuation) :])]

@@ -1,8 +1,9 @@
 """A megalite model in place as a model of EleutherAI's lm_eval."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, islice
 from typing import Any
 
 from megalite.errors import ConfigError, MegaliteError, Problem
@@ -18,7 +19,7 @@ import numpy as np
 
 from megalite.evaluate.answers import TextPrompt, answers
 from megalite.evaluate.calls import call_on_ranks
-from megalite.evaluate.encoding import TextEncoder, pair_window
+from megalite.evaluate.encoding import TextEncoder, pair_windows
 from megalite.evaluate.scoring import scores
 from megalite.evaluate.windows import Window, rolling_windows
 from megalite.generation.loaded import LoadedModel
@@ -95,30 +96,29 @@ class MegaliteLM(LM):  # type: ignore[misc, unused-ignore]
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether greedy decoding gives it."""
-        windows = [
-            pair_window(*self.encoder.pair(context, continuation), self.max_length)
+        pairs = self._totals(
+            pair_windows(*self.encoder.pair(context, continuation), self.max_length)
             for context, continuation in (request.args for request in requests)
-        ]
-        scored = self._call(scores, windows, self.batch_size)
-        pairs = [(score.log_likelihood, score.is_greedy) for score in scored]
+        )
         for request, pair in zip(requests, pairs, strict=True):
             self.cache_hook.add_partial("loglikelihood", request.args, pair)
         return pairs
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Return the log-likelihood of each text, in windows that do not overlap."""
-        windows: list[Window] = []
-        counts = []
-        for request in requests:
-            ids = np.array(self.encoder.ids(request.args[0]), dtype=np.int64)
-            cut = rolling_windows(
-                ids, length=self.max_length, stride=self.max_length, prefix=self.encoder.start_id
-            )
-            before = len(windows)
-            windows += cut
-            counts.append(len(windows) - before)
-        scored = iter(self._call(scores, windows, self.batch_size))
-        return [sum(next(scored).log_likelihood for _ in range(count)) for count in counts]
+        texts = (np.array(self.encoder.ids(request.args[0]), dtype=np.int64) for request in requests)
+        length, start = self.max_length, self.encoder.start_id
+        totals = self._totals(
+            rolling_windows(ids, length=length, stride=length, prefix=start) for ids in texts
+        )
+        return [log_likelihood for log_likelihood, _ in totals]
+
+    def _totals(self, windows: Iterable[Iterable[Window]]) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each text, cut into windows, and whether greedy decoding gives all of it."""
+        cut = [[*of_text] for of_text in windows]
+        scored = iter(self._call(scores, [*chain.from_iterable(cut)], self.batch_size))
+        found = ([*islice(scored, len(of_text))] for of_text in cut)
+        return [(sum(each.log_likelihood for each in of), all(each.is_greedy for each in of)) for of in found]
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Return the generated text of each context, which ends before the first of its `until` strings."""

@@ -14,7 +14,7 @@ from megalite.evaluate import perplexity
 from megalite.evaluate.answers import TextPrompt, answers
 from megalite.evaluate.calls import call_on_ranks, follow, release
 from megalite.evaluate.documents import TextSource
-from megalite.evaluate.encoding import TextEncoder, pair_window
+from megalite.evaluate.encoding import TextEncoder, pair_windows
 from megalite.evaluate.perplexity import TextEvaluation, TextFigures, evaluate_text
 from megalite.evaluate.scoring import scores
 from megalite.evaluate.windows import Window, rolling_windows
@@ -155,7 +155,8 @@ def likelihoods_and_answers(model: Path, layout: Layout) -> tuple[list[float], l
         return follow(loaded)
     encoder, longest = TextEncoder(loaded.tokenizer), loaded.config.longest_sequence
     pairs = [encoder.pair(context, f" {choice}") for context, choices in QUESTIONS for choice in choices]
-    scored = call_on_ranks(loaded, scores, [pair_window(*pair, longest) for pair in pairs], 3)
+    windows = [window for pair in pairs for window in pair_windows(*pair, longest)]
+    scored = call_on_ranks(loaded, scores, windows, 3)
     prompts = [TextPrompt(context, ("\n",)) for context, _ in QUESTIONS]
     texts = call_on_ranks(loaded, answers, prompts, 9, None, NO_STOPS, 3)
     release(loaded)

@@ -262,12 +262,12 @@ HALF_CHARACTERS_ARE_SHOWN = Planted("megalite.generation.detokenise:_LONGEST_HOL
 CHOICES_SHARE_A_SEED = Planted("megalite.serve.prompts:_SEEDS", instead(1))
 
 
-def _targets_of_the_window(pair_window: Function) -> Function:
+def _targets_of_the_window(pair_windows: Function) -> Function:
     def all_of_it(*arguments: Any) -> Any:
-        window = pair_window(*arguments)
-        return replace(window, targets=np.concatenate([window.inputs[1:], window.targets[-1:]]))
+        [window] = pair_windows(*arguments)
+        return [replace(window, targets=np.concatenate([window.inputs[1:], window.targets[-1:]]))]
 
     return all_of_it
 
 
-SCORES_REACH_INTO_THE_CONTEXT = Planted("megalite.evaluate.encoding:pair_window", _targets_of_the_window)
+SCORES_REACH_INTO_THE_CONTEXT = Planted("megalite.evaluate.encoding:pair_windows", _targets_of_the_window)

@@ -64,6 +64,18 @@ def test_a_continuation_has_tokens_of_its_own(
 @pytest.mark.parametrize("length", [5, 3, 6, 9])
 def test_a_cut_context_leaves_the_targets(length: int) -> None:
     context, continuation = [10, 11, 12, 13], [20, 21, 22]
-    window = encoding.pair_window(context, continuation, length)
+    [window] = encoding.pair_windows(context, continuation, length)
     assert window.targets.tolist() == continuation
     assert window.inputs.tolist() == [*context, 20, 21][-length:]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 6])
+def test_each_token_of_a_continuation_longer_than_the_model_is_scored_once(length: int) -> None:
+    context, continuation = [10, 11], [*range(20, 27)]
+    windows = encoding.pair_windows(context, continuation, length)
+    assert [token for window in windows for token in window.targets.tolist()] == continuation
+    text = [context[-1], *continuation]
+    for window in windows:
+        first = text.index(window.inputs[0])
+        assert window.inputs.tolist() == text[first : first + len(window.inputs)]
+        assert text[first + len(window.inputs)] == window.targets[-1] and len(window.inputs) <= length
