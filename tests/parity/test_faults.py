@@ -38,6 +38,14 @@ def test_there_are_many_and_each_is_shown_by_a_legal_run():
 
 
 @exhibit(
+    "torchtitan#514",
+    subject="layouts",
+    there="the same initial weights in every layout were held to be practically impossible",
+    here="a weight is drawn from its name and place in the whole tensor: layouts begin alike",
+    fault="weights initialised alike on two shards",
+    case="weights initialised alike on two shards",
+)
+@exhibit(
     "Megatron-LM#6858",
     subject="layouts",
     there="ranks that resumed took over the random state of another rank",

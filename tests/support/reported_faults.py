@@ -194,6 +194,9 @@ def _from_the_epoch_s_start(step_batch: Function) -> Function:
     return replayed
 
 
+OTHER_SAMPLES_ARE_TAKEN = Planted(
+    "megalite.train.checkpoints.resume_check:ResumeCheck.require_same_samples", instead(lambda self: None)
+)
 SAMPLES_ARE_DRAWN_AGAIN = Planted("megalite.data.batches.sampler:Sampler.sample_ids", _epochs_of_their_own)
 A_RESUME_REPLAYS = Planted("megalite.data.batches.loader:StepLoader.step_batch", _from_the_epoch_s_start)
 

@@ -14,6 +14,8 @@ from megalite.errors import ConfigError
 from megalite.train.checkpoints import resume_check
 from megalite.train.checkpoints.resume_check import ResumeCheck, change_notes, changed_settings
 from megalite.train.checkpoints.resume_table import EFFECTS, Rule, effect_of
+from tests.support import reported_faults as faults
+from tests.support.museum import exhibit
 from tests.unit.config.runs import REMOVED
 from tests.unit.config.runs import changed as changed_run
 
@@ -154,6 +156,13 @@ def test_other_places_are_refused_unless_they_may_change_or_none_was_seen(
         other.require_same_samples()
 
 
+@exhibit(
+    "Megatron-LM#1002",
+    subject="checkpoints",
+    there="A run that resumed with another sequence length saw its text shuffled anew.",
+    here="another length is refused where it would change the samples, and a stream goes on behind what was read",
+    fault=faults.OTHER_SAMPLES_ARE_TAKEN,
+)
 def test_a_stream_may_have_another_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("{}")
     stream = {
