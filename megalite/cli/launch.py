@@ -15,7 +15,6 @@ from pathlib import Path
 from megalite.cli.arguments import Parser, options_and_settings, whole_number
 from megalite.cli.remaining_hosts import remaining_hosts
 from megalite.cli.results import report
-from megalite.cli.run_progress import attempt_end, published_step, records_mark
 from megalite.cli.run_status import report_run
 from megalite.config.load import LoadedRun, load_run
 from megalite.config.smaller_layout import smaller_layout
@@ -39,6 +38,7 @@ from megalite.launcher.rank.placement import placement_warning
 from megalite.launcher.rank.slurm import in_shell
 from megalite.planner.experts import exchange_of_a_token
 from megalite.planner.machine import least_memory
+from megalite.train.run_progress import attempt_end, published_step, records_mark
 
 _HELP = """\
 usage: megalite launch RUN.toml [options] [--section.key value ...] [-- MORE]

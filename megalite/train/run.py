@@ -44,6 +44,7 @@ from megalite.train.interruption import (
     tell_interruption,
     termination_raised,
 )
+from megalite.train.local_restarts import run_again
 from megalite.train.meet_ranks import meet_ranks, tell_others
 from megalite.train.run_folder import RunFolder
 from megalite.train.start import start_lines
@@ -158,16 +159,18 @@ class Trainer:
             preload.append("torch._dynamo")  # here once for all ranks
         if config.zero_stage:
             preload.append("megalite.train.optimizer.deepspeed")
-        job = RankJob(config, threads, self._all_callbacks(), budget, self.origins)
+        callbacks = self._all_callbacks()
         with folder.claimed():
             prepare_inputs(config, folder)
-            return run_local_ranks(
-                train_rank,
-                config.layout,
-                folder.failures,
-                arguments=(job,),
-                start=LocalStart(preload, method, config.hang_policy, complain),
-            )
+            start = LocalStart(preload, method, config.hang_policy, complain)
+
+            def ranks(started: RunConfig) -> int:
+                job = RankJob(started, threads, callbacks, budget, self.origins)
+                return run_local_ranks(
+                    train_rank, config.layout, folder.failures, arguments=(job,), start=start
+                )
+
+            return run_again(config, ranks, announce)
 
     def _run_launched(self, info: RankInfo, source: str, signals: StopSignals, started: float) -> int:
         """As `_run`, for one rank of a launcher: it meets the others first, so that any failure reaches all ranks."""

@@ -68,16 +68,19 @@ def test_one_rank_killed_ends_the_job_in_time_and_names_the_rank(job, undisturbe
     assert tensor_hashes(folder) == tensor_hashes(undisturbed)
 
 
-def test_copies_in_memory_lose_one_step_at_most_and_read_no_checkpoint(job, undisturbed, tmp_path):
+def test_ranks_that_start_again_from_copies_in_memory_lose_one_step_at_most(job, undisturbed, tmp_path):
     """There is no checkpoint to read before the end of the run."""
     folder, every_step = tmp_path / "run", ("--checkpoint.in_memory_every", "1", "--checkpoint.every", "100")
-    process = job.start(folder, *every_step)
+    process = job.start(folder, *every_step, "--launch.restarts", "1")
     wait_until(lambda: _recorded_steps(folder) >= 4, "the job made no four steps", process=process)
-    os.kill(forked_ranks(process.pid)[2], signal.SIGKILL)
-    process.communicate(timeout=PATIENCE)
+    ranks = forked_ranks(process.pid)
+    os.kill(ranks[2], signal.SIGKILL)
+    wait_until(lambda: not running(ranks), "the other ranks go on")
     done = _recorded_steps(folder)
     assert find_latest(folder / "checkpoints") is None and done < 12
-    output = job.run(folder, *every_step)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
+    assert "restart 1 of 1 in 1 s, from the beginning or a newer copy in memory, after: rank 2 (" in output
     [found] = re.findall(r"resumed after step (\d+) from the copy in memory, (/dev/shm/\S+);", output)
     assert int(found[0]) >= done - 1
     start = json.loads((folder / "starts.jsonl").read_text().splitlines()[-1])

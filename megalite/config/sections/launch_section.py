@@ -1,6 +1,6 @@
 """The section [launch] of RUN.toml: how ranks meet, watch each other and end, whoever started them."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -34,4 +34,7 @@ class LaunchSection(Section):
         240.0,
         gt=0,
         description="seconds after a signal until a run is ended that neither ends nor writes its checkpoint",
+    )
+    restarts: Annotated[int, Field(ge=0)] = Field(
+        0, description="restarts after a failure of ranks that megalite train starts itself; 0: none"
     )

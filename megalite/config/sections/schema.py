@@ -415,6 +415,12 @@ class RunConfig(Section):
         training = self.training.model_copy(update={"precision": precision})
         return self.model_copy(update={"training": training})
 
+    def resuming(self, checkpoint: str) -> "RunConfig":
+        """A copy of the run with another `checkpoint.resume`."""
+        return self.model_copy(
+            update={"checkpoint": self.checkpoint.model_copy(update={"resume": checkpoint})}
+        )
+
     def in_micro_batches(self, size: int) -> "RunConfig":
         """A copy of the run with micro batches of `size` sequences in the same global batch."""
         plan = BatchPlan.of_size(size, self.batch.global_batch_size, self._data)

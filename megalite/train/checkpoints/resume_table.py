@@ -55,7 +55,7 @@ _TABLE: tuple[tuple[Rule, str, str], ...] = (
     (Rule.FREE, "", "monitor: layers_every"),
     (Rule.FREE, "", "monitor: self_check_every on_hang hang_seconds"),
     (Rule.FREE, "", "launch: rendezvous_seconds heartbeat_seconds collective_seconds bind_cores interface"),
-    (Rule.FREE, "", "launch: grace_seconds"),
+    (Rule.FREE, "", "launch: grace_seconds restarts"),
     (
         Rule.NOTED,
         "the last step is another, and the learning rate decays up to it unless optimizer.decay_steps is set",

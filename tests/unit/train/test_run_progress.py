@@ -2,7 +2,7 @@
 
 import os
 
-from megalite.cli.run_progress import attempt_end, records_mark
+from megalite.train.run_progress import attempt_end, records_mark
 
 
 def record(folder, *steps: int, at: int) -> None:

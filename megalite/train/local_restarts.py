@@ -1,0 +1,34 @@
+"""Restarts of the ranks on this machine, forked again from the process that has imported what they need. No torch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from megalite.config.sections.schema import RunConfig
+from megalite.errors import RankFailure
+from megalite.launcher.hosts.restarts import Ended, run_with_restarts
+from megalite.train.run_progress import attempt_end, published_step, records_mark
+
+
+def run_again(config: RunConfig, ranks: Callable[[RunConfig], int], say: Callable[[str], None]) -> int:
+    """Run all ranks to their end, again after a failure, up to launch.restarts times; return their exit code.
+
+    ranks: runs them with a configuration. Raises the RankFailure after which there is no further start.
+    """
+    folder, failures = Path(config.run.folder), list[RankFailure]()
+
+    def attempt(number: int) -> Ended:
+        before, started = records_mark(folder), config
+        if number and published_step(folder) is not None:
+            started = config.resuming("auto")
+        try:
+            return Ended(ranks(started), "")
+        except RankFailure as failure:
+            failures.append(failure)
+            ended = attempt_end(failure.exit_code, str(failure), None, folder, before)
+            return replace(ended, copied=config.checkpoint.in_memory_every > 0)
+
+    ended = run_with_restarts(attempt, config.launch.restarts, say)
+    if ended.failed or ended.cause:
+        raise failures[-1]
+    return ended.exit_code

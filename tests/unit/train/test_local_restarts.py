@@ -1,0 +1,61 @@
+"""Ranks that are started again on this machine: how often, and from where."""
+
+from megalite.config.load import load_run
+from megalite.errors import RankFailure
+from megalite.launcher.hosts import restarts
+from megalite.train import local_restarts
+from megalite.train.local_restarts import run_again
+
+SETTINGS = {
+    "model.preset": "tiny",
+    "data.source": "stdlib",
+    "training.steps": 4,
+    "training.sequence_length": 16,
+    "training.global_batch_size": 2,
+    "training.micro_batch_size": 1,
+    "parallel.data": 2,
+    "launch.restarts": 2,
+    "checkpoint.resume": "never",
+}
+
+
+def run(patch, folder, ends, saved=(), **changes):
+    """Run ranks that end so, one start after another; return the code, what each start resumes and the lines."""
+    flags = {**SETTINGS, "run.folder": folder, **changes}
+    config, resumed, said = (
+        load_run(None, [f"--{key}={value}" for key, value in flags.items()]).config,
+        [],
+        [],
+    )
+    left = list(ends)
+
+    def ranks(started):
+        resumed.append(started.checkpoint.resume)
+        (folder / "metrics.jsonl").write_text(f'{{"step": {len(resumed)}}}\n' * len(resumed))
+        end = left.pop(0)
+        if isinstance(end, RankFailure):
+            raise end
+        return end
+
+    again = restarts.run_with_restarts
+    patch.setattr(local_restarts, "run_with_restarts", lambda *given: again(*given, lambda _: None))
+    patch.setattr(local_restarts, "published_step", lambda _: 3 if len(resumed) in saved else None)
+    try:
+        return run_again(config, ranks, said.append), resumed, said
+    except RankFailure as failure:
+        return str(failure), resumed, said
+
+
+def test_a_run_starts_again_from_what_it_has_saved(tmp_path, monkeypatch):
+    killed = RankFailure("rank 1 was killed", 137)
+    code, resumed, said = run(monkeypatch, tmp_path, [killed, killed, 0], saved=(2,))
+    assert code == 0 and resumed == ["never", "never", "auto"]
+    assert [line[:16] for line in said[:2]] == ["restart 1 of 2 i", "restart 2 of 2 i"]
+
+
+def test_the_last_failure_is_raised_and_wrong_input_at_once(tmp_path, monkeypatch):
+    ends = [RankFailure(f"rank 1 failed {number}", 1) for number in range(3)]
+    assert run(monkeypatch, tmp_path, ends)[0] == "rank 1 failed 2"
+    assert run(monkeypatch, tmp_path, ends, **{"launch.restarts": 0})[:2] == ("rank 1 failed 0", ["never"])
+    assert run(monkeypatch, tmp_path, [RankFailure("wrong", 2)])[:2] == ("wrong", ["never"])
+    assert run(monkeypatch, tmp_path, [75])[0] == 75
