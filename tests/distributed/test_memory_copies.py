@@ -1,14 +1,17 @@
 """Copies in memory are the checkpoint that a save would write, survive a lost host, and count only when whole."""
 
+import errno
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
+from megalite.checkpoint import unpublished
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.checkpoint.in_memory import CopiesFolder
 from megalite.checkpoint.save import write_draft
+from megalite.checkpoint.tensor_file import write_tensor_file
 from megalite.train.checkpoints import memory_copies
 from megalite.train.checkpoints.memory_copies import MemoryCopies
 from megalite.train.checkpoints.resuming import Resumption
@@ -149,3 +152,31 @@ def test_a_torn_copy_does_not_count_and_altered_bytes_are_not_loaded(ranks, tmp_
         else:
             assert resumed(**older) == outcome
         assert not step_3.exists()
+
+
+def train_on_full_memory(folder: str, changes: dict[str, Any]) -> tuple[str, int]:
+    """Train two steps; the host of rank 1 has no room for the first copy. The warning, and the copies that are left."""
+    trainer, _ = tiny_trainer(Path(folder), changes)
+    copies = copies_of(trainer, Path(folder), 2)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    rank = trainer.mesh.rank
+    with trainer.batches, mock.patch.object(unpublished, "write_tensor_file", side_effect=full) as patched:
+        if rank == 0:
+            patched.side_effect = write_tensor_file
+        trainer.train_step(before_update=copies.before_update)
+        assert not copies.take(trainer)
+        trainer.train_step(before_update=copies.before_update)
+        said = copies.settle()
+    assert not copies.due(3)
+    copies.close()
+    return said, len(list(copies.folder.root.parent.glob("megalite-copies-*")))
+
+
+def test_a_host_without_room_ends_the_copies_and_not_the_run(ranks, tmp_path):
+    """No rank waits for a file that never comes, though each sends its own to the other host."""
+    write_token_files(tmp_path)
+    changes = {**EVERY_STEP, "parallel.data": 2}
+    (said, left), other = ranks.run(train_on_full_memory, world_size=2, folder=str(tmp_path), changes=changes)
+    assert said.startswith("no more copies in memory (checkpoint.in_memory_every): rank 1 ") and left == 0
+    assert said.endswith("No space left on device; enlarge it (docker --shm-size, mount -o remount,size=)")
+    assert other == (said, 0)

@@ -67,6 +67,19 @@ def test_experts_stay_on_as_many_ranks_as_fit(tmp_path, parallel: str, slots: in
     assert (layout.data, layout.expert) == left
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("context", "slots", "left"), [(1, 3, (1, 3)), (1, 1, (1, 1)), (2, 7, (2, 3)), (2, 3, (2, 1))]
+)
+def test_zero_keeps_its_stage_with_fewer_ranks(tmp_path, stage, context, slots, left):
+    path = run_file(
+        tmp_path, f"context = {context}\ndata = 4\n[deepspeed.zero_optimization]\nstage = {stage}"
+    )
+    run = smaller_layout(path, [], 4 * context, slots).loaded.config
+    assert (run.layout.context, run.layout.data) == left and run.zero_stage == stage
+    assert run.batch.global_batch_size == 24
+
+
 def test_a_run_that_fits_is_left_alone(tmp_path):
     assert smaller_layout(run_file(tmp_path, "data = 2"), [], 2, 2).flags == ()
 
