@@ -88,6 +88,11 @@ class CopiesFolder:
             if other != self.root and _is_over(other):
                 shutil.rmtree(other, ignore_errors=True)
 
+    def release(self) -> None:
+        """Leave the folder to another process, as the end of this one does."""
+        if self._lock is not None:
+            self._lock.close()
+
     def notes(self) -> list[dict[str, Any]]:
         """Return the notes on files that are whole, of all steps and starts."""
         notes = []
@@ -109,6 +114,7 @@ class CopiesFolder:
                 shutil.rmtree(path, ignore_errors=True)
 
     def remove(self) -> None:
+        self.release()
         shutil.rmtree(self.root, ignore_errors=True)
 
 
@@ -117,9 +123,10 @@ def _is_over(folder: Path) -> bool:
     try:
         with (folder / _LOCK).open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            checkpoints = Path((folder / _RUN).read_text())
             old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
-            return old or _name_of(checkpoints) != folder.name
+            if old or not (folder / _RUN).exists():  # one that is just being made has none yet
+                return old
+            return _name_of(Path((folder / _RUN).read_text())) != folder.name
     except FileNotFoundError:
         return True  # its run folder is gone
     except OSError:
