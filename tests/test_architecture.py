@@ -44,9 +44,10 @@ ROWS = {
     "report": 10,
     "train": 10,
     "studies": 10,
-    "cli": 11,
-    "__main__": 12,
-    "__init__": 12,
+    "verify": 11,
+    "cli": 12,
+    "__main__": 13,
+    "__init__": 13,
 }
 # Within a package of wings: a wing or a file beside the wings -> what it may import of the package besides itself.
 WINGS: dict[str, dict[str, set[str]]] = {

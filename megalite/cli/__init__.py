@@ -19,10 +19,10 @@ COMMANDS = {
     "train": "train a model on this machine, or as one rank of a launcher",
     "top": "watch runs: loss, speed, time left, checkpoints, alarms",
     "plan": "predict memory, speed and days on a cluster, and rank layouts",
+    "verify": "compare a run's layout with one process, tensor by tensor",
     "sweep": "train a run with many values of its settings, and compare",
     "scaling": "fit a scaling law to a ladder of small models",
     "report": "write an HTML page about runs: curves, settings, memory, alarms",
-    "timeline": "draw a traced step: which stage waited for which, and the bubble",
     "launch": "start a run on several hosts, and supervise it",
     "generate": "continue a text with a trained model",
     "evaluate": "measure perplexity on text, or ask the tasks of lm_eval",
@@ -37,6 +37,7 @@ COMMANDS = {
     "completion": "",
     "examples": "",
     "selftest": "",
+    "timeline": "",
 }
 
 _INTERRUPTED = 130

@@ -19,6 +19,8 @@ from megalite.parallel.gradients import buckets
 from megalite.parallel.mesh import RankGroup
 from megalite.topology.collective_sizes import BUCKET_BYTES, COLLECTIVE_BYTES
 
+# While `kept_before_sums` is open: id of a parameter -> its gradient before its sum.
+_kept: dict[int, Tensor] | None = None
 # Sums in another type that may be under way: each holds a converted copy of its gradients until its end.
 _MOST_CONVERTED = 4
 
@@ -112,6 +114,17 @@ class GradientBuckets:
             start_sums(bucket.tensors, self._copies, self._pending, self._dtype)
 
 
+@contextmanager
+def kept_before_sums() -> Iterator[dict[int, Tensor]]:
+    """Yield id of a parameter -> a float64 copy of its gradient as it was before its sum over the ranks started."""
+    global _kept
+    _kept = {}
+    try:
+        yield _kept
+    finally:
+        _kept = None
+
+
 @torch.no_grad()
 def start_sums(
     tensors: Iterable[nn.Parameter],
@@ -124,6 +137,12 @@ def start_sums(
     pending: gets the sums; a sum in another type first finishes all but the newest few of them.
     dtype: the type in which they are summed; by default their own.
     """
+
+    tensors = [*tensors]
+    if _kept is not None:
+        _kept.update(
+            {id(each): each.grad.to(torch.float64, copy=True) for each in tensors if each.grad is not None}
+        )
 
     def measure(item: tuple[nn.Parameter, Tensor]) -> tuple[Hashable, int]:
         tensor, gradient = item

@@ -149,8 +149,8 @@ class Trainer:
         from megalite.train.inputs import prepare_inputs
         from megalite.train.rank import RankJob, train_rank
 
-        _prepare_deepspeed(config, None)
-        _require_kernels(config)
+        prepare_deepspeed(config, None)
+        require_kernels(config)
         method: Literal["fork", "spawn"] = "fork"
         if computed and config.layout.world_size > 1:
             method = self._start_method(threads)
@@ -211,8 +211,8 @@ class Trainer:
 
         from megalite.train.rank import RankJob, train_rank
 
-        _prepare_deepspeed(self.config, info)
-        _require_kernels(self.config)
+        prepare_deepspeed(self.config, info)
+        require_kernels(self.config)
         try:
             job = RankJob(self.config, threads, self._all_callbacks(), budget, self.origins)
             code = train_rank(info, job, signals, meeting)
@@ -298,7 +298,7 @@ def _require_checkpoint(config: RunConfig, info: RankInfo | None) -> None:
         require_not_foreign(folder, "run.folder", command)
 
 
-def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:
+def prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:
     """Have this machine ready, or refuse, before the text is prepared and ranks wait for each other."""
     if not config.zero_stage:
         return
@@ -314,7 +314,7 @@ def _prepare_deepspeed(config: RunConfig, info: RankInfo | None) -> None:
     build_operators(needed, (lambda _: None) if silent else announce)
 
 
-def _require_kernels(config: RunConfig) -> None:
+def require_kernels(config: RunConfig) -> None:
     """ConfigError where compiled operators are asked for and there are none; each rank asks for its own device."""
     if config.model.kernels == "fused":
         from megalite.selftest.decide import choose_kernels

@@ -40,6 +40,7 @@ ELSEWHERE = {
         "convert export",
     ),  # end_to_end/test_automation.py
     *(
+        "verify",
         "sweep",
         "scaling",
         "report",

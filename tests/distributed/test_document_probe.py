@@ -19,10 +19,10 @@ from megalite.ops import attention, choice
 from megalite.ops.attention_form import AttentionForm
 from megalite.parallel.step_batch import TRAINING
 from megalite.topology.axes import Layout
-from tests.support.document_probe import DocumentFindings, probe_documents
+from megalite.verify.document_probe import DocumentFindings, probe_documents
+from megalite.verify.token_losses import token_losses
 from tests.support.options import Dropout, Recompute
 from tests.support.tiny import FAMILY_SHAPES
-from tests.support.token_losses import token_losses
 from tests.support.training import Job, build, local_batch
 
 JOB = Job(FAMILY_SHAPES["llama 3"], micro_batch_size=8, documents=True)

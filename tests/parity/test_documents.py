@@ -13,12 +13,12 @@ from megalite.parallel.cross_entropy import IGNORE_INDEX
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.axes import Layout
 from megalite.topology.shape import RopeScaling
+from megalite.verify.token_losses import recorded_losses, token_losses
 from tests.support.museum import exhibit
 from tests.support.options import Dropout, Recompute
 from tests.support.parity import assert_close, assert_same_tensors
 from tests.support.planted import Planted
 from tests.support.tiny import FAMILY_SHAPES, tiny_shape
-from tests.support.token_losses import recorded_losses, token_losses
 from tests.support.training import (
     SEQUENCES,
     Job,

@@ -1,7 +1,6 @@
 """The comparisons and their tolerances; a test brings none of its own.
 
-A relative error is the largest difference over the largest magnitude of the reference tensor: elements that
-are small by cancellation carry the rounding errors of the large ones.
+Those of whole runs are the ones of `megalite verify` (megalite/verify/measure.py).
 """
 
 import math
@@ -12,18 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-# Layouts against one process, in float64: only the order of sums differs.
-LAYOUT_RTOL = 1e-10
-# ZeRO's master weights are float32 for float64 models too.
-ZERO_RTOL = 1e-6
-# Training in float32: twenty AdamW steps of another layout, or another implementation with the same weights.
-FLOAT32_RTOL = 1e-5
+from megalite.verify.measure import FLOAT32_RTOL as FLOAT32_RTOL
+from megalite.verify.measure import LAYOUT_RTOL as LAYOUT_RTOL
+from megalite.verify.measure import NARROW_FLOOR as NARROW_FLOOR
+from megalite.verify.measure import ZERO_RTOL as ZERO_RTOL
+from megalite.verify.measure import layout_bound, relative_error, tensor_errors
+from megalite.verify.measure import narrow_bound as narrow_bound
+
 # Gradients in float32 against another program's: the terms of a norm's gradient cancel, and processors round them
 # differently (1.5e-5 on one with AVX-512). Losses behind 2048 positions, whose angles the other program rounds.
 FLOAT32_GRADIENT_RTOL = 3e-5
-# bf16 and fp16, in addition to three times the error of one process in the same type: one rounding step of bf16, two of
-# fp16 (on a processor with AMX a norm was 9.1e-4 off, that of one process by chance only 1.4e-4).
-NARROW_FLOOR = {"bf16": 2**-8, "fp16": 2**-10}
 # Copies of one tensor that several ranks compute from the same values.
 COPIES_RTOL = 1e-9
 # Two implementations of one operator in float64: only the order of sums differs.
@@ -57,65 +54,14 @@ MEMORY_RTOL = 0.01
 
 
 def layout_bounds(precision: str, zero_stage: int) -> dict[str, float]:
-    """Return the tolerance of a run in fp64 or fp32 against one process, for each quantity of a few steps.
-
-    gradients: of the first step; DeepSpeed holds gradient sums and master weights in float32.
-    """
-    exact = LAYOUT_RTOL if precision == "fp64" else FLOAT32_RTOL
-    bound = max(exact, ZERO_RTOL if zero_stage else 0.0)
-    return dict.fromkeys(("losses", "norms", "gradients", "weights"), bound)
-
-
-# A tensor whose values are below this, relative to the largest tensor, consists of cancelled sums: rounding noise.
-_NOISE = 1e-6
-
-
-def narrow_bound(precision: str, own_error: float) -> float:
-    """Return the tolerance of a bf16 or fp16 run, given the error `own_error` of one process in the same type.
-
-    Both errors are draws of the same noise, so the other may be larger: correct runs had up to 2.1 times `own_error`.
-    """
-    return 3 * own_error + NARROW_FLOOR[precision]
-
-
-def relative_error(actual: Any, expected: Any, *, floor: float = 0.0) -> float:
-    """Return the largest difference over the largest magnitude (at least `floor`) of `expected`; inf if not finite.
-
-    Takes tensors, numbers and sequences of numbers, of one shape; compares in float64.
-    """
-    # Python floats are float64; as_tensor without a dtype would round them to float32.
-    actual, expected = (
-        torch.as_tensor(values, dtype=torch.float64).detach() for values in (actual, expected)
-    )
-    assert actual.shape == expected.shape, f"shape {tuple(actual.shape)}, expected {tuple(expected.shape)}"
-    if not expected.numel():
-        return 0.0
-    difference = (actual - expected).abs().max().item()
-    if difference == 0:
-        return 0.0
-    magnitude = max(expected.abs().max().item(), floor)
-    # Comparisons with NaN are false, so NaN counts as not finite too.
-    return difference / magnitude if magnitude > 0 and difference < float("inf") else float("inf")
+    """Return the tolerance of a run in fp64 or fp32 against one process, for each quantity of a few steps."""
+    return dict.fromkeys(("losses", "norms", "gradients", "weights"), layout_bound(precision, zero_stage))
 
 
 def assert_close(actual: Any, expected: Any, *, rtol: float = LAYOUT_RTOL, what: str = "values") -> None:
     """Assert that the relative error is at most `rtol`; 0: that the values are equal."""
     error = relative_error(actual, expected)
     assert error <= rtol, f"{what}: relative error {error:.2e}, allowed {rtol:.0e}"
-
-
-def tensor_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the relative error of each tensor of `expected`.
-
-    A tensor that is zero up to rounding (the gradient of a key's bias) is measured relative to the largest tensor.
-    """
-    sizes = {name: tensor.abs().max().item() if tensor.numel() else 0.0 for name, tensor in expected.items()}
-    largest = max(sizes.values(), default=0.0)
-    zeros = {name for name, size in sizes.items() if size < _NOISE * largest < float("inf")}
-    return {
-        name: relative_error(actual[name], tensor, floor=largest if name in zeros else 0.0)
-        for name, tensor in expected.items()
-    }
 
 
 def assert_same_tensors(

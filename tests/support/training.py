@@ -1,9 +1,8 @@
 """A few training steps of a tiny model on one rank of any layout, reported as full canonical tensors."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Literal
 from unittest import mock
 
@@ -14,11 +13,10 @@ from torch import Tensor
 from megalite.config.sections.schema import OptimizerConfig
 from megalite.data.batches.transfer import BatchTransfer
 from megalite.model.replica import Replica
-from megalite.model.stages import fill
 from megalite.model.transformer import Stage
 from megalite.ops.choice import ALL_COMPILED, PLAIN_TORCH, Operators
-from megalite.parallel import gradient_buckets
 from megalite.parallel.device import local_device
+from megalite.parallel.gradient_buckets import kept_before_sums
 from megalite.parallel.gradients import is_partial
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.objective import NEXT_TOKEN, Objective, Preference
@@ -37,6 +35,7 @@ from megalite.train.optimizer.protocol import Optimizer, Update
 from megalite.train.optimizer.settings import OptimizerSettings
 from megalite.train.step.reference import is_without_adapter
 from megalite.train.step.router_load import RouterLoad
+from megalite.verify.record import start_adapter, watch_gradients
 from tests.support.options import NO_DROPOUT, NO_RECOMPUTE, Dropout, Recompute, options_of
 from tests.support.parity import assert_copies
 from tests.support.tiny import SEQUENCE_LENGTH, in_documents, padded, tiny_batch
@@ -255,13 +254,6 @@ def build(job: Job) -> Parts:
     return Parts(replica, optimizer, pipeline, reduced, job.objective)
 
 
-@torch.no_grad()
-def start_adapter(replica: Replica, seed: int) -> None:
-    """Give the adapter's weights that start at zero other values: with zeros half of its gradients are zero too."""
-    begun = [replace(each, std=0.05) for each in replica.parameters if each.adapter and each.fill == 0]
-    fill(begun, replica, seed)
-
-
 @contextmanager
 def fp16_allowed() -> Iterator[None]:
     """Allow fp16 on the CPU, which DeepSpeed refuses although torch supports it."""
@@ -281,16 +273,6 @@ def whole_weights(zero_stage: int, tensors: dict[str, torch.nn.Parameter]) -> It
 
     with deepspeed.zero.GatheredParameters(list(tensors.values())):
         yield
-
-
-def watch_gradients(tensors: dict[str, torch.nn.Parameter], sums: dict[str, Tensor]) -> None:
-    """Add each backward's gradients to `sums`, before ZeRO 2 and 3 remove them."""
-
-    def add(name: str, tensor: Tensor) -> None:
-        sums[name] = sums.get(name, 0) + gradient_of(name, tensor)
-
-    for name, tensor in tensors.items():
-        tensor.register_post_accumulate_grad_hook(partial(add, name))
 
 
 def deepspeed_json(job: Job, micro_batches: int) -> dict[str, Any]:
@@ -364,23 +346,6 @@ def gradients_of(
     """Return this rank's own gradients in float64. before_sums: those of `kept_before_sums`."""
     found = {name: before_sums.get(id(tensor)) for name, tensor in tensors.items()}
     return {name: gradient_of(name, tensors[name]) if kept is None else kept for name, kept in found.items()}
-
-
-@contextmanager
-def kept_before_sums() -> Iterator[dict[int, Tensor]]:
-    """Yield id of a parameter -> its gradient in float64 before the sum over the data-parallel ranks started."""
-    kept: dict[int, Tensor] = {}
-    start = gradient_buckets.start_sums
-
-    def keep_and_start(tensors: Iterable[torch.nn.Parameter], *arguments: Any) -> Any:
-        tensors = list(tensors)
-        kept.update(
-            {id(each): each.grad.to(torch.float64, copy=True) for each in tensors if each.grad is not None}
-        )
-        return start(tensors, *arguments)
-
-    with mock.patch.object(gradient_buckets, "start_sums", keep_and_start):
-        yield kept
 
 
 def gradient_of(name: str, parameter: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import importlib
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -137,6 +137,9 @@ class DeepSpeedOptimizer:
         all_reduce_replicated_gradients(self._parameters, self._tensors, self._mesh)
         self._once_a_step.finish_sums()
         self._once_a_step.hand_over()
+
+    def gradients(self) -> Iterator[tuple[Parameter, int, Tensor]]:
+        return iter(()) if self._once_a_step is None else self._once_a_step.handed_over()
 
     def squared_norm(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self._mesh.device)

@@ -1,7 +1,7 @@
 """The trainer's view of an optimizer, and what one update reports."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from megalite.errors import TrainingError
 from megalite.model.transformer import Stage
 from megalite.parallel.gradient_buckets import GradientBuckets
+from megalite.topology.parameters import Parameter
 from megalite.topology.state import OptimizerState
 from megalite.train.optimizer.loss_scale import LossScale
 from megalite.train.optimizer.update_norms import UpdateNorms
@@ -52,6 +53,13 @@ class Optimizer(Protocol):
     def reduce_gradients(self) -> None:
         """Complete the gradients once all backwards of a step are done: sum tied and replicated weights over their
         copies, then sum over the data-parallel ranks. Collective."""
+        ...
+
+    def gradients(self) -> Iterator[tuple[Parameter, int, Tensor]]:
+        """Yield the flat ranges of the reduced gradients on this rank, with the loss scale, as `StateShard` has ranges.
+
+        Between `reduce_gradients` and `step`. An engine that reduces in backward (ZeRO 2 and 3) yields none.
+        """
         ...
 
     def squared_norm(self) -> Tensor:

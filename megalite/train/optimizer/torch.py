@@ -21,6 +21,7 @@ from megalite.parallel.gradients import (
     squared_norm_share,
     sync_tied_weights,
 )
+from megalite.topology.parameters import Parameter
 from megalite.topology.state import MASTER, OptimizerState, StateShard, state_parameter
 from megalite.train.optimizer.adamw import OnePassAdamW
 from megalite.train.optimizer.flat_range import FlatRange
@@ -78,6 +79,11 @@ class TorchOptimizer:
         all_reduce_replicated_gradients(self._parameters, self._tensors, self._mesh)
         if self.buckets is not None:
             self.buckets.finish()
+
+    def gradients(self) -> Iterator[tuple[Parameter, int, Tensor]]:
+        for parameter in self._parameters:
+            if (gradient := self._tensors[parameter.name].grad) is not None:
+                yield parameter, 0, gradient.flatten()
 
     def squared_norm(self) -> Tensor:
         return squared_norm_share(self._parameters, self._tensors, self._mesh, ops=self._settings.operators)

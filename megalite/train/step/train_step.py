@@ -71,11 +71,13 @@ class StartingPoint:
     weights: a Hugging Face folder to start from instead of random values; beside an adapter always given.
     new_rows: rows of the vocabulary for tokens that the weights do not know.
     resumed: `TrainStep.resume` follows, which fills all weights that are trained: nothing is drawn.
+    prepare: called with the replica and its weights, before the optimizer copies them and registers its hooks.
     """
 
     weights: Path | None = None
     new_rows: NewRows | None = None
     resumed: bool = False
+    prepare: Callable[[Replica], None] = lambda replica: None
 
 
 class TrainStep:
@@ -113,13 +115,13 @@ class TrainStep:
             plan,
             mesh,
             seed=None if start.weights is not None or start.resumed else config.run.seed,
-            prepare=_nothing if start.weights is None else partial(_start_from, start, start.weights, config),
+            prepare=partial(_start_from, start, config),
         )
         if not start.resumed:
             self.replica.require_weights()
         self.routers = RouterLoad(self.replica, config.training.router_bias_rate)
         self.spikes = LossSpikes(config.training.spike_window, config.training.spike_deviations)
-        self.base = None if shape.adapter is None else _base(config, mesh)
+        self.base = None if shape.adapter is None or start.weights is None else _base(config, mesh)
         preferences = config.data.kind == "preference"
         self._reference_is_without_adapter = (
             preferences and is_without_adapter(shape) and config.adapter.path is None
@@ -372,21 +374,17 @@ class TrainStep:
         return self.learning_rate(self.state.step - skipped)
 
 
-def _nothing(_: Replica) -> None:
-    pass
-
-
-def _start_from(start: StartingPoint, weights: Path, config: RunConfig, replica: Replica) -> None:
+def _start_from(start: StartingPoint, config: RunConfig, replica: Replica) -> None:
     """Fill a replica from a Hugging Face folder, and its adapter as it starts unless one is resumed. Collective."""
-    base = open_weights(WeightSource(weights, "huggingface", replica.shape), start.new_rows)
-    fill(replica, base, weights, [parameter for parameter in replica.parameters if not parameter.adapter])
-    if start.resumed:
-        return
-    if config.adapter.path is not None:
-        adapter = WeightSource(Path(config.adapter.path).expanduser(), "peft", replica.shape)
-        fill(replica, open_weights(adapter), adapter.folder, replica.trained)
-    elif replica.shape.adapter is not None:
-        initialise(replica, config.run.seed, adapter_only=True)
+    if (weights := start.weights) is not None:
+        base = open_weights(WeightSource(weights, "huggingface", replica.shape), start.new_rows)
+        fill(replica, base, weights, [each for each in replica.parameters if not each.adapter])
+        if config.adapter.path is not None and not start.resumed:
+            adapter = WeightSource(Path(config.adapter.path).expanduser(), "peft", replica.shape)
+            fill(replica, open_weights(adapter), adapter.folder, replica.trained)
+        elif replica.shape.adapter is not None and not start.resumed:
+            initialise(replica, config.run.seed, adapter_only=True)
+    start.prepare(replica)
 
 
 def _base(config: RunConfig, mesh: ParallelMesh) -> Base:

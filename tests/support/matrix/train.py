@@ -12,6 +12,7 @@ from torch import Tensor
 from megalite.config.sections.schema import RunConfig
 from megalite.data.batches.loader import StepLoader
 from megalite.model.stages import build_replica
+from megalite.parallel.gradient_buckets import kept_before_sums
 from megalite.parallel.mesh import ParallelMesh
 from megalite.parallel.step_batch import StepBatch
 from megalite.topology.parameters import Parameter
@@ -19,9 +20,9 @@ from megalite.topology.shape import ModelShape
 from megalite.train import assemble
 from megalite.train.optimizer import deepspeed
 from megalite.train.optimizer import torch as torch_path
-from megalite.train.step import train_step
 from megalite.train.step.options import context_method
 from megalite.train.step.train_step import TrainStep
+from megalite.verify.record import start_adapter, watch_gradients
 from tests.support.matrix.axes import Row, Settings
 from tests.support.matrix.rows import config_of, reference_of, settings_of
 from tests.support.mutations import planted_fault
@@ -39,11 +40,8 @@ from tests.support.training import (
     RankResult,
     Shard,
     full_tensors,
-    kept_before_sums,
     rows_of,
     shards_of,
-    start_adapter,
-    watch_gradients,
     whole_weights,
 )
 
@@ -130,7 +128,6 @@ def _first_gradients(zero_stage: int) -> Iterator[Callable[[], dict[str, Tensor]
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(assemble, "build_replica", build))
-        patches.enter_context(mock.patch.object(train_step, "_base", lambda config, mesh: None))
         before_sums = patches.enter_context(kept_before_sums())
         for module in (torch_path, deepspeed):
             watched = _watched(module.all_reduce_replicated_gradients, complete, before_sums)

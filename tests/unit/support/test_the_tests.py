@@ -29,13 +29,11 @@ _PRIVATE_NAMES: dict[str, dict[str, str]] = {
     "stands in for other hosts, for cards, or for what costs minutes": {
         "cli/test_doctor.py": "_connect",
         "cli/test_launch_restarts.py": "_ask _attempt",
-        "support/matrix/train.py": "_base",
         "unit/launcher/control/test_coordinator.py": "_connections _pause _pause_of_probes _socket _watch_silence",
         "unit/launcher/rank/test_mpi.py": "_Probe _reaches",
         "unit/ops/test_attention_backends.py": "_chip _has_flash_kernel",
         "unit/train/test_shared_inputs.py": "_fingerprint",
         "unit/train/optimizer/test_deepspeed_ops.py": "_missing_programs",
-        "unit/train/test_memory.py": "_base",
         "unit/train/checkpoints/test_resume_check.py": "_places",
         "unit/train/test_start_method.py": "_computes_after_fork",
     },

@@ -1,14 +1,12 @@
 """The memory that a run says is that of its tensors."""
 
 from typing import Any, cast
-from unittest import mock
 
 import pytest
 
 from megalite.data.batches.loader import StepLoader
 from megalite.parallel.mesh import ParallelMesh
 from megalite.planner.memory import memory_line, memory_of_stages
-from megalite.train.step import train_step
 from megalite.train.step.train_step import TrainStep
 from tests.support.matrix.axes import AXES
 from tests.support.matrix.rows import config_of, settings_of
@@ -50,8 +48,7 @@ def held_on_rank(settings: dict[str, Any]) -> tuple[int, int]:
     config = config_of(settings)
     mesh = ParallelMesh.over_world(config.layout)
     shape = config.shape(cast(int, config.model.vocab_size))
-    with mock.patch.object(train_step, "_base", lambda config, mesh: None):
-        trainer = TrainStep(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
+    trainer = TrainStep(config, mesh, shape, cast(StepLoader, TinyLoader(config, mesh, shape)))
     weights = sum(tensor.nbytes for tensor in trainer.replica.tensors.values())
     state = sum(shard.values.nbytes for shard in trainer.optimizer.state.shards())
     if config.zero_stage and config.training.precision == "fp32":

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -27,8 +26,11 @@ def recorded_losses(stage: Stage) -> Iterator[list[Tensor]]:
         recorded.append(compute(*arguments, **named))
         return recorded[-1]
 
-    with mock.patch.object(last.output, "losses", record):
+    last.output.losses = record  # type: ignore[method-assign]
+    try:
         yield recorded
+    finally:
+        del last.output.losses
 
 
 def token_losses(

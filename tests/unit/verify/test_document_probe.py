@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megalite.parallel.step_batch import StepBatch
-from tests.support.document_probe import probe_documents
+from megalite.verify.document_probe import probe_documents
 
 END, VOCABULARY = 0, 50
 LENGTHS = ((3, 61, 96), (100, 5, 40, 15))

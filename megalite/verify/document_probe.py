@@ -10,12 +10,16 @@ count from the row's start. The probe finds document boundaries from the tokens 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megalite.parallel.cross_entropy import IGNORE_INDEX
-from megalite.parallel.step_batch import StepBatch
+from megalite.parallel.step_batch import TRAINING, StepBatch
+from megalite.train.step.precision import DTYPES
+from megalite.train.step.train_step import TrainStep
+from megalite.verify.token_losses import token_losses
 
 # Relative tolerance for moved documents: kernels with other shapes round differently.
 _MOVED = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -30,6 +34,29 @@ class DocumentFindings:
 
     documents: int
     leaks: tuple[str, ...] = ()
+
+
+def probe_run(trainer: TrainStep, end_of_document_id: int) -> DocumentFindings | None:
+    """Probe the run's next batch; None where no document mask separates texts, or other ranks have parts of a row.
+
+    Collective.
+    """
+    config, mesh = trainer.config, trainer.mesh
+    if not config.data.document_mask or config.data.kind != "text" or mesh.cp.size > 1:
+        return None
+    dtype = DTYPES[config.training.precision]
+    loss_dtype = torch.promote_types(dtype, torch.float32)
+    batch = trainer.loader.step_batch(trainer.state.samples, dtype=loss_dtype)
+    model = config.model
+    rates = (model.embedding_dropout, model.residual_dropout, model.mlp_dropout, model.attention_dropout)
+    return probe_documents(
+        partial(token_losses, trainer.stage, trainer.pipeline, mode=TRAINING),
+        trainer.transfer.start(batch).ready(),
+        end_of_document_id=end_of_document_id,
+        vocab_size=trainer.shape.vocab_size,
+        dtype=dtype,
+        moved=not any((*rates, config.adapter.dropout)),
+    )
 
 
 def probe_documents(

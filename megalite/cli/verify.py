@@ -1,0 +1,75 @@
+"""megalite verify: train a run file's layout and one process side by side, and compare every tensor.
+
+Exit code 0 where all agree, 1 where a tensor departs. The run is made small before, unless --full-size is given.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalite.cli.arguments import Parser, add_value, options_and_settings, whole_number
+from megalite.cli.results import report
+from megalite.config.flags import COMMAND_LINE
+from megalite.config.load import load_run
+from megalite.errors import ConfigError, Problem
+from megalite.launcher.rank.detect import rank_info
+from megalite.verify.certificate import Certificate
+from megalite.verify.run import VerifyRequest, verify
+
+_SHORT = ("--steps", "--precision")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run `megalite verify` in the one mode that its arguments name; return 1 where something departs."""
+    # Without their long names they would be read as settings without a section.
+    words = [
+        word.replace("--", "--compared-", 1) if word.partition("=")[0] in _SHORT else word
+        for word in arguments
+    ]
+    own, flags = options_and_settings(words)
+    options = command_parser().parse_args(own)
+    _refuse_launcher()
+    if options.run_file is None:
+        problem = Problem("RUN.toml", "is missing", "name the run file to verify")
+        raise ConfigError([problem], COMMAND_LINE)
+    # Text and folders of the run are not read, so they need not be here.
+    config = load_run(options.run_file, flags).config
+    request = VerifyRequest(options.compared_steps, options.compared_precision, options.full_size)
+    certificate = verify(config, request, say=_say)
+    output = options.output or options.run_file.with_suffix(".verify.json")
+    return _tell(certificate, output)
+
+
+def command_parser() -> Parser:
+    parser = Parser(prog="megalite verify", description=__doc__)
+    about = "the run to verify; --SECTION.KEY VALUE overrides it"
+    parser.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml", help=about)
+    about, steps = "training steps to compare (2); --steps for short", whole_number(1)
+    parser.add_argument("--compared-steps", type=steps, default=2, metavar="N", help=about)
+    about = "float64, where only wrong code departs (default), or the run's own; --precision for short"
+    parser.add_argument("--compared-precision", choices=("float64", "run"), default="float64", help=about)
+    parser.add_argument("--full-size", action="store_true", help="keep the run's own sizes and weights")
+    about = "the certificate, with a .txt for people beside it (default: RUN.verify.json)"
+    add_value(parser, "--output", Path, "FILE", about)
+    return parser
+
+
+def _tell(certificate: Certificate, output: Path) -> int:
+    text = certificate.write(output)
+    for line in certificate.lines():
+        print(line)
+    print(f"certificate  {output}, {text}  ({certificate.seconds:.0f} s)")
+    report(certificate=output, text=text, **certificate.as_dict())
+    return 0 if certificate.holds else 1
+
+
+def _refuse_launcher() -> None:
+    """ConfigError under a launcher: this command starts its own ranks."""
+    if (info := rank_info()) is not None:
+        problem = Problem(
+            "megalite verify", f"starts its own ranks, and not under {info.launcher}", "run it alone"
+        )
+        raise ConfigError([problem], COMMAND_LINE)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

@@ -1,0 +1,188 @@
+"""Trains a run's layout and one process side by side for a few steps, and certifies what was compared."""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from io import StringIO
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from megalite.config.sections.schema import RunConfig
+from megalite.errors import MegaliteError, RankFailure
+from megalite.launcher.local import LocalStart, Worker, run_local_ranks
+from megalite.launcher.rank.detect import local_rank_infos
+from megalite.launcher.rank.environment import prepare_process
+from megalite.monitor.preparation import PreparationConsole
+from megalite.train.run import prepare_deepspeed, require_kernels
+from megalite.verify.certificate import Certificate
+from megalite.verify.drawn_text import with_drawn_text
+from megalite.verify.shrink import Shrunk, alone, shrunk
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """How to verify a run. precision: "float64", where only wrong code departs, or "run", the run's own.
+
+    full_size: keep the run's sizes, and its initial weights.
+    """
+
+    steps: int = 2
+    precision: Literal["float64", "run"] = "float64"
+    full_size: bool = False
+
+
+def verify(
+    config: RunConfig,
+    request: VerifyRequest = VerifyRequest(),
+    *,
+    worker: Worker | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Certificate:
+    """Compare every tensor of the run's layout with one process, and return the certificate.
+
+    config: a resolved run. worker: what the ranks of the layout run, `record_rank`; the one process always runs that.
+    Call it from the main thread of a process that has not computed with torch. Raises MegaliteError as training does.
+    """
+    started = time.monotonic()
+    small = Shrunk(config, ()) if request.full_size else shrunk(config)
+    scratch = Path(tempfile.mkdtemp(prefix="megalite-verify-"))
+    kept = ""
+    try:
+        return _Verification(config, small, request, scratch, say).run(worker, started)
+    except RankFailure as failure:
+        kept = "failures" if str(scratch) in str(failure) else ""
+        raise
+    finally:
+        for each in scratch.iterdir():
+            # The report that a failure names stays.
+            if each.name != kept:
+                shutil.rmtree(each) if each.is_dir() else each.unlink()
+        if not kept:
+            scratch.rmdir()
+
+
+class _Verification:
+    """One verification in a folder of its own."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        small: Shrunk,
+        request: VerifyRequest,
+        scratch: Path,
+        say: Callable[[str], None],
+    ):
+        self._config, self._small, self._request, self._scratch = config, small, request, scratch
+        self._say = say
+
+    def run(self, worker: Worker | None, started: float) -> Certificate:
+        config, layout = self._small.config, self._config.layout
+        threads = prepare_process(config.training.threads, local_ranks=layout.world_size)
+
+        # From here on torch may be imported: the settings are known to be right.
+        from megalite.verify.record import RecordJob, record_rank
+        from megalite.verify.verdict import Recordings, judged
+
+        precision = self._precision()
+        trained = self._trained(config.in_precision(precision))
+        prepare_deepspeed(trained, None)
+        require_kernels(trained)
+        inputs = apart(_inputs, trained, self._scratch)
+        one = alone(trained)
+        runs = {"layout": trained, "one": one}
+        if precision in ("bf16", "fp16"):
+            runs["exact"] = one.in_precision("fp64")
+        jobs = {}
+        for name, run in runs.items():
+            folder = self._scratch / name
+            folder.mkdir()
+            jobs[name] = RecordJob(run, inputs, folder, self._request.steps, threads)
+        self._say(f"training {layout.text} for {self._request.steps} steps in {precision}")
+        if layout.world_size == 1:
+            apart(worker or record_rank, *_single(self._scratch, jobs["layout"]))
+        else:
+            preload = ["torch", "megalite.verify.record", "torch._dynamo"]
+            if trained.zero_stage:
+                preload.append("megalite.train.optimizer.deepspeed")
+            run_local_ranks(
+                worker or record_rank,
+                layout,
+                self._scratch / "failures",
+                arguments=(jobs["layout"],),
+                start=LocalStart(preload, hangs=config.hang_policy, say=self._say),
+            )
+        for name in [each for each in jobs if each != "layout"]:
+            self._say(f"training one process in {runs[name].training.precision}")
+            apart(record_rank, *_single(self._scratch, jobs[name]))
+        self._say("comparing")
+        recordings = Recordings(jobs["layout"], jobs["one"], jobs.get("exact"))
+        certificate = apart(judged, self._config, recordings, self._small.changes, self._request.full_size)
+        return replace(certificate, seconds=time.monotonic() - started)
+
+    def _precision(self) -> str:
+        """Return the number type to train in: ZeRO 3 and DeepSpeed's compiled AdamW know no float64."""
+        if self._request.precision == "float64":
+            return "fp32" if self._config.native_optimizer or self._config.zero_stage == 3 else "fp64"
+        return apart(_own_precision, self._config.training.precision)
+
+    def _trained(self, config: RunConfig) -> RunConfig:
+        """Return the run with drawn text, in a folder of its own, of which nothing is saved."""
+        config = with_drawn_text(config, self._scratch)
+        run = config.run.model_copy(update={"folder": str(self._scratch / "run")})
+        monitor = config.monitor.model_copy(update={"report_to": ()})
+        return config.model_copy(update={"run": run, "monitor": monitor})
+
+
+def apart(work: Callable[..., T], *arguments: Any) -> T:
+    """Return `work(*arguments)`, computed in a forked process: this one stays free to fork ranks.
+
+    Raises MegaliteError as `work` does, RankFailure where the process dies.
+    """
+    try:
+        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
+            result, refused = process.submit(_guarded, work, *arguments).result()
+    except BrokenProcessPool as error:
+        raise RankFailure("the process that trains alone died, perhaps for want of memory") from error
+    if refused is None:
+        return result
+    message, problems, exit_code = refused
+    failure = MegaliteError(message)
+    failure.problems, failure.exit_code = problems, exit_code
+    raise failure
+
+
+def _guarded(work: Callable[..., T], *arguments: Any) -> tuple[Any, Any]:
+    """Return a result, or what says an error that was raised on purpose; such errors are made of other arguments."""
+    try:
+        return work(*arguments), None
+    except MegaliteError as error:
+        return None, (str(error), error.problems, error.exit_code)
+
+
+def _single(scratch: Path, job: Any) -> tuple[Any, Any]:
+    [info] = local_rank_infos(1, scratch / f"meet-{job.folder.name}")
+    return info, job
+
+
+def _inputs(config: RunConfig, scratch: Path) -> Any:
+    from megalite.convert.huggingface.files import local_folder
+    from megalite.data.ensure import ensure_data
+    from megalite.train.inputs import RunInputs
+
+    if (weights := config.model.weights) is not None:
+        weights = str(local_folder(weights))
+    return RunInputs(ensure_data(config, scratch / "run", PreparationConsole(StringIO())), weights)
+
+
+def _own_precision(asked: str) -> str:
+    from megalite.parallel.device import local_device
+    from megalite.train.step.precision import choose_precision
+
+    return choose_precision(asked, local_device(0, 1)).name

@@ -1,0 +1,74 @@
+"""megalite verify: a sound layout has a certificate, a planted fault is named, and wrong input is refused at once."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from megalite.cli import main
+from megalite.config.load import load_config
+from megalite.launcher.rank.detect import RankInfo
+from megalite.verify.record import RecordJob, record_rank
+from megalite.verify.run import verify
+from tests.support.documents import documented
+from tests.support.jobs import Job, training_here
+from tests.support.mutations import planted_fault
+from tests.support.parity import LAYOUT_RTOL
+
+
+def record_faulty(fault: str, info: RankInfo, job: RecordJob) -> int:
+    with planted_fault(fault):
+        return record_rank(info, job)
+
+
+def test_a_layout_is_certified(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_file = Job.write(tmp_path).run_file
+    with training_here():
+        code = main(["verify", str(run_file), "--data.document_mask", "true", "--steps", "1", "--json"])
+    document = json.loads(capfd.readouterr().out)
+    always, every = documented("verify")
+    assert code == document["exit_code"] == 0 and document["holds"] and always <= document.keys() <= every
+    certificate = json.loads((tmp_path / "run.verify.json").read_text())
+    assert certificate == {name: document[name] for name in certificate}
+    assert certificate["departures"] == [] and certificate["documents"] > 0 and certificate["leaks"] == []
+    assert certificate["worst"]["gradient before the sum"]["tensors"] == 29
+    text = (tmp_path / "run.verify.txt").read_text()
+    assert text.startswith("holds: tensor 2 x pipeline 2 x data 1 ") and "not checked:\n" in text
+    assert certificate["config_sha256"] in text
+
+
+def test_a_planted_fault_is_named_with_its_operation_and_ranks(tmp_path: Path) -> None:
+    run_file = Job.write(tmp_path, tensor=1, pipeline=1, data=2).run_file
+    config = load_config(run_file, "--deepspeed.zero_optimization.stage", "0")
+    with training_here():
+        found = verify(config, worker=partial(record_faulty, "missing sum over data-parallel ranks"))
+    assert not found.holds and found.worst["gradient before the sum"]["error"] <= LAYOUT_RTOL
+    first = found.departures[0]
+    assert (first.quantity, first.name, first.step, first.ranks) == (
+        "gradient",
+        "model.norm.weight",
+        1,
+        (0, 1),
+    )
+    assert found.departure.startswith("gradient of model.norm.weight, step 1, after the sum over")
+
+
+@pytest.mark.parametrize(
+    ("words", "key"),
+    [
+        (["verify"], "RUN.toml"),
+        (["verify", "nowhere.toml"], "nowhere.toml"),
+        (["verify", "{run}", "--parallel.tensor", "3"], "parallel.tensor"),
+        (["verify", "{run}", "--steps", "0"], "--compared-steps"),
+    ],
+)
+def test_wrong_input_is_refused_before_anything_starts(
+    words: list[str], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_file = Job.write(tmp_path).run_file
+    try:
+        code = main([word.format(run=run_file) for word in words])
+    except SystemExit as left:
+        code = left.code
+    assert code == 2 and key in capsys.readouterr().err
