@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megalite.cli.arguments import Parser, add_value, options_and_settings, whole_number
 from megalite.cli.results import report
+from megalite.cli.verify_checkpoints import add_checkpoint_flags, run_checkpoints
 from megalite.config.flags import COMMAND_LINE
 from megalite.config.load import load_run
 from megalite.errors import ConfigError, Problem
@@ -27,6 +28,13 @@ def run(arguments: Sequence[str]) -> int:
     ]
     own, flags = options_and_settings(words)
     options = command_parser().parse_args(own)
+    if options.checkpoint is not None:
+        # No run is read, so that no word is a setting.
+        options = command_parser().parse_args(arguments)
+        if beside := options.run_file or options.output:
+            remedy = "leave it out; --json prints the whole outcome"
+            raise ConfigError([Problem(str(beside), "stands beside --checkpoint", remedy)], COMMAND_LINE)
+        return run_checkpoints(options)
     _refuse_launcher()
     if options.run_file is None:
         problem = Problem("RUN.toml", "is missing", "name the run file to verify")
@@ -43,6 +51,8 @@ def command_parser() -> Parser:
     parser = Parser(prog="megalite verify", description=__doc__)
     about = "the run to verify; --SECTION.KEY VALUE overrides it"
     parser.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml", help=about)
+    modes = parser.add_mutually_exclusive_group()
+    add_checkpoint_flags(parser, modes)
     about, steps = "training steps to compare (2); --steps for short", whole_number(1)
     parser.add_argument("--compared-steps", type=steps, default=2, metavar="N", help=about)
     about = "float64, where only wrong code departs (default), or the run's own; --precision for short"
