@@ -14,6 +14,7 @@ from megalite.config.load import load_run
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.detect import rank_info
 from megalite.verify.certificate import Certificate
+from megalite.verify.from_folder import verify_folder
 from megalite.verify.run import VerifyRequest, verify
 
 _SHORT = ("--steps", "--precision")
@@ -36,6 +37,10 @@ def run(arguments: Sequence[str]) -> int:
             raise ConfigError([Problem(str(beside), "stands beside --checkpoint", remedy)], COMMAND_LINE)
         return run_checkpoints(options)
     _refuse_launcher()
+    if options.folder is not None:
+        output = options.output or Path(f"{Path(options.folder).resolve().name}.verify.json")
+        found = verify_folder(options.folder, options.run_file, flags, text=options.text, say=_say)
+        return _tell(found, output)
     if options.run_file is None:
         problem = Problem("RUN.toml", "is missing", "name the run file to verify")
         raise ConfigError([problem], COMMAND_LINE)
@@ -52,6 +57,9 @@ def command_parser() -> Parser:
     about = "the run to verify; --SECTION.KEY VALUE overrides it"
     parser.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml", help=about)
     modes = parser.add_mutually_exclusive_group()
+    about = "compare a Hugging Face folder, or org/name, with transformers: logits, loss, gradients, in any layout"
+    modes.add_argument("--from", dest="folder", metavar="FOLDER", help=about)
+    add_value(parser, "--text", Path, "FILE", "with --from: text to compare on (default: random tokens)")
     add_checkpoint_flags(parser, modes)
     about, steps = "training steps to compare (2); --steps for short", whole_number(1)
     parser.add_argument("--compared-steps", type=steps, default=2, metavar="N", help=about)

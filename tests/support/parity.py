@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megalite.verify.measure import FLOAT32_GRADIENT_RTOL as FLOAT32_GRADIENT_RTOL
 from megalite.verify.measure import FLOAT32_RTOL as FLOAT32_RTOL
 from megalite.verify.measure import LAYOUT_RTOL as LAYOUT_RTOL
 from megalite.verify.measure import NARROW_FLOOR as NARROW_FLOOR
@@ -18,9 +19,6 @@ from megalite.verify.measure import ZERO_RTOL as ZERO_RTOL
 from megalite.verify.measure import layout_bound, relative_error, tensor_errors
 from megalite.verify.measure import narrow_bound as narrow_bound
 
-# Gradients in float32 against another program's: the terms of a norm's gradient cancel, and processors round them
-# differently (1.5e-5 on one with AVX-512). Losses behind 2048 positions, whose angles the other program rounds.
-FLOAT32_GRADIENT_RTOL = 3e-5
 # Copies of one tensor that several ranks compute from the same values.
 COPIES_RTOL = 1e-9
 # Two implementations of one operator in float64: only the order of sums differs.

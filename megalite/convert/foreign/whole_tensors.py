@@ -1,6 +1,6 @@
 """Canonical tensors from a source that has each tensor of a Hugging Face model whole, under the model's names."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -34,9 +34,23 @@ class WholeTensorReader(WeightReader):
         tensor = self._tensors[name]
         values = self._load(state_key, tensor)
         require_finite(values, f"{state_key} of {tensor.name}", self._source)
-        values = values.t() if tensor.transposed else values
-        stored = tensor.slices(name, region, self._shapes)
-        pieces = [values[index_in(piece, full_slice(tuple(values.shape)))] for piece in stored]
-        joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        own: Tensor = tensor.part_from(name, joined)
-        return own
+        return region_of_part(tensor, values, name, region, self._shapes)
+
+
+def region_of_part(
+    tensor: FamilyTensor,
+    values: Tensor,
+    name: str,
+    region: TensorSlice,
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Tensor:
+    """Return a region of the canonical tensor `name` from the values of the whole tensor that it stands in.
+
+    shapes: of canonical tensors.
+    """
+    values = values.t() if tensor.transposed else values
+    stored = tensor.slices(name, region, shapes)
+    pieces = [values[index_in(piece, full_slice(tuple(values.shape)))] for piece in stored]
+    joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    own: Tensor = tensor.part_from(name, joined)
+    return own

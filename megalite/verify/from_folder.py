@@ -1,0 +1,241 @@
+"""Compare a Hugging Face folder in transformers with megalite's own training of it, in any layout.
+
+Both compute one step in float32 on the same samples. transformers takes the place of the one process.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from io import StringIO
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megalite.config.load import load_run
+from megalite.config.sections.schema import RunConfig
+from megalite.config.sources.huggingface import shape_of_folder
+from megalite.convert.huggingface.files import local_folder
+from megalite.data.files.token_file import TokenWriter, bin_path, idx_path
+from megalite.errors import CheckpointError
+from megalite.launcher.local import LocalStart, run_local_ranks
+from megalite.launcher.process import available_memory_bytes
+from megalite.launcher.rank.detect import local_rank_infos
+from megalite.launcher.rank.environment import prepare_process
+from megalite.monitor.preparation import PreparationConsole
+from megalite.topology.parameters import parameter_count
+from megalite.topology.shape import ModelShape
+from megalite.verify.certificate import Certificate, config_sha256, versions, worst_of
+from megalite.verify.findings import INITIAL, LOSS, NORM, OUTPUT, OWN, SUMMED, Departure, Worst
+from megalite.verify.run import apart
+from megalite.verify.shrink import alone
+
+if TYPE_CHECKING:
+    from megalite.train.inputs import RunInputs
+    from megalite.verify.record import RecordJob
+
+_SEQUENCE, _TOKENS = 64, 1 << 16
+# transformers' weights and gradients, ours, what is recorded of both, and float64 copies while they are compared.
+_BYTES_A_PARAMETER = 44
+# A setting that another program's model has not, or that a single step has no use for.
+_PLAIN = {
+    "training": {
+        **{"precision": "fp32", "tf32": "false", "steps": "1", "epochs": "unset", "label_smoothing": "0"},
+        **{"z_loss": "0", "router_balance": "0", "router_z": "0", "router_bias_rate": "0"},
+    },
+    "model": dict.fromkeys(
+        ("embedding_dropout", "residual_dropout", "mlp_dropout", "attention_dropout"), "0"
+    ),
+    "data": {
+        **{"kind": "text", "blend": "unset", "validation": "unset", "split": "unset", "order": "megalite"},
+        **{"document_mask": "false", "length_buckets": "unset", "streaming": "unset"},
+    },
+    "optimizer": {"schedule": "constant", "warmup_steps": "0"},
+    "adapter": {"kind": "none"},
+}
+
+
+@dataclass(frozen=True)
+class FolderCertificate(Certificate):
+    """A certificate whose other side is transformers' model of `folder`."""
+
+    folder: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the certificate for people."""
+        first, *others = super().lines()
+        computes = (
+            f"{self.layout} computes the loss and gradients that transformers computes of {self.folder}"
+        )
+        yield f"holds: {computes}, in {self.precision}" if self.holds else first
+        yield from others
+
+
+def verify_folder(
+    named: str,
+    run_file: Path | None = None,
+    flags: Sequence[str] = (),
+    *,
+    text: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> FolderCertificate:
+    """Compare the weights, logits, loss and gradients of a folder, or of org/name on the Hub, and certify them.
+
+    run_file, flags: the layout, and all else that is set but what the comparison needs otherwise. text: a file of
+    samples, read with the folder's tokenizer; None: random tokens. Raises ConfigError, CheckpointError, and
+    MegaliteError as training does.
+    """
+    started = time.monotonic()
+    folder = local_folder(named)
+    if not folder.is_dir():
+        raise CheckpointError(f"{named} is not a folder; name one with config.json and safetensors files")
+    shape = shape_of_folder(str(folder))
+    _require_memory(shape, named)
+    with TemporaryDirectory(prefix="megalite-verify-") as name:
+        scratch = Path(name)
+        tokens = None if text else _random_tokens(shape, scratch)
+        places = [f"--model.weights={folder}", f"--data.source={text or tokens}"]
+        places.append(f"--run.folder={scratch / 'run'}")
+        config = _config(shape, run_file, flags, places)
+        threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size)
+        certificate = _certified(config, apart(_inputs, config, folder, tokens), scratch, threads, say)
+    seconds = time.monotonic() - started
+    return FolderCertificate(**{**vars(certificate), "folder": named, "seconds": seconds})
+
+
+def _config(
+    shape: ModelShape, run_file: Path | None, flags: Sequence[str], places: Sequence[str]
+) -> RunConfig:
+    """Return the run of one step; the flags of a user stand before those that the comparison needs, and `places`."""
+    length = min(_SEQUENCE, shape.max_position_embeddings)
+    given = ["--training.micro_batch_size=1", "--training.micro_batches=2"]
+    given += [f"--training.sequence_length={length}", "--optimizer.learning_rate=1e-3"]
+    plain = [f"--{section}.{key}={value}" for section, keys in _PLAIN.items() for key, value in keys.items()]
+    return load_run(run_file, [*([] if run_file else given), *flags, *plain, *places], places=True).config
+
+
+def _certified(
+    config: RunConfig, inputs: "RunInputs", scratch: Path, threads: int, say: Callable[[str], None]
+) -> Certificate:
+    layout = config.layout
+    from megalite.train.run import prepare_deepspeed, require_kernels
+    from megalite.verify.record import RecordJob, record_rank
+    from megalite.verify.transformers_record import record_transformers
+
+    prepare_deepspeed(config, None)
+    require_kernels(config)
+    jobs = {}
+    for name, run in (("layout", config), ("transformers", alone(config))):
+        (scratch / name).mkdir()
+        jobs[name] = RecordJob(run, inputs, scratch / name, 1, threads)
+    say(f"computing one step with transformers, of {config.batch.global_batch_size} sequences")
+    logits = apart(record_transformers, jobs["transformers"])
+    say(f"computing it in {layout.text}")
+    preload = ["torch", "megalite.verify.record"]
+    if layout.world_size == 1:
+        [info] = local_rank_infos(1, scratch / "meet")
+        apart(record_rank, info, jobs["layout"])
+    else:
+        start = LocalStart(preload, hangs=config.hang_policy, say=say)
+        run_local_ranks(record_rank, layout, scratch / "failures", arguments=(jobs["layout"],), start=start)
+    say("comparing")
+    return apart(_judged, jobs["layout"], jobs["transformers"], logits)
+
+
+def _judged(ours: "RecordJob", theirs: "RecordJob", logits: float) -> Certificate:
+    """Compare the records, in a process of its own."""
+    import torch
+
+    from megalite.verify.compare import Comparer
+    from megalite.verify.measure import FLOAT32_GRADIENT_RTOL, FLOAT32_RTOL
+    from megalite.verify.record import EndRecord, StepRecord
+
+    torch.set_num_threads(ours.threads)
+    config, layout = ours.config, ours.config.layout
+    bounds = {INITIAL: 0.0, LOSS: FLOAT32_RTOL, OUTPUT: FLOAT32_RTOL}
+    bounds |= dict.fromkeys((OWN, SUMMED, NORM), FLOAT32_GRADIENT_RTOL)
+
+    def read(rank: int, step: int) -> StepRecord:
+        record = StepRecord.read(ours.step_file(rank, step))
+        return replace(record, pieces=[each for each in record.pieces if each.quantity in bounds], outputs={})
+
+    def read_theirs(step: int) -> StepRecord:
+        return StepRecord.read(theirs.step_file(0, step))
+
+    eps = torch.finfo(torch.float32).eps
+    comparison = Comparer(read, read_theirs, layout.world_size, bounds, eps).compare(1)
+    comparison.worst["logits"] = Worst(logits, FLOAT32_RTOL, "logits", 1, 1)
+    same_weights = all(each.step for each in comparison.departures)
+    if same_weights and not logits <= FLOAT32_RTOL:
+        comparison.departures.insert(0, Departure(1, OUTPUT, "logits", (), logits, FLOAT32_RTOL))
+    end = EndRecord(**torch.load(ours.end_file(0), weights_only=True))
+    return Certificate(
+        config_sha256=config_sha256(config),
+        layout=layout.text,
+        axes=layout.sizes,
+        ranks=[layout.describe(rank) for rank in range(layout.world_size)],
+        steps=1,
+        precision="fp32",
+        full_size=True,
+        bounds=bounds,
+        worst=worst_of(comparison),
+        departures=comparison.departures,
+        copies=end.copies,
+        documents=0,
+        leaks=(),
+        changed=(),
+        unchecked=[*_unchecked(config)],
+        operators=end.operators,
+        kernels=end.kernels,
+        device=end.device,
+        versions={**versions(), "transformers": version("transformers")},
+    )
+
+
+def _unchecked(config: RunConfig) -> Iterator[str]:
+    """Yield what the certificate says nothing about."""
+    length, window = config.training.sequence_length, config.model.sliding_window
+    yield f"sequences of more than {length} tokens" + (f", where windows of {window} begin" if window else "")
+    yield "numbers other than float32; updates, for which transformers has no optimizer"
+    if config.layout.world_size > 1:
+        yield "logits in this layout: those of one process were compared, and the layout's loss and gradients"
+    yield "dropout, documents that share a row, and loss terms beside the cross entropy"
+
+
+def _inputs(config: RunConfig, folder: Path, tokens: Path | None) -> "RunInputs":
+    """Return the samples and weights. tokens: prefix of a token file, for which a folder needs no tokenizer."""
+    from megalite.data.ensure import RunData, ensure_data
+    from megalite.train.inputs import RunInputs
+
+    if tokens is not None:
+        return RunInputs(RunData(None, (tokens,), (1.0,)), str(folder))
+    return RunInputs(
+        ensure_data(config, Path(config.run.folder), PreparationConsole(StringIO())), str(folder)
+    )
+
+
+def _random_tokens(shape: ModelShape, scratch: Path) -> Path:
+    """Write a token file of random ids of the whole vocabulary; return its prefix."""
+    draw, prefix = np.random.default_rng(0), scratch / "random"
+    with bin_path(prefix).open("wb") as bin_file, idx_path(prefix).open("wb") as idx_file:
+        writer = TokenWriter(
+            bin_file, idx_file, np.dtype(np.uint16 if shape.vocab_size <= 1 << 16 else np.int32)
+        )
+        writer.add(draw.integers(0, shape.vocab_size, _TOKENS))
+        writer.end_document()
+        writer.finish()
+        writer.close()
+    return prefix
+
+
+def _require_memory(shape: ModelShape, named: str) -> None:
+    """Raise CheckpointError where this machine has too little memory free for both models and their gradients."""
+    needed, free = parameter_count(shape) * _BYTES_A_PARAMETER, available_memory_bytes()
+    if free is not None and needed > free:
+        raise CheckpointError(
+            f"{named} has {parameter_count(shape):,} parameters: comparing their gradients takes about"
+            f" {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free; use a machine with more memory, or a"
+            " smaller model of the same family"
+        )

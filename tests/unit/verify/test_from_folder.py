@@ -1,0 +1,111 @@
+"""A folder is compared with transformers' own model of it, in a layout; a fault of ours is found and named."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megalite.convert.huggingface.export import as_family_tensor
+from megalite.errors import CheckpointError
+from megalite.families.registry import family_tensors, hf_config
+from megalite.topology.parameters import canonical_tensors
+from megalite.topology.shape import ModelShape
+from megalite.verify.from_folder import verify_folder
+from tests.support.selection import cases
+from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES, tiny_shape
+
+SHORT = ("--training.sequence_length", "12")
+SWAPPED = """
+from megalite.convert.huggingface.load import HuggingFaceReader
+read = HuggingFaceReader.read
+names = {"model.layers.1.input_layernorm.weight": "model.layers.1.post_attention_layernorm.weight"}
+names |= {other: name for name, other in names.items()}
+def swapped(self, state_key, name, region):
+    return read(self, state_key, names.get(name, name), region)
+HuggingFaceReader.read = swapped
+"""
+MISSING = "sys.modules['transformers'] = None"
+
+
+def written(folder: Path, shape: ModelShape) -> Path:
+    """A folder of random weights; its norms are not all alike."""
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: 0.06 * torch.randn(size, generator=generator)
+        + (name.endswith("norm.weight") and not shape.zero_centered_gamma)
+        for name, size in canonical_tensors(shape).items()
+    }
+    folder.mkdir()
+    tensors = {
+        tensor.name: as_family_tensor(tensor, [weights[part] for part in tensor.parts])
+        for tensor in family_tensors(shape)
+    }
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(hf_config(shape, "float32", {})))
+    return folder
+
+
+def verified(folder: Path, *flags: str, planted: str = "") -> tuple[int, dict[str, Any]]:
+    """Run the command in a process of its own, which ranks are forked of; `planted` runs before."""
+    words = ["verify", "--from", str(folder), "--json", *SHORT, *flags]
+    program = f"import sys\n{planted}\nfrom megalite.cli import main\nsys.exit(main({words!r}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=folder.parent, check=False
+    )
+    return done.returncode, json.loads(done.stdout)
+
+
+CASES = {
+    "one process, fused tensors": (FAMILY_SHAPES["gpt_neox"], ()),
+    "tensor 2": (FAMILY_SHAPES["phi3"], ("--parallel.tensor", "2")),
+    "experts on two ranks": (MIXTURE_SHAPES["qwen3_moe"], ("--parallel.data", "2", "--parallel.expert", "2")),
+}
+
+
+@pytest.mark.parametrize("name", cases([*CASES], core=["experts on two ranks"]))
+def test_transformers_and_any_layout_agree(tmp_path: Path, name: str) -> None:
+    shape, flags = CASES[name]
+    code, document = verified(written(tmp_path / "folder", shape), *flags)
+    assert code == 0 and document["holds"], document["departure"]
+    trained = document["worst"]["gradient before the sum"]
+    assert trained["tensors"] == len(canonical_tensors(shape)) and trained["error"] > 0
+    assert document["worst"]["initial weights"]["error"] == 0
+    assert Path(tmp_path / "folder.verify.txt").read_text().startswith("holds: ")
+
+
+def test_swapped_norms_are_named(tmp_path: Path) -> None:
+    code, document = verified(written(tmp_path / "folder", tiny_shape(layers=2)), planted=SWAPPED)
+    assert code == 1 and not document["holds"]
+    names = {each["name"] for each in document["departures"] if each["quantity"] == "initial weights"}
+    assert {
+        "model.layers.1.input_layernorm.weight",
+        "model.layers.1.post_attention_layernorm.weight",
+    } == names
+
+
+def test_another_rotary_base_departs_in_the_logits(tmp_path: Path) -> None:
+    code, document = verified(written(tmp_path / "folder", tiny_shape(layers=2)), "--model.rope_theta", "77")
+    assert code == 1 and document["worst"]["initial weights"]["error"] == 0
+    assert document["departures"][0]["name"] == "logits"
+    assert "output of logits" in document["departure"]
+
+
+def test_without_transformers_the_command_says_so(tmp_path: Path) -> None:
+    code, document = verified(written(tmp_path / "folder", tiny_shape(layers=1)), planted=MISSING)
+    assert code == 2 and "--from compares with transformers" in document["error"]["message"]
+
+
+def test_a_model_that_does_not_fit_the_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(tmp_path / "folder", tiny_shape(layers=1))
+    monkeypatch.setattr("megalite.verify.from_folder.available_memory_bytes", lambda: 1000)
+    with pytest.raises(CheckpointError, match="parameters: comparing their gradients takes about"):
+        verify_folder(str(folder))
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        verify_folder(str(tmp_path / "nowhere"))
