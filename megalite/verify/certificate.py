@@ -90,15 +90,7 @@ class Certificate:
 
     def write(self, path: Path) -> Path:
         """Write the JSON, and the text beside it; return the text's path. ConfigError where that cannot be done."""
-        text = path.with_suffix(".txt")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
-            text.write_text("\n".join(self.lines()) + "\n", encoding="utf-8")
-        except OSError as error:
-            problem = Problem("--output", f"{path} cannot be written ({error.strerror})", "name another file")
-            raise ConfigError([problem], "the command line") from error
-        return text
+        return write_certificate(path, self.as_dict(), self.lines())
 
     def lines(self) -> Iterator[str]:
         """Yield the certificate for people."""
@@ -136,6 +128,19 @@ class Certificate:
         yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
 
 
+def write_certificate(path: Path, content: Mapping[str, Any], lines: Iterator[str]) -> Path:
+    """Write JSON, and text beside it; return the text's path. ConfigError where that cannot be done."""
+    text = path.with_suffix(".txt")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        text.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    except OSError as error:
+        problem = Problem("--output", f"{path} cannot be written ({error.strerror})", "name another file")
+        raise ConfigError([problem], "the command line") from error
+    return text
+
+
 def config_sha256(config: RunConfig) -> str:
     """Return the hash of all settings of a resolved run but run.folder."""
     values = config.model_dump(mode="json")
@@ -166,7 +171,7 @@ def _described(departure: Departure, ranks: Sequence[str]) -> str:
         where = ", on every rank"
     when = f"step {departure.step}" if departure.step else "the start"
     after = _AFTER[quantity]
-    if departure.note and quantity != OUTPUT:
+    if departure.note:
         return f"{what}, {when}, {after}: {departure.note}"
     size = f"relative error {departure.error:.1e}, allowed {departure.bound:.0e}"
     if departure.place or departure.quantity in (LOSS, NORM):

@@ -30,7 +30,7 @@ from megalite.verify.record import RecordedPiece, StepRecord
 # A module's output is looked at only to find the place of a departure: sums over many values round more.
 _OUTPUT_FACTOR = 100
 # With float32 sums or masters: AdamW's updates make more of the rounding of small gradients, and later steps see it.
-_MOST_GROWN = 1e-3
+_MOST_GROWN = 1e-2
 
 
 @dataclass(frozen=True)
@@ -147,12 +147,14 @@ class Comparer:
         }
         if quantity in (UPDATED, STATE + MASTER, STATE + EMA):
             most = 1 / max(self.bound(quantity, step), torch.finfo(torch.float64).eps)
-            for name, gradient in _whole(one, SUMMED).items():
+            gradients = _whole(one, SUMMED)
+            # The gradient of a key's bias is rounding noise, which an update has in full size.
+            largest = magnitudes(gradients)
+            for name, gradient in gradients.items():
                 size = gradient.abs()
-                ratio = (
-                    torch.where(size > 0, (size.max() / size).clamp(max=most), 0) if size.numel() else size
-                )
-                scales[name] = scales[name] + 2 * one.learning_rate * ratio
+                untouched = (size == 0) & (size.max() == largest[name]) if size.numel() else size == 0
+                ratio = (largest[name] / size).clamp(max=most)
+                scales[name] = scales[name] + 2 * one.learning_rate * torch.where(untouched, 0, ratio)
         return scales
 
     def _named(
@@ -217,6 +219,13 @@ class Comparer:
         bound = _OUTPUT_FACTOR * self.bound(LOSS, step)
         for site in sorted(one.outputs, key=_forward_order):
             wrong: dict[int, float] = {}
+            seen = {sample for record in records for sample in record.outputs.get(site, ())}
+            others = sorted(one.outputs[site].keys() ^ seen)
+            # A compiled layer has no outputs of its blocks.
+            if others and (seen or not site.endswith(("self_attn", "mlp"))):
+                foreign = f"samples are not those of one process, as {others[0]}"
+                note = foreign if seen else "no rank computes it"
+                return Departure(step, OUTPUT, site, (), math.inf, bound, note=note)
             for rank, record in enumerate(records):
                 for sample in record.outputs.get(site, {}):
                     own = [records[each].outputs[site][sample] for each in record.row_ranks]
@@ -226,7 +235,7 @@ class Comparer:
                         wrong[rank] = max(error, wrong.get(rank, 0.0))
             if wrong:
                 ranks = tuple(wrong)
-                return Departure(step, OUTPUT, site, ranks, max(wrong.values()), bound, note="in the forward")
+                return Departure(step, OUTPUT, site, ranks, max(wrong.values()), bound)
         return None
 
 
