@@ -25,6 +25,7 @@ _PRIVATE_NAMES: dict[str, dict[str, str]] = {
         "standin/test_faults.py": "_total",
         "support/mutations.py": "_LossSums _Reduce _as_trained _behind_prefix _counted _fill _lora_parameters _mark"
         " _mask _mesh _seen _this_batch _total _watched",
+        "support/verify_faults.py": "_Step _average_weights _compute",
     },
     "stands in for other hosts, for cards, or for what costs minutes": {
         "cli/test_doctor.py": "_connect",
