@@ -15,9 +15,11 @@ from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.detect import rank_info
 from megalite.verify.certificate import Certificate
 from megalite.verify.from_folder import verify_folder
+from megalite.verify.matrix import MatrixCertificate, verify_matrix
 from megalite.verify.run import VerifyRequest, verify
 
 _SHORT = ("--steps", "--precision")
+_COMMON = "run_file --matrix --from --checkpoint --compared-steps --compared-precision --full-size --help"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -47,16 +49,20 @@ def run(arguments: Sequence[str]) -> int:
     # Text and folders of the run are not read, so they need not be here.
     config = load_run(options.run_file, flags).config
     request = VerifyRequest(options.compared_steps, options.compared_precision, options.full_size)
-    certificate = verify(config, request, say=_say)
     output = options.output or options.run_file.with_suffix(".verify.json")
-    return _tell(certificate, output)
+    if options.matrix is not None:
+        matrix = verify_matrix(options.run_file, flags, options.matrix, request, say=_say)
+        return _tell_matrix(matrix, output)
+    return _tell(verify(config, request, say=_say), output)
 
 
 def command_parser() -> Parser:
-    parser = Parser(prog="megalite verify", description=__doc__)
+    parser = Parser(prog="megalite verify", description=__doc__, common=_COMMON.split())
     about = "the run to verify; --SECTION.KEY VALUE overrides it"
     parser.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml", help=about)
     modes = parser.add_mutually_exclusive_group()
+    about = "every legal layout of up to N ranks in place of the run's own"
+    add_value(modes, "--matrix", whole_number(1), "N", about)
     about = "compare a Hugging Face folder, or org/name, with transformers: logits, loss, gradients, in any layout"
     modes.add_argument("--from", dest="folder", metavar="FOLDER", help=about)
     add_value(parser, "--text", Path, "FILE", "with --from: text to compare on (default: random tokens)")
@@ -78,6 +84,17 @@ def _tell(certificate: Certificate, output: Path) -> int:
     print(f"certificate  {output}, {text}  ({certificate.seconds:.0f} s)")
     report(certificate=output, text=text, **certificate.as_dict())
     return 0 if certificate.holds else 1
+
+
+def _tell_matrix(matrix: MatrixCertificate, output: Path) -> int:
+    text = matrix.write(output)
+    for line in matrix.summary():
+        print(line)
+    print(f"certificate  {output}, {text}  ({matrix.seconds:.0f} s)")
+    report(certificate=output, text=text, **matrix.as_dict())
+    if matrix.left:
+        raise KeyboardInterrupt
+    return 0 if matrix.holds else 1
 
 
 def _refuse_launcher() -> None:

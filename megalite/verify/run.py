@@ -24,6 +24,7 @@ from megalite.verify.drawn_text import with_drawn_text
 from megalite.verify.shrink import Shrunk, alone, shrunk
 
 T = TypeVar("T")
+_NARROW = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def verify(
     scratch = Path(tempfile.mkdtemp(prefix="megalite-verify-"))
     kept = ""
     try:
-        return _Verification(config, small, request, scratch, say).run(worker, started)
+        certificate = Verifier(request, scratch, say).certified(config, small, worker)
+        return replace(certificate, seconds=time.monotonic() - started)
     except RankFailure as failure:
         kept = "failures" if str(scratch) in str(failure) else ""
         raise
@@ -68,45 +70,38 @@ def verify(
             scratch.rmdir()
 
 
-class _Verification:
-    """One verification in a folder of its own."""
+class Verifier:
+    """Verifies runs of one model and text, which differ in their layout, in a folder of its own.
 
-    def __init__(
-        self,
-        config: RunConfig,
-        small: Shrunk,
-        request: VerifyRequest,
-        scratch: Path,
-        say: Callable[[str], None],
-    ):
-        self._config, self._small, self._request, self._scratch = config, small, request, scratch
-        self._say = say
+    The text is made once, and one process is trained once.
+    """
 
-    def run(self, worker: Worker | None, started: float) -> Certificate:
-        config, layout = self._small.config, self._config.layout
-        threads = prepare_process(config.training.threads, local_ranks=layout.world_size)
+    def __init__(self, request: VerifyRequest, scratch: Path, say: Callable[[str], None] = lambda _: None):
+        self._request, self._scratch, self._say = request, scratch, say
+        self._inputs: Any = None
+        # Number type -> the run of one process, and its recording.
+        self._alone: dict[str, tuple[RunConfig, Any]] = {}
+
+    def certified(self, config: RunConfig, small: Shrunk, worker: Worker | None = None) -> Certificate:
+        """Verify a run, made small, and certify it; as `verify`."""
+        started, layout = time.monotonic(), config.layout
+        threads = prepare_process(small.config.training.threads, local_ranks=layout.world_size)
 
         # From here on torch may be imported: the settings are known to be right.
         from megalite.verify.record import RecordJob, record_rank
         from megalite.verify.verdict import Recordings, judged
 
-        precision = self._precision()
-        trained = self._trained(config.in_precision(precision))
+        precision = self._precision(config)
+        trained = self._trained(small.config.in_precision(precision))
         prepare_deepspeed(trained, None)
         require_kernels(trained)
-        inputs = apart(_inputs, trained, self._scratch)
-        one = alone(trained)
-        runs = {"layout": trained, "one": one}
-        if precision in ("bf16", "fp16"):
-            runs["exact"] = one.in_precision("fp64")
-        jobs = {}
-        for name, run in runs.items():
-            folder = self._scratch / name
-            folder.mkdir()
-            jobs[name] = RecordJob(run, inputs, folder, self._request.steps, threads)
+        self._inputs = self._inputs or apart(_inputs, trained, self._scratch)
+        job = RecordJob(trained, self._inputs, self._scratch / "layout", self._request.steps, threads)
+        shutil.rmtree(job.folder, ignore_errors=True)  # of the layout before
+        job.folder.mkdir()
         self._say(f"training {layout.text} for {self._request.steps} steps in {precision}")
         if layout.world_size == 1:
-            apart(worker or record_rank, *_single(self._scratch, jobs["layout"]))
+            apart(worker or record_rank, *_single(self._scratch, job))
         else:
             preload = ["torch", "megalite.verify.record", "torch._dynamo"]
             if trained.zero_stage:
@@ -115,22 +110,37 @@ class _Verification:
                 worker or record_rank,
                 layout,
                 self._scratch / "failures",
-                arguments=(jobs["layout"],),
+                arguments=(job,),
                 start=LocalStart(preload, hangs=config.hang_policy, say=self._say),
             )
-        for name in [each for each in jobs if each != "layout"]:
-            self._say(f"training one process in {runs[name].training.precision}")
-            apart(record_rank, *_single(self._scratch, jobs[name]))
+        one = self._one_process(alone(trained), job)
+        exact = self._one_process(alone(trained).in_precision("fp64"), job) if precision in _NARROW else None
         self._say("comparing")
-        recordings = Recordings(jobs["layout"], jobs["one"], jobs.get("exact"))
-        certificate = apart(judged, self._config, recordings, self._small.changes, self._request.full_size)
+        certificate = apart(
+            judged, config, Recordings(job, one, exact), small.changes, self._request.full_size
+        )
         return replace(certificate, seconds=time.monotonic() - started)
 
-    def _precision(self) -> str:
+    def _one_process(self, config: RunConfig, like: Any) -> Any:
+        """Return the recording of one process that trains `config`: that of a layout before, if it was the same."""
+        from megalite.verify.record import record_rank
+
+        precision = config.training.precision
+        before, job = self._alone.get(precision, (None, None))
+        if before != config:
+            job = replace(like, config=config, folder=self._scratch / f"one-{precision}")
+            shutil.rmtree(job.folder, ignore_errors=True)
+            job.folder.mkdir()
+            self._say(f"training one process in {precision}")
+            apart(record_rank, *_single(self._scratch, job))
+            self._alone[precision] = config, job
+        return job
+
+    def _precision(self, config: RunConfig) -> str:
         """Return the number type to train in: ZeRO 3 and DeepSpeed's compiled AdamW know no float64."""
         if self._request.precision == "float64":
-            return "fp32" if self._config.native_optimizer or self._config.zero_stage == 3 else "fp64"
-        return apart(_own_precision, self._config.training.precision)
+            return "fp32" if config.native_optimizer or config.zero_stage == 3 else "fp64"
+        return apart(_own_precision, config.training.precision)
 
     def _trained(self, config: RunConfig) -> RunConfig:
         """Return the run with drawn text, in a folder of its own, of which nothing is saved."""
