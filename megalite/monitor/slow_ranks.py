@@ -2,7 +2,7 @@
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ _SHARE = 0.1
 
 
 class SlowRank(NamedTuple):
-    """A rank, the median seconds of its own work in a step, and of that of its peers."""
+    """A rank, the median seconds of its own work in a step, and the seconds that were to be expected."""
 
     rank: int
     seconds: float
@@ -35,12 +35,17 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
 class SlowRanks:
     """Compares the work of each rank with the median of its peers' over the last five reports.
 
-    Slow: half as long again as the peers, and a tenth of the step longer; no longer slow: within a quarter of them.
+    A rank without a peer, as each stage of a pipeline alone, is compared with its own first five reports, and with more
+    where the median of the other ranks takes longer than in theirs. Slow: half as long again as expected, and a tenth
+    of the step longer; no longer slow: within a quarter of it.
     """
 
     def __init__(self, peers: Sequence[Sequence[int]]):
         """peers: the groups of ranks with equal work, such as those of a stage."""
         self._peers = [tuple(group) for group in peers if len(group) > 1]
+        self.alone = not self._peers
+        """Whether no rank has a peer."""
+        self._first: Sequence[float] = ()
         self._reports = deque[Sequence[float]](maxlen=_REPORTS)
         self._seen = 0
         self.slow: dict[int, SlowRank] = {}
@@ -57,20 +62,33 @@ class SlowRanks:
         if len(self._reports) < _REPORTS:
             return [], []
         usual = [median(seconds) for seconds in zip(*self._reports, strict=True)]
+        self._first = self._first or usual
         began, ended = list[SlowRank](), list[int]()
+        for now in self._expected_of_peers(usual) if self._peers else self._expected_since_start(usual):
+            rank, peers = now.rank, now.peers_seconds
+            if not peers:  # the waits that a device reports late fill their steps
+                continue
+            if rank in self.slow and now.seconds <= _RECOVERED * peers:
+                del self.slow[rank]
+                ended.append(rank)
+            elif rank in self.slow:
+                self.slow[rank] = now
+            elif now.seconds > max(_SLOW * peers, peers + _SHARE * step_seconds):
+                self.slow[rank] = now
+                began.append(now)
+        return began, ended
+
+    def _expected_of_peers(self, usual: Sequence[float]) -> Iterator[SlowRank]:
         for group in self._peers:
             ordered = sorted(usual[rank] for rank in group)
             for rank in group:
-                peers = _median_without(ordered, usual[rank])
-                if not peers:  # the waits that a device reports late fill their steps
-                    continue
-                now = SlowRank(rank, usual[rank], peers)
-                if rank in self.slow and now.seconds <= _RECOVERED * peers:
-                    del self.slow[rank]
-                    ended.append(rank)
-                elif rank in self.slow:
-                    self.slow[rank] = now
-                elif now.seconds > max(_SLOW * peers, peers + _SHARE * step_seconds):
-                    self.slow[rank] = now
-                    began.append(now)
-        return began, ended
+                yield SlowRank(rank, usual[rank], _median_without(ordered, usual[rank]))
+
+    def _expected_since_start(self, usual: Sequence[float]) -> Iterator[SlowRank]:
+        if len(usual) < 2 or not all(self._first):
+            return
+        changes = [now / first for now, first in zip(usual, self._first, strict=True)]
+        ordered = sorted(changes)
+        for rank, seconds in enumerate(usual):
+            longer = max(1.0, _median_without(ordered, changes[rank]))
+            yield SlowRank(rank, seconds, self._first[rank] * longer)

@@ -332,6 +332,7 @@ class Coordinator:
         state.heard, state.silent = time.time(), False
         if kind == "alive":
             state.step, state.activity = message["step"], message["activity"]
+            self._send(connection, encode("heard"))
             if self._hangs is not None:
                 self._hangs.see(connection.rank, message["marks"])
         elif kind == "stack" and self._hangs is not None:
@@ -393,8 +394,7 @@ class Coordinator:
             return f"the job there has {self.world_size} ranks, this one has {hello.world_size}", False
         if not 0 <= hello.rank < self.world_size:
             return f"rank {hello.rank} is not a rank of a job with {self.world_size} ranks", True
-        first = self.ranks.get(hello.rank)
-        if first is None:
+        if (first := self.ranks.get(hello.rank)) is None:
             return "", False
         if self.complete:
             return "all ranks of the job there are present", False

@@ -68,8 +68,19 @@ class NotJoined(LaunchError):
 class Member:
     """One rank among the ranks of its job; made by `join`."""
 
-    def __init__(self, connection: socket.socket, reader: LineReader, hello: Hello, calls: RankCalls):
+    def __init__(
+        self,
+        connection: socket.socket,
+        reader: LineReader,
+        hello: Hello,
+        calls: RankCalls,
+        heartbeat_seconds: float,
+    ):
         self.hello = hello
+        # The seconds without an answer after which the coordinator counts as silent; it answers each message.
+        self._longest_silence = heartbeat_seconds + alive_seconds(hello.world_size) - ALIVE_SECONDS
+        self._heard = self._looked = time.monotonic()
+        self._silent = False
         self.verdict: Verdict | None = None
         self.local_address: str = connection.getsockname()[0]
         """The address of this machine on the route to the coordinator."""
@@ -111,7 +122,7 @@ class Member:
                 elif stranger_since is None:
                     stranger_since = time.monotonic()
             else:
-                member = cls(connection, reader, whole, calls)
+                member = cls(connection, reader, whole, calls, limits.heartbeat_seconds)
                 member._unread = rest
                 member._thread.start()
                 return member
@@ -213,11 +224,13 @@ class Member:
             try:
                 received = self._socket.recv(2**16)
                 if received:
+                    self._heard, self._silent = time.monotonic(), False
                     for message in self._reader.feed(received):
                         self._take(message)
                     continue
                 reason = why_lost()
             except TimeoutError:
+                self._say_if_silent()
                 continue
             except OSError as error:
                 reason = why_lost(error)
@@ -228,6 +241,20 @@ class Member:
             where = f"the coordinator of the job at {self.coordinator_address}"
             self._end(Verdict(f"{where} vanished: {reason}", 1, coordinator_lost=reason))
         self._socket.close()
+
+    def _say_if_silent(self) -> None:
+        """Say that the coordinator is silent, once, on rank 1: rank 0 is where a thread of it coordinates."""
+        now = time.monotonic()
+        if now - self._looked > 2 * ALIVE_SECONDS:
+            self._heard = now  # this process was stopped itself
+        self._looked, seconds = now, now - self._heard
+        if self.hello.rank != 1 or self._left or self._silent or seconds <= self._longest_silence:
+            return
+        self._silent = True
+        self._calls.say(
+            f"the coordinator of the job at {self.coordinator_address} has been silent for {seconds:.0f} s: the "
+            "process of rank 0, or of megalite launch, is stopped, or busy outside of Python"
+        )
 
     def _take(self, message: dict[str, Any]) -> None:
         if message["kind"] == "value":

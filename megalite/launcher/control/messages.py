@@ -36,6 +36,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "value": {"name": str, "value": (str, int, float, list, dict, type(None))},
     "signal": {"number": int},
     "where": {},
+    "heard": {},
     "verdict": {"text": str, "exit_code": int, "rank": int, "host": str},
 }
 

@@ -60,7 +60,7 @@ class RankMeasures:
         self._sensors = None if mesh.device.type == "cpu" else CardSensors(mesh.device)
         self.note = "" if self._sensors is None else self._sensors.missing
         """Why there are no readings of this rank's card; empty where there are, and on CPUs."""
-        # Stages may have unequal work: only the ranks of one are compared.
+        # Stages may have unequal work: the ranks of one are compared, or each stage with its own first steps.
         self._slow = SlowRanks(mesh.layout.groups(*(axis for axis in AXES if axis != "pp")))
         if self._world > 1:
             self._communication = CommunicationTimes(clock_of(mesh.device))
@@ -146,7 +146,9 @@ class RankMeasures:
         began, ended = self._slow.update(work, step_seconds)
         report.warnings.extend(self._text(slow, data[slow.rank]) for slow in began)
         report.notes.extend(
-            f"{self._name(rank)} is as fast as the other ranks of its stage again" for rank in ended
+            f"{self._name(rank)} is as fast as {'at the start' if self._slow.alone else 'the other ranks of its stage'}"
+            " again"
+            for rank in ended
         )
         if self._slow.slow:
             slowest = max(self._slow.slow.values(), key=lambda slow: slow.factor)
@@ -158,9 +160,14 @@ class RankMeasures:
 
     def _text(self, slow: SlowRank, data_seconds: float) -> str:
         batch = f", {data_seconds:.3g} s of them for its batch" if data_seconds > slow.seconds / 2 else ""
+        usual = (
+            "at the start, beside what other stages changed"
+            if self._slow.alone
+            else "that of the other ranks of its stage"
+        )
         return (
             f"{self._name(slow.rank)} is slow: its own work takes {slow.seconds:.3g} s a step{batch}, "
-            f"{slow.factor:.1f} times as long as that of the other ranks of its stage"
+            f"{slow.factor:.1f} times as long as {usual}"
         )
 
     def _name(self, rank: int) -> str:

@@ -12,9 +12,11 @@ def slow(rank: int, factor: float = 3.0) -> tuple[float, ...]:
     return tuple(seconds * (factor if rank == at else 1) for at, seconds in enumerate(EVEN))
 
 
-def changes(reports: list[tuple[float, ...]], step_seconds: float = 3.0) -> list[tuple[int, str, int]]:
+def changes(
+    reports: list[tuple[float, ...]], step_seconds: float = 3.0, groups: list[tuple[int, ...]] = STAGES
+) -> list[tuple[int, str, int]]:
     """Return (report, "slow" or "recovered", rank) of each change, reports counted from 1."""
-    ranks, changed = SlowRanks(STAGES), []
+    ranks, changed = SlowRanks(groups), []
     for number, work in enumerate(reports, start=1):
         began, ended = ranks.update(work, step_seconds)
         changed += [(number, "slow", rank.rank) for rank in began]
@@ -48,9 +50,23 @@ def test_a_rank_that_costs_a_small_part_of_the_step_is_no_alarm() -> None:
     assert changes([slow(0)] * 10, step_seconds=10.0) == [(7, "slow", 0)]
 
 
-def test_a_rank_without_peers_is_compared_with_nobody() -> None:
-    ranks = SlowRanks([(0,), (1,)])
-    assert all(ranks.update((1.0, 9.0), 9.0) == ([], []) for _ in range(10))
+def changes_alone(reports: list[tuple[float, ...]]) -> list[tuple[int, str, int]]:
+    return changes(reports, step_seconds=9.0, groups=[(0,), (1,), (2,)])
+
+
+def test_a_stage_alone_is_compared_with_its_own_start() -> None:
+    start = (1.0, 9.0, 5.0)
+    assert changes_alone([start] * 20) == []
+    late = [start] * 8 + [(3.0, 9.0, 5.0)] * 6 + [start] * 5
+    assert changes_alone(late) == [(11, "slow", 0), (17, "recovered", 0)]
+    # Longer sequences: all stages take twice as long, and none is slow.
+    assert changes_alone([start] * 8 + [(2.0, 18.0, 10.0)] * 8) == []
+    # The start was disturbed for one stage: that another is now slower than it is no alarm.
+    assert changes_alone([(8.0, 9.0, 20.0)] * 8 + [start] * 8) == []
+
+
+def test_one_process_is_never_slow() -> None:
+    assert changes([(1.0,)] * 8 + [(9.0,)] * 8, groups=[(0,)]) == []
 
 
 def test_peers_whose_waits_fill_the_step_leave_a_slow_rank_as_it_was() -> None:

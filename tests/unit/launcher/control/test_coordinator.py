@@ -420,6 +420,38 @@ def test_ranks_that_were_just_heard_need_no_look_at_the_connections():
     coordinator_._watch_silence()
 
 
+def test_rank_1_says_that_the_coordinator_is_silent(monkeypatch):
+    monkeypatch.setattr(member, "alive_seconds", lambda _: 0.1)
+    said = list[str]()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def join() -> None:
+            place, hello = (*server.getsockname(), ""), Hello(1, 2, "n0", 1000)
+            limits, calls = RendezvousLimits(heartbeat_seconds=2.5), RankCalls(say=said.append)
+            Member.join(lambda: place, hello, limits, calls)
+
+        joining = threading.Thread(target=join)
+        joining.start()
+        connection, _ = server.accept()
+        with connection:
+            connection.sendall(encode("joined", address="127.0.0.1"))
+            joining.join()
+            wait_until(lambda: bool(said), "rank 1 does not speak")
+    assert "the coordinator of the job at 127.0.0.1 has been silent for " in said[0]
+
+
+def test_a_coordinator_answers_each_sign_of_life(start):
+    job = start(1)
+    connection = socket.create_connection(job.address)
+    with connection:
+        connection.sendall(encode("hello", **asdict(Hello(0, 1, "n0", 1000))))
+        connection.sendall(encode("alive", step=None, activity="", marks={}))
+        reader, kinds = LineReader(), list[str]()
+        while "heard" not in kinds:
+            kinds += [message["kind"] for message in reader.feed(connection.recv(2**16))]
+    assert kinds == ["joined", "heard"]
+
+
 @pytest.mark.parametrize("answers", [True, False, None])
 def test_a_silent_ranks_host_is_said_to_answer_only_if_it_does(start, monkeypatch, answers):
     monkeypatch.setattr(coordinator, "host_answers", lambda connection, seconds: answers)
