@@ -34,6 +34,7 @@ COMMANDS = {
     "convert": "export, import and inspect checkpoints of this and other programs",
     "doctor": "show what is installed here and what a run would use",
     # In one line of the overview, which is one screen.
+    "chaos": "",
     "completion": "",
     "examples": "",
     "selftest": "",

@@ -80,6 +80,32 @@ def children() -> set[int]:
     return {process for process in processes if _status(process)[1:2] == [own]}
 
 
+def descendants(process: int) -> list[int]:
+    """Return the ids of all running descendants of a process, nearest first; empty without /proc."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        fields = _status(int(entry.name))
+        if fields and fields[0] != "Z":
+            parents[int(entry.name)] = int(fields[1])
+    below, running = [process], list[int]()
+    while below:
+        above = below.pop(0)
+        direct = [child for child, parent in parents.items() if parent == above]
+        running += direct
+        below += direct
+    return running
+
+
+def forked_ranks(process: int) -> list[int]:
+    """Return the ranks of a local job, in order: the descendants that its process forked, which keep its command line.
+
+    Programs that a job starts, such as multiprocessing's resource tracker, have their own.
+    """
+    command = arguments_of(process)
+    ranks = [child for child in descendants(process) if arguments_of(child) == command]
+    return sorted(ranks, key=lambda rank: int((_status(rank)[19:20] or ["0"])[0]) * 2**32 + rank)
+
+
 def kill_descendants(seconds: float = 5.0) -> None:
     """Kill and reap all descendants; this process must have adopted orphans (`adopt_orphans`).
 

@@ -73,7 +73,14 @@ def test_help_is_one_screen(
 
 
 @pytest.mark.parametrize(
-    ("name", "rare"), [("generate", "--min-p"), ("evaluate", "--stride"), ("serve", "--drain-seconds")]
+    ("name", "rare"),
+    [
+        ("generate", "--min-p"),
+        ("evaluate", "--stride"),
+        ("serve", "--drain-seconds"),
+        ("verify", "--text"),
+        ("chaos", "--at"),
+    ],
 )
 def test_help_of_many_options_is_on_two_screens(
     name: str, rare: str, capsys: pytest.CaptureFixture[str]

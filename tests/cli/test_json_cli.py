@@ -41,6 +41,7 @@ ELSEWHERE = {
     ),  # end_to_end/test_automation.py
     *(
         "verify",
+        "chaos",
         "sweep",
         "scaling",
         "report",

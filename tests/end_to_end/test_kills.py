@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.folder import find_latest
-from tests.support.jobs import Job, curve, descendants, forked_ranks, running, tensor_hashes
+from megalite.launcher.process import descendants, forked_ranks
+from megalite.verify.chaos.inject import flip_checkpoint_bit
+from tests.support.jobs import Job, curve, running, tensor_hashes
 from tests.support.waiting import PATIENCE, soon, wait_until
 
 AGAIN = "the same command, or a requeue of the job, resumes from it"
@@ -162,10 +164,11 @@ def test_a_damaged_last_checkpoint_names_the_older_one_that_is_intact(job, undis
     folder = tmp_path / "run"
     shutil.copytree(undisturbed, folder)
     *_, older, last = sorted((folder / "checkpoints").glob("step-*"))
-    _flip_a_bit_of_the_optimizer(last)
+    flipped = flip_checkpoint_bit(last, random.Random(0))
     process = job.start(folder, "--training.steps", "15")
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 2 and "sha256 differs" in output
+    assert flipped.tensor in output and flipped.file.name in output
     assert f"{older} is intact: remove {last.name}" in output
     assert f'checkpoint.resume = "{older}"' in output
 
@@ -237,13 +240,3 @@ def _read_until(process, text: str) -> None:
         if text in line:
             return
     raise AssertionError(f"the job ended before it said {text!r}")
-
-
-def _flip_a_bit_of_the_optimizer(checkpoint: Path) -> None:
-    path = min(checkpoint.glob("*.safetensors"))
-    content = bytearray(path.read_bytes())
-    header = int.from_bytes(content[:8], "little")
-    table = json.loads(content[8 : 8 + header])
-    place = next(entry["data_offsets"][0] for key, entry in table.items() if "exp_avg" in key)
-    content[8 + header + place] ^= 1
-    path.write_bytes(content)

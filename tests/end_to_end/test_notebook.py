@@ -62,7 +62,7 @@ def interrupted(folder: Path, data: int) -> Any:
         f"""
 import os
 from megalite import Trainer, load_config
-from tests.support.jobs import descendants
+from megalite.launcher.process import descendants
 settings = {settings!r}
 run_file = {str(job.run_file)!r}
 Trainer(load_config(run_file, training={{"steps": 100000}}, **settings)).train()

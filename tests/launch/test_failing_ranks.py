@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import megalite
-from tests.support.jobs import Job, descendants, running
+from megalite.launcher.process import descendants
+from tests.support.jobs import Job, running
 from tests.support.waiting import PATIENCE, free_port, soon, wait_until
 
 ROOT = Path(megalite.__file__).parents[1]

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
-from megalite.checkpoint.folder import find_latest, read_manifest
+from megalite.checkpoint.folder import find_latest
+from megalite.verify.chaos import equality
 from tests.support.tiny import tiny_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -102,34 +102,6 @@ class Job:
         return output
 
 
-def descendants(process: int) -> list[int]:
-    """Return the ids of all descendants of `process`, nearest first."""
-    parents: dict[int, int] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if fields[0] != "Z":
-            parents[int(entry.name)] = int(fields[1])
-    below, found = [process], []
-    while below:
-        above = below.pop(0)
-        children = [child for child, parent in parents.items() if parent == above]
-        found += children
-        below += children
-    return found
-
-
-def forked_ranks(process: int) -> list[int]:
-    """Return the ranks of a local job: the descendants that its process forked, which keep its command line.
-
-    Programs that a job starts, such as multiprocessing's resource tracker, have their own.
-    """
-    command = Path(f"/proc/{process}/cmdline").read_bytes()
-    return [pid for pid in descendants(process) if Path(f"/proc/{pid}/cmdline").read_bytes() == command]
-
-
 def running(processes: list[int]) -> list[int]:
     """Return the processes that still run; zombies do not count."""
     alive = []
@@ -144,25 +116,14 @@ def running(processes: list[int]) -> list[int]:
     return alive
 
 
-def curve(run_folder: Path) -> list[tuple[Any, ...]]:
-    """Return the values that must not depend on kills or launchers: step, loss, norm, rate and tokens of every step."""
-    records = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    return [
-        tuple(record[key] for key in ("step", "loss", "grad_norm", "learning_rate", "tokens"))
-        for record in records
-    ]
+curve = equality.curve
 
 
 def tensor_hashes(run_folder: Path) -> dict[tuple[str, ...], str]:
     """Return the hash of every shard of a run's latest checkpoint."""
     checkpoint = find_latest(run_folder / "checkpoints")
     assert checkpoint is not None
-    return {
-        (checkpoint.name, kind, name, str(shard.offsets), str(shard.flat)): shard.sha256
-        for kind, tensors in read_manifest(checkpoint).tensors.items()
-        for name, entry in tensors.items()
-        for shard in entry.shards
-    }
+    return {(checkpoint.name, *shard): digest for shard, digest in equality.tensor_hashes(checkpoint).items()}
 
 
 @contextmanager

@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -153,7 +155,7 @@ class FailureFolder:
     def write(self, report: FailureReport) -> FailureReport:
         """Write a report and return it with its file; without one if the folder cannot be written.
 
-        That does not hide the failure: it is no error.
+        That does not hide the failure: it is no error, and on a full disk stderr has the cause instead.
         """
         path = self.file_of(report.rank)
         written = replace(report, file=str(path))
@@ -163,6 +165,8 @@ class FailureFolder:
             partial.write_text(json.dumps(asdict(written), indent=2) + "\n")
             partial.replace(path)
         except OSError:
+            with suppress(OSError):
+                sys.stderr.write(f"{report.who}: {report.headline}\n")
             return report
         return written
 
