@@ -1,7 +1,7 @@
 """megalite chaos: disturb a job on purpose, and measure what the faults cost.
 
-The job is started by `megalite launch --local` and restarted as it would be without us. Exit code 0 where it comes to
-the numbers of a calm run and every fault was dealt with, 1 where not.
+The job is started by `megalite train` and restarts itself by launch.restarts. Exit code 0 where it comes to the numbers
+of a calm run and every fault was dealt with, 1 where not.
 """
 
 import argparse
@@ -40,6 +40,7 @@ from megalite.verify.chaos.weights import CALLBACK
 
 _NUMBERED = ("stop", "preempt", "full-disk", "drop-link", "shrink")
 _NOT_FOUND = ("not found", "the run ended first", "stuck")
+_COMMON = "run_file --minutes --kill-every --flip-bit --no-calm --output --help"
 _SECTION_FLAGS = (
     "--SECTION.KEY VALUE overrides RUN.toml; OUTPUT has both run folders, their logs and chaos.json/.txt/.svg"
 )
@@ -48,13 +49,13 @@ _SECTION_FLAGS = (
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite chaos RUN.toml`. Raises ConfigError, and RankFailure where the job fails without a fault."""
     # `--seed` alone would be read as a setting without its section.
-    words = ["--fault-seed" + word[6:] if word.partition("=")[0] == "--seed" else word for word in arguments]
+    words = ["--chaos-seed" + word[6:] if word.partition("=")[0] == "--seed" else word for word in arguments]
     own, flags = options_and_settings(words)
     options = command_parser().parse_args(own)
     refuse_launcher("chaos")
     config = load_run(options.run_file, flags, places=True).config
     plan = _plan(options)
-    faults = plan.drawn(config.layout.world_size, options.fault_seed)
+    faults = plan.drawn(config.layout.world_size, options.chaos_seed)
     kinds = {fault.kind for fault in faults}
     if problems := list(_problems(options, config, kinds)):
         raise ConfigError(problems, COMMAND_LINE)
@@ -68,11 +69,11 @@ def run(arguments: Sequence[str]) -> int:
     command = JobCommand(options.run_file, tuple(flags), folder / "disturbed", config.layout.world_size)
     say = partial(print, flush=True)
     say(
-        f"{len(faults)} faults in {plan.seconds:g} s, seed {options.fault_seed}; the job's lines: {command.log}"
+        f"{len(faults)} faults in {plan.seconds:g} s, seed {options.chaos_seed}; the job's lines: {command.log}"
     )
     with JobSignals() as signals:
         around = Surroundings(variables(), signals, say, _with_fewer_ranks)
-        job = DisturbedJob(command, around, faults, plan.seconds, options.fault_seed)
+        job = DisturbedJob(command, around, faults, plan.seconds, options.chaos_seed)
         job.check_every = config.monitor.self_check_every
         try:
             job.run()
@@ -179,7 +180,7 @@ def _write(
     lines.append(str(equality) if equality is not None else "not compared with a calm run")
     facts: dict[str, object] = {
         "run_file": options.run_file,
-        "seed": options.fault_seed,
+        "seed": options.chaos_seed,
         "goodput": document(goodput),
         "faults": [asdict(recovery) for recovery in recoveries],
         "starts": len(attempts),
@@ -231,8 +232,7 @@ def _kind(text: str) -> str:
 
 
 def command_parser() -> Parser:
-    usage = "megalite chaos RUN.toml [options] [--section.key value ...]"
-    parser = Parser(prog="megalite chaos", usage=usage, description=__doc__, epilog=_SECTION_FLAGS)
+    parser = Parser(prog="megalite chaos", description=__doc__, common=_COMMON.split(), epilog=_SECTION_FLAGS)
     parser.add_argument("run_file", type=Path, metavar="RUN.toml", help="the run that is disturbed")
     add_value(
         parser,
@@ -261,7 +261,7 @@ def command_parser() -> Parser:
     chosen = _pair(_kind, number_above_zero(), "=", "KIND=SECONDS")
     about = f"a fault at a time: {', '.join(kind for kind in KINDS if kind != 'slow')}; may be repeated"
     parser.add_argument("--at", action="append", default=[], type=chosen, metavar="KIND=SECONDS", help=about)
-    add_value(parser, "--fault-seed", whole_number(0), "S", "seed of times and ranks, --seed for short", 0)
+    add_value(parser, "--chaos-seed", whole_number(0), "S", "seed of times and ranks, --seed for short", 0)
     about = "do not train the calm run, of as many steps"
     parser.add_argument("--no-calm", dest="calm", action="store_false", help=about)
     add_value(parser, "--output", Path, "FOLDER", "a new folder (default: run.folder with -chaos behind it)")

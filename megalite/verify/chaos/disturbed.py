@@ -44,8 +44,10 @@ class JobCommand:
 
     @property
     def words(self) -> list[str]:
-        launch = [sys.executable, "-m", "megalite", "launch", str(self.run_file), "--local"]
-        return [*launch, "--restarts", str(_RESTARTS), *self.flags, "--run.folder", str(self.folder)]
+        # A single rank is the process that would start it again.
+        start = ("train", "--launch.restarts") if self.ranks > 1 else ("launch", "--local", "--restarts")
+        command = [sys.executable, "-m", "megalite", start[0], str(self.run_file), *start[1:], str(_RESTARTS)]
+        return [*command, *self.flags, "--run.folder", str(self.folder)]
 
     @property
     def log(self) -> Path:

@@ -1,4 +1,4 @@
-"""One start of a job by `megalite launch`: the lines that it prints with their times, its ranks, its end."""
+"""One start of a job, as a user types it: the lines that it prints with their times, its ranks, its end."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ _END_SECONDS = 10.0
 
 
 class LaunchedJob:
-    """The processes of one `megalite launch`; the kernel kills them if this process is killed.
+    """The processes of `megalite train`, or of `launch` for one rank; the kernel kills them if this process is killed.
 
     log: the file to which all lines are appended.
     """
@@ -54,19 +54,19 @@ class LaunchedJob:
 
     def ranks(self) -> list[int]:
         """Return the processes of the ranks in the order of their numbers; empty while there are none."""
-        for process in descendants(self._process.pid):
+        for process in (self._process.pid, *descendants(self._process.pid)):
             if arguments_of(process)[1:4] == ["-m", "megalite", "train"]:
                 # A single rank is that process itself.
                 return forked_ranks(process) or [process]
         return []
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the launcher, which passes it on."""
+        """Send a signal to the process that was started, which passes it on."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
     def kill(self) -> None:
-        """Kill the launcher and all that it has started, and wait for their end."""
+        """Kill the process and all that it has started, and wait for their end."""
         started = [self._process.pid, *descendants(self._process.pid)]
         for process in started:
             with suppress(ProcessLookupError):

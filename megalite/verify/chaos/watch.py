@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from megalite.checkpoint.folder import named_by
 from megalite.verify.chaos.job import LaunchedJob
 
-_RESTART = re.compile(r"restart \d+ of \d+ in ")
+_RESTART = re.compile(r"restart \d+ of \d+ in .*, after: (.*)")
 # Said once the records behind the resumed checkpoint are cut off, and before the first step.
 _LOADED = re.compile(r"memory( of the largest rank)?: weights ")
 _CAUSE = re.compile(r"error: |step \d+ hangs: |SIG\w+: the run saves and ends")
@@ -94,7 +94,9 @@ class JobWatch:
     def _take(self, at: float, line: str) -> None:
         now = self.now
         self.last_lines = [*self.last_lines[-11:], line]
-        if _RESTART.match(line):
+        if (restart := _RESTART.match(line)) is not None:
+            if now.cause_at is None:
+                now.cause_at, now.cause = at, restart[1]
             self.attempts.append(Attempt(at, now.number_of_ranks))
             self.processes = []
         elif _LOADED.match(line) and now.loaded_at is None:
