@@ -135,6 +135,7 @@ class TrainingLoop:
         batches = sum(held_out.steps for held_out in self._held_out.values())
         with self._reporter.working("validating", "batches", batches) as work:
             validation = validate(self._trainer, self._held_out, ends, work.advance)
+        progress.begin(Activity.BETWEEN_STEPS)
         if validation is not None:
             minimum = self._config.validation.minimum_improvement
             self._trainer.state = self._trainer.state.validated(validation.loss, minimum)
@@ -158,6 +159,7 @@ class TrainingLoop:
             return
         with self._reporter.working(f"saving step-{report.step:06}"):
             checkpoints = self._saver.save(at_once=last)
+        progress.begin(Activity.BETWEEN_STEPS)  # a hang of a callback, or before the next forward, is no save
         self._published(checkpoints)
 
     def _warn(self, text: str) -> None:
@@ -178,6 +180,7 @@ class TrainingLoop:
             if self._copies is not None:
                 self._copies.drop()  # they were taken since the last comparison
             raise cause(difference, self._trainer, self.saved)
+        progress.begin(Activity.BETWEEN_STEPS)
         self._reporter.took(SELF_CHECK, time.perf_counter() - started)
 
     def _published(self, checkpoints: Sequence[SaveMetrics]) -> None:

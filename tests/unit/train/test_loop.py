@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 
 from megalite.errors import TrainingError
+from megalite.launcher.control.progress import Activity, progress
 from megalite.monitor.work import working
 from megalite.train.callbacks import Callback
 from megalite.train.loop import StopConditions, TrainingLoop
@@ -115,6 +116,7 @@ class Saver:
         return 40.0 if another else 20.0
 
     def save(self, *, at_once: bool) -> list[Any]:
+        progress.begin(Activity.SAVING)
         self.saved.append(self.trainer.state.step)
         self._in_flight.append(SimpleNamespace(path=Path(str(self.trainer.state.step))))
         return self.finish() if at_once else []
@@ -131,6 +133,19 @@ class AsksAfterStep3(Callback):
     def on_step_end(self, run: Any, report: Any) -> None:
         if report.step == 3:
             run.stop("seen enough")
+
+
+class SeesPhases(Callback):
+    """Notes what a hang report would say of a callback that hangs."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_step_end(self, run: Any, report: Any) -> None:
+        self.seen.append(progress.phase)
+
+    def on_checkpoint(self, run: Any, checkpoint: Path) -> None:
+        self.seen.append(progress.phase)
 
 
 class AsksWhenSaved(Callback):
@@ -205,6 +220,14 @@ def run(
 
 def test_a_run_without_callbacks_ends_with_its_last_step() -> None:
     assert run([[], []]) == [("", 6, [2, 4, 6])] * RANKS
+
+
+def test_what_follows_a_save_is_no_save() -> None:
+    """A hang in a save is told six times as late."""
+    sees = SeesPhases()
+    progress.begin(Activity.BETWEEN_STEPS)
+    run([[sees], [SeesPhases()]])
+    assert set(sees.seen) == {"between two steps"} and len(sees.seen) == 6 + 3
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
