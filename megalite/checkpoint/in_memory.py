@@ -6,131 +6,21 @@ start: a torn one lacks some. The hashes in the notes show altered bytes when a 
 """
 
 import errno
-import fcntl
-import hashlib
 import json
-import os
-import secrets
-import shutil
-import stat
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from torch import Tensor
 
-from megalite.checkpoint.folder import published_name
 from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.manifest_json import from_json, to_json
 from megalite.checkpoint.unpublished import Draft, merged_tables
-from megalite.errors import CheckpointError, LaunchError
+from megalite.errors import CheckpointError
 from megalite.parallel.host_ring import HostRing
 
-SHARED_MEMORY = Path("/dev/shm")
-_STALE_SECONDS = 24 * 3600.0
-_NAME, _RUN, _LOCK = "megalite-copies", "run", "lock"
-_IDENTITY = ".in-memory"
 _FIRST_NOTE = "rank-00000.json"
-
-
-def copies_name(checkpoints: Path, *, new: bool) -> str:
-    """Return the name of the folder of a run's copies, the same for every start of this run in this folder alone.
-
-    It hangs on a file among the checkpoints: whoever removes these removes the copies with them. new: make another one.
-    """
-    identity = checkpoints / _IDENTITY
-    if new or not identity.exists():
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        identity.write_text(secrets.token_hex(16))
-    return _name_of(checkpoints)
-
-
-def forget_copies(checkpoints: Path) -> None:
-    """Have no later start find the copies of this run: it goes on without."""
-    (checkpoints / _IDENTITY).unlink(missing_ok=True)
-
-
-def _name_of(checkpoints: Path) -> str:
-    text = (checkpoints / _IDENTITY).read_text() + str(checkpoints.resolve())
-    return f"{_NAME}-{os.getuid()}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-
-
-class CopiesFolder:
-    """The folder of a run's copies on this host: step-000012/ has the files and notes of one step."""
-
-    def __init__(self, root: Path):
-        self.root = root
-        self._lock: IO[str] | None = None
-
-    def claim(self, checkpoints: Path) -> None:
-        """Make the folder this process's until its end, and remove those of other runs of this user that are over.
-
-        Raises LaunchError where the host's shared memory refuses it, or another process has it.
-        """
-        try:
-            self.root.mkdir(mode=0o700, exist_ok=True)
-            found = self.root.lstat()
-            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-                raise PermissionError(0, "another user has it")
-            (self.root / _RUN).write_text(str(checkpoints.resolve()))
-            self._lock = (self.root / _LOCK).open("w")
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            why = "another process uses it" if isinstance(error, BlockingIOError) else error.strerror
-            raise LaunchError(
-                f"{self.root} cannot be used for copies in memory ({why}); remove it, or set "
-                "checkpoint.in_memory_every = 0"
-            ) from error
-        for other in self.root.parent.glob(f"{_NAME}-{os.getuid()}-*"):
-            if other != self.root and _is_over(other):
-                shutil.rmtree(other, ignore_errors=True)
-
-    def release(self) -> None:
-        """Leave the folder to another process, as the end of this one does."""
-        if self._lock is not None:
-            self._lock.close()
-
-    def notes(self) -> list[dict[str, Any]]:
-        """Return the notes on files that are whole, of all steps and starts."""
-        notes = []
-        for path in self.root.glob("step-*/rank-*.json"):
-            with suppress(OSError, ValueError, KeyError, TypeError):
-                note = json.loads(path.read_text())
-                name, size, _ = json.loads(note["table"])
-                if size is None or (path.parent / name).stat().st_size == size:
-                    notes.append(note)
-        return notes
-
-    def step(self, step: int) -> Path:
-        return self.root / published_name(step)
-
-    def keep(self, *steps: int) -> None:
-        """Remove the copies of all other steps."""
-        for path in self.root.glob("step-*"):
-            if path not in map(self.step, steps):
-                shutil.rmtree(path, ignore_errors=True)
-
-    def remove(self) -> None:
-        self.release()
-        shutil.rmtree(self.root, ignore_errors=True)
-
-
-def _is_over(folder: Path) -> bool:
-    """Whether no process has the folder, and its run has gone on without it or has not gone on for a day."""
-    try:
-        with (folder / _LOCK).open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            old = time.time() - folder.stat().st_mtime > _STALE_SECONDS
-            if old or not (folder / _RUN).exists():  # one that is just being made has none yet
-                return old
-            return _name_of(Path((folder / _RUN).read_text())) != folder.name
-    except FileNotFoundError:
-        return True  # its run folder is gone
-    except OSError:
-        return False
 
 
 class MemoryDraft(Draft):

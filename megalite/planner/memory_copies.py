@@ -28,8 +28,11 @@ def copy_line(config: RunConfig) -> str:
     )
 
 
-def copy_problems(config: RunConfig, ranks: int) -> Iterator[Problem]:
-    """Yield the problem of copies that this host, with `ranks` ranks of the run, cannot keep."""
+def copy_problems(config: RunConfig, ranks: int, reclaimed: int = 0) -> Iterator[Problem]:
+    """Yield the problem of copies that this host, with `ranks` ranks of the run, cannot keep.
+
+    reclaimed: the bytes of older copies there, which the run removes.
+    """
     if not config.checkpoint.in_memory_every:
         return
     every, off = config.checkpoint.in_memory_every, {_KEY: 0}
@@ -40,7 +43,7 @@ def copy_problems(config: RunConfig, ranks: int) -> Iterator[Problem]:
     values, size = _values_and_size(config, vocabulary(config) or 1)
     needed = _KEPT * values * size * ranks // world * (1 if ranks == world else 2)
     room = os.statvfs(SHARED_MEMORY)
-    if needed > (free := room.f_bavail * room.f_frsize):
+    if needed > (free := room.f_bavail * room.f_frsize + reclaimed):
         yield Problem(
             _KEY,
             f"{every} keeps copies of {memory_text(needed)} in {SHARED_MEMORY}, where {memory_text(free)} are free",

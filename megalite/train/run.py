@@ -17,6 +17,7 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Literal
 
+from megalite.checkpoint.copies_folder import reclaimable_bytes
 from megalite.checkpoint.folder import find_best, find_checkpoint, find_latest
 from megalite.config.sections.derived import offload_devices
 from megalite.config.sections.schema import RunConfig
@@ -233,7 +234,8 @@ class Trainer:
         _require_sinks(self.config, info, source)
         _require_checkpoint(self.config, info)
         ranks = self.config.layout.world_size if info is None else info.local_world_size
-        if too_large := [*memory_problems(self.config, ranks), *copy_problems(self.config, ranks)]:
+        older = reclaimable_bytes(RunFolder(Path(self.config.run.folder)).checkpoints)
+        if too_large := [*memory_problems(self.config, ranks), *copy_problems(self.config, ranks, older)]:
             raise ConfigError(too_large, source)
 
     def _start_method(self, threads: int) -> Literal["fork", "spawn"]:

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from megalite.checkpoint import unpublished
+from megalite.checkpoint.copies_folder import CopiesFolder
 from megalite.checkpoint.folder import find_latest, read_manifest
-from megalite.checkpoint.in_memory import CopiesFolder
 from megalite.checkpoint.save import write_draft
 from megalite.checkpoint.tensor_file import write_tensor_file
 from megalite.train.checkpoints import memory_copies

@@ -8,18 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megalite.checkpoint.background import BackgroundWriter
+from megalite.checkpoint.copies_folder import SHARED_MEMORY, CopiesFolder, copies_name, forget_copies
 from megalite.checkpoint.durable import write_durably
 from megalite.checkpoint.failures import explain
 from megalite.checkpoint.folder import published_name, read_manifest
-from megalite.checkpoint.in_memory import (
-    SHARED_MEMORY,
-    CopiesFolder,
-    MemoryDraft,
-    WholeCopy,
-    copies_name,
-    forget_copies,
-    whole_copies,
-)
+from megalite.checkpoint.in_memory import MemoryDraft, WholeCopy, whole_copies
 from megalite.checkpoint.load import files_needed
 from megalite.checkpoint.manifest import MANIFEST
 from megalite.checkpoint.manifest_json import to_json

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.checkpoint.in_memory import CopiesFolder, copies_name, forget_copies
+from megalite.checkpoint.copies_folder import CopiesFolder, copies_name, forget_copies, reclaimable_bytes
 from megalite.errors import LaunchError
 
 
@@ -63,3 +63,41 @@ def test_a_folder_that_another_process_or_user_has_is_refused(tmp_path, monkeypa
     monkeypatch.undo()
     with pytest.raises(LaunchError, match="File exists"):
         CopiesFolder(tmp_path / "file").claim(checkpoints)
+
+
+def test_copies_of_earlier_starts_and_of_runs_that_are_over_count_as_room(tmp_path):
+    """A start after a kill has the room of the copies that it goes on from, or it would be refused."""
+    memory, runs = tmp_path / "memory", [tmp_path / name for name in ("own", "over", "failed")]
+    assert not reclaimable_bytes(runs[0], memory)
+    for size, run in enumerate(runs, start=1):
+        (copies(memory, run).step(4) / "rank-00000.safetensors").write_bytes(bytes(10**size))
+    forget_copies(runs[1])
+    assert reclaimable_bytes(runs[0], memory) == 10 + 100
+
+
+def test_a_folder_that_another_user_has_planted_is_not_touched(tmp_path, monkeypatch):
+    """Neither a link of such a name, nor a folder with links: a lock that is opened there would alter a file."""
+    memory, precious = tmp_path / "memory", tmp_path / "precious"
+    for name in (memory, precious):
+        name.mkdir()
+    (precious / "file").write_text("precious")
+    name = f"megalite-copies-{os.getuid()}"
+    (memory / f"{name}-link").symlink_to(precious)
+    planted = memory / f"{name}-folder"
+    planted.mkdir()
+    (planted / "run").write_text(str(tmp_path / "gone"))
+    (planted / "lock").symlink_to(precious / "file")
+    yesterday = time.time() - 25 * 3600
+    for path in (precious, planted):
+        os.utime(path, (yesterday, yesterday))
+    lstat = Path.lstat
+
+    def owned(path: Path) -> os.stat_result:
+        found = list(lstat(path))
+        found[4] += path == planted  # the user
+        return os.stat_result(found)
+
+    monkeypatch.setattr(Path, "lstat", owned)
+    copies(memory, tmp_path / "run")
+    assert planted.is_dir() and (precious / "file").read_text() == "precious"
+    assert [path.name for path in precious.iterdir()] == ["file"]

@@ -56,6 +56,7 @@ def test_a_host_needs_its_share_and_that_of_the_host_before_it(monkeypatch):
         free(needed - 1)
         [problem] = copy_problems(config(), ranks)
         assert problem.key == "checkpoint.in_memory_every" and "docker --shm-size" in str(problem)
+        assert not list(copy_problems(config(), ranks, 1))
     assert not list(copy_problems(config(**{"checkpoint.in_memory_every": 0}), 4))
 
 
