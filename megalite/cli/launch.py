@@ -109,18 +109,20 @@ def run(arguments: Sequence[str]) -> int:
         print(*lines, sep="\n")
         return 0
 
+    run_folder = plan.job.folder / plan.loaded.config.run.folder
+    older = published_step(run_folder)
+
     def attempt(number: int) -> Ended:
-        current = plan if number == 0 else _plan_again(plan, options, overrides)
+        current = plan if number == 0 else _plan_again(plan, options, overrides, older)
         if number == 0 and options.preflight:
             _check_hosts(plan, options)
-        run_folder = plan.job.folder / plan.loaded.config.run.folder
         before = records_mark(run_folder)
         result = _attempt(current, environ)
         ended = attempt_end(result.exit_code, result.text, result.step, run_folder, before)
         return replace(ended, copied=plan.loaded.config.checkpoint.in_memory_every > 0)
 
     ended = run_with_restarts(attempt, options.restarts, _say)
-    report_run(plan.job.folder / plan.loaded.config.run.folder, plan.loaded.notes, ended.exit_code)
+    report_run(run_folder, plan.loaded.notes, ended.exit_code)
     if ended.cause:
         raise RankFailure(ended.cause, ended.exit_code)
     return ended.exit_code
@@ -287,13 +289,17 @@ def _ask(plan: _Plan, options: argparse.Namespace, slots: Mapping[str, int]) -> 
     return preflight(slots, required, transport, options.preflight_seconds)
 
 
-def _plan_again(plan: _Plan, options: argparse.Namespace, overrides: Sequence[str]) -> _Plan:
+def _plan_again(
+    plan: _Plan, options: argparse.Namespace, overrides: Sequence[str], older: int | None
+) -> _Plan:
     """Return the plan of a restart: the hosts that are left, their layout, and the checkpoint to resume from.
 
-    Raises LaunchError if the hosts that are left cannot run the job.
+    older: the newest checkpoint before the first attempt, which checkpoint.resume may pass over. Raises LaunchError if
+    the hosts that are left cannot run the job.
     """
     config, flags = plan.loaded.config, []
-    if config.checkpoint.resume != "auto" and published_step(plan.job.folder / config.run.folder) is not None:
+    saved = published_step(plan.job.folder / config.run.folder)
+    if config.checkpoint.resume != "auto" and saved not in (None, older):
         flags = ["--checkpoint.resume", "auto"]
     available, ranks = plan.available, config.layout.world_size
     if options.preflight:

@@ -16,10 +16,12 @@ def run_again(config: RunConfig, ranks: Callable[[RunConfig], int], say: Callabl
     ranks: runs them with a configuration. Raises the RankFailure after which there is no further start.
     """
     folder, failures = Path(config.run.folder), list[RankFailure]()
+    # Another run's, or one that checkpoint.resume passes over: no restart goes on from it.
+    older = published_step(folder)
 
     def attempt(number: int) -> Ended:
         before, started = records_mark(folder), config
-        if number and published_step(folder) is not None:
+        if number and published_step(folder) not in (None, older):
             started = config.resuming("auto")
         try:
             return Ended(ranks(started), "")

@@ -78,7 +78,7 @@ def test_without_enough_hosts_the_restarts_are_used_up_and_the_last_cause_stands
     assert begin(attempts, "--restarts", "2") == 2
     said = capsys.readouterr()
     assert said.err.startswith("error: n1, n2 did not pass the preflight")
-    assert "no restart: all 2 of --restarts 2 are used" in said.out
+    assert "no restart: all 2 are used (--restarts, launch.restarts)" in said.out
 
 
 def test_without_restarts_a_failure_is_told_once(begin, capsys):
@@ -89,7 +89,7 @@ def test_without_restarts_a_failure_is_told_once(begin, capsys):
 
 def test_a_run_that_began_elsewhere_resumes_from_its_own_checkpoint(begin, monkeypatch):
     attempts = Attempts(LOST, Result(137, "rank 3 again", 9), Result(0))
-    steps = iter([None, 4])
+    steps = iter((8, 8, 4))  # at first the folder has that of an earlier run
     monkeypatch.setattr(launch, "published_step", lambda folder: next(steps))
     assert begin(attempts, "--restarts", "3", "--checkpoint.resume", "never", "--no-preflight") == 0
     assert attempts.plans[1].job.arguments[-2:] == ("--checkpoint.resume", "never")

@@ -59,7 +59,7 @@ class Restarts:
         if not ended.failed or not self._most:
             return None
         if tries > self._most:
-            self.last_line = f"no restart: all {self._most} of --restarts {self._most} are used"
+            self.last_line = f"no restart: all {self._most} are used (--restarts, launch.restarts)"
             return None
         if ended.started and earlier and _same_place(ended, earlier[-1]):
             place = "before its first step" if ended.step is None else f"at step {ended.step}"

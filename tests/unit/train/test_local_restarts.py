@@ -53,6 +53,13 @@ def test_a_run_starts_again_from_what_it_has_saved(tmp_path, monkeypatch):
     assert [line[:16] for line in said[:2]] == ["restart 1 of 2 i", "restart 2 of 2 i"]
 
 
+def test_no_restart_goes_on_from_a_checkpoint_that_the_run_passes_over(tmp_path, monkeypatch):
+    """The folder may have those of another run, or newer ones than that of checkpoint.resume."""
+    killed = RankFailure("rank 1 was killed", 137)
+    code, resumed, _ = run(monkeypatch, tmp_path, [killed, 0], saved=(0, 1, 2))
+    assert code == 0 and resumed == ["never", "never"]
+
+
 def test_the_last_failure_is_raised_and_wrong_input_at_once(tmp_path, monkeypatch):
     ends = [RankFailure(f"rank 1 failed {number}", 1) for number in range(3)]
     assert run(monkeypatch, tmp_path, ends)[0] == "rank 1 failed 2"

@@ -57,7 +57,7 @@ def test_pauses_double_up_to_a_minute_while_no_checkpoint_is_new():
     assert job.pauses == [1, 2, 4, 8, 16, 32, 60, 60]
     assert job.said[-2:] == [
         f"8 earlier attempts failed: {LOST}",
-        "no restart: all 8 of --restarts 8 are used",
+        "no restart: all 8 are used (--restarts, launch.restarts)",
     ]
 
 
