@@ -19,7 +19,7 @@ from megalite.config.flags import COMMAND_LINE
 from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from megalite.config.smaller_layout import smaller_layout
-from megalite.errors import ConfigError, Problem
+from megalite.errors import ConfigError, Problem, listed
 from megalite.launcher.exit_codes import INTERRUPTED
 from megalite.launcher.local import JobSignals
 from megalite.launcher.rank.environment import variables
@@ -33,12 +33,14 @@ from megalite.verify.chaos.account import (
 )
 from megalite.verify.chaos.disturbed import DisturbedJob, JobCommand, Surroundings
 from megalite.verify.chaos.equality import Equality, compare, step_to_compare
-from megalite.verify.chaos.faults import KINDS, FaultPlan
+from megalite.verify.chaos.faults import KINDS, Fault, FaultPlan
 from megalite.verify.chaos.picture import chaos_svg
 from megalite.verify.chaos.watch import JobWatch
 from megalite.verify.chaos.weights import CALLBACK
 
 _NUMBERED = ("stop", "preempt", "full-disk", "drop-link", "shrink")
+# A slow rank has a number and a factor: --slow.
+_AT_A_TIME = [kind for kind in KINDS if kind != "slow"]
 _NOT_FOUND = ("not found", "the run ended first", "stuck")
 _COMMON = "run_file --minutes --kill-every --flip-bit --no-calm --output --help"
 _SECTION_FLAGS = (
@@ -60,10 +62,7 @@ def run(arguments: Sequence[str]) -> int:
     if problems := list(_problems(options, config, kinds)):
         raise ConfigError(problems, COMMAND_LINE)
     folder = options.output or Path(f"{config.run.folder}-chaos")
-    if folder.exists() and any(folder.iterdir()):
-        problem = Problem("--output", f"{folder} is not empty", "name another folder, or remove it")
-        raise ConfigError([problem], COMMAND_LINE)
-    folder.mkdir(parents=True, exist_ok=True)
+    _require_new(folder)
     if "flip-parameter" in kinds:
         flags = [*flags, f"--training.callbacks={json.dumps([*config.training.callbacks, CALLBACK])}"]
     command = JobCommand(options.run_file, tuple(flags), folder / "disturbed", config.layout.world_size)
@@ -81,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
             _write(folder, options, job, None, None)
             raise
         calm = equality = None
-        if options.calm and not job.interrupted:
+        if options.calm and not job.interrupted and any(attempt.steps for attempt in job.watch.attempts):
             say("the calm run: as many steps, without a fault")
             calm, equality = _compared(job, replace(command, folder=folder / "calm"), around, config)
     found = _write(folder, options, job, calm, equality)
@@ -89,6 +88,18 @@ def run(arguments: Sequence[str]) -> int:
     if job.interrupted or (calm is not None and calm.interrupted):
         return INTERRUPTED
     return 0 if found["passed"] else 1
+
+
+def _require_new(folder: Path) -> None:
+    """Make the folder of the report. Raises ConfigError where that cannot be done, or something is in it."""
+    rule, remedy = "is not empty", "name another folder, or remove it"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not any(folder.iterdir()):
+            return
+    except OSError as error:
+        rule, remedy = f"cannot be made ({error.strerror})", "name another folder"
+    raise ConfigError([Problem("--output", f"{folder} {rule}", remedy)], COMMAND_LINE)
 
 
 def _plan(options: argparse.Namespace) -> FaultPlan:
@@ -101,7 +112,10 @@ def _plan(options: argparse.Namespace) -> FaultPlan:
 def _problems(options: argparse.Namespace, config: RunConfig, kinds: set[str]) -> list[Problem]:
     """Return what keeps the faults from being noticed in this run."""
     problems, ranks = [], config.layout.world_size
-    if not kinds:
+    if options.kill_every is not None and not kinds:
+        rule = f"no kill every {options.kill_every:g} s comes within --minutes {options.minutes:g}"
+        problems.append(Problem("--kill-every", rule, "use a shorter time, or more minutes"))
+    elif not kinds:
         remedy = "add --kill-every 60, or another fault"
         problems.append(Problem("--kill-every", "no fault was asked for", remedy, {"--kill-every": 60}))
     if "flip-parameter" in kinds and not config.monitor.self_check_every:
@@ -138,7 +152,8 @@ def _compared(
 ) -> tuple[DisturbedJob, Equality | None]:
     """Run the calm job as far as the disturbed one came, and compare; None where it was interrupted."""
     disturbed, calm_folder = job.command.folder, command.folder
-    last = job.watch.now.steps[-1].step
+    # The last attempt may have made no step: all were made before.
+    last = max(attempt.steps[-1].step for attempt in job.watch.attempts if attempt.steps)
     step = step_to_compare(disturbed, config.checkpoint.every)
     kept = calm_folder.with_name("calm-checkpoint")
 
@@ -177,6 +192,8 @@ def _write(
     lines = summary_lines(goodput, recoveries, attempts[0].number_of_ranks)
     lines.append(f"torn or flipped checkpoints loaded: {len(job.torn_loaded)}")
     lines += [f"  {line}" for line in job.torn_loaded]
+    if job.left:
+        lines.append(f"faults that were not done, because the job ended before: {_times_of(job.left)}")
     lines.append(str(equality) if equality is not None else "not compared with a calm run")
     facts: dict[str, object] = {
         "run_file": options.run_file,
@@ -184,6 +201,7 @@ def _write(
         "goodput": document(goodput),
         "faults": [asdict(recovery) for recovery in recoveries],
         "starts": len(attempts),
+        "left": [asdict(fault) for fault in job.left],
         "by_hand": sum(recovery.by_hand for recovery in recoveries),
         "torn_loaded": job.torn_loaded,
         "equality": None if equality is None else asdict(equality),
@@ -206,9 +224,13 @@ def _write(
 
 
 def _passed(recoveries: Sequence[Recovery], job: DisturbedJob, equality: Equality | None) -> bool:
-    """Return whether every fault was dealt with, no damaged checkpoint loaded, and no number changed."""
-    dealt_with = not any(recovery.outcome.startswith(_NOT_FOUND) for recovery in recoveries)
+    """Return whether every fault was done and dealt with, no damaged checkpoint loaded, and no number changed."""
+    dealt_with = not job.left and not any(each.outcome.startswith(_NOT_FOUND) for each in recoveries)
     return dealt_with and not job.torn_loaded and (equality is None or not equality.different)
+
+
+def _times_of(faults: Sequence[Fault]) -> str:
+    return listed([f"{fault.kind} at {fault.at:.1f} s" for fault in faults], most=8)
 
 
 def _pair(
@@ -226,9 +248,16 @@ def _pair(
 
 
 def _kind(text: str) -> str:
-    if text not in KINDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no fault; use one of {', '.join(KINDS)}")
+    if text not in _AT_A_TIME:
+        raise argparse.ArgumentTypeError(f"{text!r} is no fault; use one of {', '.join(_AT_A_TIME)}")
     return text
+
+
+def _factor(text: str) -> float:
+    factor = number_above_zero()(text)
+    if factor <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} times slower is not slower; use 2, for half of the time")
+    return factor
 
 
 def command_parser() -> Parser:
@@ -255,11 +284,11 @@ def command_parser() -> Parser:
     parser.add_argument(
         "--flip-bit", action="append", default=[], choices=("checkpoint", "parameter"), help=about
     )
-    slow = _pair(whole_number(0), number_above_zero(), ":", "RANK:FACTOR")
+    slow = _pair(whole_number(0), _factor, ":", "RANK:FACTOR")
     about = "a rank that is FACTOR times slower for 30 s; may be repeated"
     parser.add_argument("--slow", action="append", default=[], type=slow, metavar="RANK:FACTOR", help=about)
     chosen = _pair(_kind, number_above_zero(), "=", "KIND=SECONDS")
-    about = f"a fault at a time: {', '.join(kind for kind in KINDS if kind != 'slow')}; may be repeated"
+    about = f"a fault at a time: {', '.join(_AT_A_TIME)}; may be repeated"
     parser.add_argument("--at", action="append", default=[], type=chosen, metavar="KIND=SECONDS", help=about)
     add_value(parser, "--chaos-seed", whole_number(0), "S", "seed of times and ranks, --seed for short", 0)
     about = "do not train the calm run, of as many steps"

@@ -84,6 +84,18 @@ def test_every_other_fault_is_got_over_and_the_smaller_layout_is_as_good(tmp_pat
     assert facts["equality"]["bitwise"] is False and facts["equality"]["different"] == ""
 
 
+@pytest.mark.extended
+def test_a_fault_that_never_came_because_the_job_was_over_is_no_success(tmp_path: Path) -> None:
+    words = ["--training.steps", "8", "--minutes", "60", "--at", "kill=3000", "--no-calm"]
+    facts = facts_of(tmp_path, chaos(tmp_path, *words), code=1)
+    assert facts["passed"] is False and facts["faults"] == [] and facts["goodput"]["steps_kept"] == 8
+    assert [(fault["kind"], fault["at"]) for fault in facts["left"]] == [("kill", 3000)]
+    assert (
+        "not done, because the job ended before: kill at 3000.0 s"
+        in (tmp_path / "chaos" / "chaos.txt").read_text()
+    )
+
+
 def test_ctrl_c_ends_all_processes_and_still_reports(tmp_path: Path) -> None:
     process = chaos(tmp_path, "--kill-every", "500", "--minutes", "60")
     log = tmp_path / "chaos" / "disturbed.log"
@@ -101,6 +113,12 @@ def test_ctrl_c_ends_all_processes_and_still_reports(tmp_path: Path) -> None:
         (["--minutes", "1"], "--kill-every: no fault was asked for"),
         (["--flip-bit", "parameter"], "monitor.self_check_every: is 0"),
         (["--slow", "7:2"], "--slow: the run has no rank 7"),
+        (["--slow", "0:0.5"], "'0.5' times slower is not slower; use 2"),
+        (["--at", "slow=5"], "'slow' is no fault; use one of kill, stop"),
+        (
+            ["--kill-every", "60", "--minutes", "1"],
+            "--kill-every: no kill every 60 s comes within --minutes 1",
+        ),
         (["--at", "kill=90", "--minutes", "1"], "--at: 90 s is not within --minutes 1"),
         (["--at", "kil=9"], "use one of kill, stop"),
         (["--stop", "1", "--monitor.on_hang", "report"], "monitor.on_hang"),
@@ -119,3 +137,24 @@ def test_faults_that_cannot_be_done_are_refused(
         code = int(left.code or 0)
     assert code == 2 and told in capsys.readouterr().err
     assert not (tmp_path / "chaos").exists()
+
+
+@pytest.mark.parametrize(
+    ("output", "rule"),
+    [
+        ("full", "is not empty"),
+        ("full/file", "cannot be made (File exists)"),
+        ("full/file/new", "Not a directory"),
+    ],
+)
+def test_a_place_for_the_report_that_cannot_be_used_is_an_error(
+    tmp_path: Path, output: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megalite.cli import main
+
+    job = Job.write(tmp_path, tensor=1, pipeline=1, data=2)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    code = main(["chaos", str(job.run_file), "--output", str(tmp_path / output), "--kill-every", "9"])
+    message = capsys.readouterr().err
+    assert code == 2 and f"--output: {tmp_path / output}" in message and rule in message

@@ -120,6 +120,11 @@ class DisturbedJob:
             self._job.kill()
 
     @property
+    def left(self) -> list[Fault]:
+        """The faults that were not done: the job came to its last step before, or was interrupted."""
+        return self._due
+
+    @property
     def elapsed(self) -> float:
         """Seconds since the first step began; 0 before."""
         began = next((attempt.up_from for attempt in self.watch.attempts if attempt.steps), None)
