@@ -3,6 +3,7 @@
 Exit code 0 where all agree, 1 where a tensor departs. The run is made small before, unless --full-size is given.
 """
 
+from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,13 @@ from megalite.verify.matrix import MatrixCertificate, verify_matrix
 from megalite.verify.run import VerifyRequest, verify
 
 _SHORT = ("--steps", "--precision")
+_MODES = {"checkpoint": "--checkpoint", "folder": "--from"}
+# Mode -> the options that only this mode has; "": a run file.
+_OPTIONS = {
+    "checkpoint": ("--tolerance", "--hf-config", "--vocab-size"),
+    "folder": ("--text",),
+    "": (*_SHORT, "--full-size"),
+}
 _COMMON = "run_file --matrix --from --checkpoint --compared-steps --compared-precision --full-size --help"
 
 
@@ -31,6 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     ]
     own, flags = options_and_settings(words)
     options = command_parser().parse_args(own)
+    _refuse_options_of_other_modes(options)
     if options.checkpoint is not None:
         # No run is read, so that no word is a setting.
         options = command_parser().parse_args(arguments)
@@ -48,7 +57,8 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError([problem], COMMAND_LINE)
     # Text and folders of the run are not read, so they need not be here.
     config = load_run(options.run_file, flags).config
-    request = VerifyRequest(options.compared_steps, options.compared_precision, options.full_size)
+    steps, precision = options.compared_steps or 2, options.compared_precision or "float64"
+    request = VerifyRequest(steps, precision, options.full_size)
     output = options.output or options.run_file.with_suffix(".verify.json")
     if options.matrix is not None:
         matrix = verify_matrix(options.run_file, flags, options.matrix, request, say=_say)
@@ -68,13 +78,30 @@ def command_parser() -> Parser:
     add_value(parser, "--text", Path, "FILE", "with --from: text to compare on (default: random tokens)")
     add_checkpoint_flags(parser, modes)
     about, steps = "training steps to compare (2); --steps for short", whole_number(1)
-    parser.add_argument("--compared-steps", type=steps, default=2, metavar="N", help=about)
+    add_value(parser, "--compared-steps", steps, "N", about)
     about = "float64, where only wrong code departs (default), or the run's own; --precision for short"
-    parser.add_argument("--compared-precision", choices=("float64", "run"), default="float64", help=about)
+    parser.add_argument("--compared-precision", choices=("float64", "run"), help=about)
     parser.add_argument("--full-size", action="store_true", help="keep the run's own sizes and weights")
     about = "the certificate, with a .txt for people beside it (default: RUN.verify.json)"
     add_value(parser, "--output", Path, "FILE", about)
     return parser
+
+
+def _refuse_options_of_other_modes(options: Namespace) -> None:
+    """ConfigError where an option would have no effect in the mode that the arguments name."""
+    used = "checkpoint" if options.checkpoint is not None else "folder" if options.folder is not None else ""
+    problems = [
+        Problem(flag, f"has no effect {'without' if mode else 'with'} {_MODES[mode or used]}", "leave it out")
+        for mode, flags in _OPTIONS.items()
+        for flag in flags
+        if mode != used and getattr(options, _destination(flag)) not in (None, False)
+    ]
+    if problems:
+        raise ConfigError(problems, COMMAND_LINE)
+
+
+def _destination(flag: str) -> str:
+    return ("--compared-" + flag[2:] if flag in _SHORT else flag)[2:].replace("-", "_")
 
 
 def _tell(certificate: Certificate, output: Path) -> int:
