@@ -14,7 +14,7 @@ from megalite.config.flags import COMMAND_LINE
 from megalite.config.load import load_run
 from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.detect import rank_info
-from megalite.verify.certificate import Certificate
+from megalite.verify.certificate import Certificate, require_place
 from megalite.verify.from_folder import verify_folder
 from megalite.verify.matrix import MatrixCertificate, verify_matrix
 from megalite.verify.run import VerifyRequest, verify
@@ -50,6 +50,7 @@ def run(arguments: Sequence[str]) -> int:
     _refuse_launcher()
     if options.folder is not None:
         output = options.output or Path(f"{Path(options.folder).resolve().name}.verify.json")
+        require_place(output)
         found = verify_folder(options.folder, options.run_file, flags, text=options.text, say=_say)
         return _tell(found, output)
     if options.run_file is None:
@@ -60,6 +61,7 @@ def run(arguments: Sequence[str]) -> int:
     steps, precision = options.compared_steps or 2, options.compared_precision or "float64"
     request = VerifyRequest(steps, precision, options.full_size)
     output = options.output or options.run_file.with_suffix(".verify.json")
+    require_place(output)
     if options.matrix is not None:
         matrix = verify_matrix(options.run_file, flags, options.matrix, request, say=_say)
         return _tell_matrix(matrix, output)

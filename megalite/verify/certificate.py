@@ -2,13 +2,17 @@
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from errno import EISDIR
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
+from megalite.config.flags import COMMAND_LINE
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError, Problem, listed
 from megalite.verify.findings import (
@@ -136,9 +140,29 @@ def write_certificate(path: Path, content: Mapping[str, Any], lines: Iterator[st
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         text.write_text("\n".join(lines) + "\n", encoding="utf-8")
     except OSError as error:
-        problem = Problem("--output", f"{path} cannot be written ({error.strerror})", "name another file")
-        raise ConfigError([problem], "the command line") from error
+        raise _unwritable(path, error) from error
     return text
+
+
+def require_place(path: Path) -> None:
+    """Raise ConfigError where no certificate can be written to `path`; makes its folder."""
+    if path.suffix != ".json":
+        rule = f"{path} does not end in .json; the text for people is written beside it"
+        raise ConfigError([Problem("--output", rule, f"use {path.with_suffix('.json')}")], COMMAND_LINE)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for taken in (path, path.with_suffix(".txt")):
+            if taken.is_dir():
+                raise IsADirectoryError(EISDIR, os.strerror(EISDIR))
+        with TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    problem = Problem("--output", f"{path} cannot be written ({error.strerror})", "name another file")
+    return ConfigError([problem], COMMAND_LINE)
 
 
 def config_sha256(config: RunConfig) -> str:

@@ -61,6 +61,8 @@ def test_a_planted_fault_is_named_with_its_operation_and_ranks(tmp_path: Path) -
         (["verify", "nowhere.toml"], "nowhere.toml"),
         (["verify", "{run}", "--parallel.tensor", "3"], "parallel.tensor"),
         (["verify", "{run}", "--steps", "0"], "--compared-steps"),
+        (["verify", "{run}", "--output", "proof.txt"], "use proof.json"),
+        (["verify", "{run}", "--output", "{run}/proof.json"], "cannot be written"),
         (["verify", "{run}", "--tolerance", "1"], "--tolerance: has no effect without --checkpoint"),
         (["verify", "{run}", "--text", "book.txt"], "--text: has no effect without --from"),
         (["verify", "--from", "folder", "--steps", "3"], "--steps: has no effect with --from"),
