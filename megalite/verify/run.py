@@ -1,5 +1,6 @@
 """Trains a run's layout and one process side by side for a few steps, and certifies what was compared."""
 
+import os
 import shutil
 import tempfile
 import time
@@ -8,13 +9,14 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from io import StringIO
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import MegaliteError, RankFailure
 from megalite.launcher.local import LocalStart, Worker, run_local_ranks
+from megalite.launcher.process import die_with_parent
 from megalite.launcher.rank.detect import local_rank_infos
 from megalite.launcher.rank.environment import prepare_process
 from megalite.monitor.preparation import PreparationConsole
@@ -153,11 +155,18 @@ class Verifier:
 def apart(work: Callable[..., T], *arguments: Any) -> T:
     """Return `work(*arguments)`, computed in a forked process: this one stays free to fork ranks.
 
-    Raises MegaliteError as `work` does, RankFailure where the process dies.
+    It ends with this process. Raises MegaliteError as `work` does, RankFailure where the process dies.
     """
+    own: dict[str, Any] = {"initializer": die_with_parent, "initargs": (os.getpid(),)}
     try:
-        with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
-            result, refused = process.submit(_guarded, work, *arguments).result()
+        with ProcessPoolExecutor(1, mp_context=get_context("fork"), **own) as process:
+            try:
+                result, refused = process.submit(_guarded, work, *arguments).result()
+            except KeyboardInterrupt:
+                # A signal to this process alone: the executor would wait for the end of the work.
+                for child in active_children():
+                    child.kill()
+                raise
     except BrokenProcessPool as error:
         raise RankFailure("the process that trains alone died, perhaps for want of memory") from error
     if refused is None:
