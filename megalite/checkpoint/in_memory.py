@@ -8,6 +8,7 @@ start: a torn one lacks some. The hashes in the notes show altered bytes when a 
 import errno
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ class MemoryDraft(Draft):
             except Exception as error:
                 failures.append(error)
 
-        self.partial.mkdir(exist_ok=True)
+        attempt(lambda: self.partial.mkdir(exist_ok=True))
         attempt(lambda: tables.append(super(MemoryDraft, self).write(read)))
         attempt(lambda: self._pass_on(self.path, failures))
         note = self.path.with_suffix(".json")
@@ -89,7 +90,7 @@ class WholeCopy:
 def whole_copies(found: Mapping[int, Sequence[Mapping[str, Any]]]) -> Iterator[WholeCopy]:
     """Yield the whole copies, newest first. found: a rank of each host -> `CopiesFolder.notes` there.
 
-    Raises CheckpointError for a damaged note.
+    A copy with a damaged note is not whole.
     """
     starts: dict[tuple[int, str], dict[int, Mapping[str, Any]]] = {}
     holders: dict[tuple[int, str], dict[str, list[int]]] = {}
@@ -103,5 +104,6 @@ def whole_copies(found: Mapping[int, Sequence[Mapping[str, Any]]]) -> Iterator[W
         first = notes_of.get(0)
         if first is not None and sorted(notes_of) == list(range(first["ranks"])):
             tables = [notes_of[rank]["table"] for rank in sorted(notes_of)]
-            written = from_json(first["manifest"].splitlines(keepends=True), Path(_FIRST_NOTE))
-            yield WholeCopy(replace(written, **merged_tables(tables)), holders[of])
+            with suppress(CheckpointError):
+                written = from_json(first["manifest"].splitlines(keepends=True), Path(_FIRST_NOTE))
+                yield WholeCopy(replace(written, **merged_tables(tables)), holders[of])

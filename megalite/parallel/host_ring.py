@@ -61,7 +61,7 @@ class HostRing:
 def copy_to_rank(mesh: ParallelMesh, path: Path, source: int, target: int) -> None:
     """Copy a file of one rank's host to that of another, under the same path; the other ranks return at once."""
     if mesh.rank == source:
-        for piece in _pieces(path):
+        for piece in _pieces(path if path.exists() else None):
             dist.send(piece, target, group=mesh.host)
     elif mesh.rank == target:
         arriving = _Arriving(path)

@@ -20,6 +20,7 @@ from megalite.checkpoint.save import RunRecord, listed_state
 from megalite.checkpoint.unpublished import Draft
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import CheckpointError
+from megalite.launcher.control.progress import Activity, progress
 from megalite.model.replica import Replica
 from megalite.parallel.host_ring import HostRing, copy_to_rank
 from megalite.parallel.mesh import ParallelMesh, all_or_none
@@ -99,8 +100,14 @@ class MemoryCopies:
         plan = [(name, self._holders[name][0], leader) for name, leader in wanted if name in self._holders]
 
         def bring() -> None:
+            failures = []
             for name, source, target in self._mesh.broadcast_object(plan):
-                copy_to_rank(self._mesh, path / name, source, target)
+                try:
+                    copy_to_rank(self._mesh, path / name, source, target)
+                except OSError as error:  # later files may be of this rank too, and another waits with them
+                    failures.append(error)
+            if failures:
+                raise failures[0]
 
         all_or_none(self._mesh, bring, explain(self._mesh, "fetch", path))
 
@@ -119,12 +126,14 @@ class MemoryCopies:
         Called before a step with the next copy counts as done, so that no more than `in_memory_every` steps are lost.
         """
         started = time.perf_counter()
+        progress.begin(Activity.SAVING)
         try:
             written = self._writer.finish()
         except CheckpointError as error:
             return self._give_up(error)
         if written is not None:
             self._keep(written.step)
+        progress.begin(Activity.BETWEEN_STEPS)
         self._stall_seconds += time.perf_counter() - started
         return ""
 
@@ -150,8 +159,10 @@ class MemoryCopies:
         return seconds
 
     def drop(self) -> None:
-        """Remove all copies, whose state is not to be trusted."""
+        """Remove all copies, also one that is being written: no later start finds it."""
         self._failed = True
+        if self._mesh.rank == 0:
+            forget_copies(self._checkpoints)
         if self._leads:
             self.folder.remove()
 

@@ -1,5 +1,6 @@
 """The folder of a run's copies in shared memory: whose it is, and when it is removed."""
 
+import json
 import os
 import shutil
 import time
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.copies_folder import CopiesFolder, copies_name, forget_copies, reclaimable_bytes
+from megalite.checkpoint.in_memory import whole_copies
 from megalite.errors import LaunchError
 
 
@@ -101,3 +103,10 @@ def test_a_folder_that_another_user_has_planted_is_not_touched(tmp_path, monkeyp
     copies(memory, tmp_path / "run")
     assert planted.is_dir() and (precious / "file").read_text() == "precious"
     assert [path.name for path in precious.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("manifest", ['{"step": 4', "{}", '{"step": 4}'])
+def test_a_copy_with_a_damaged_note_does_not_keep_the_run_from_its_checkpoint(manifest):
+    table = json.dumps(["rank-00000.safetensors", None, []])
+    note = {"step": 4, "start": "first", "ranks": 1, "table": table, "manifest": manifest}
+    assert not list(whole_copies({0: [note]}))
