@@ -1,6 +1,7 @@
 """Copies in memory are the checkpoint that a save would write, survive a lost host, and count only when whole."""
 
 import errno
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -116,6 +117,22 @@ def test_a_lost_host_costs_nothing(ranks, tmp_path, lost):
         assert ours.trainer_state == theirs.trainer_state and ours.layout != theirs.layout
 
 
+def test_a_host_that_cannot_keep_what_is_fetched_keeps_no_other_waiting(ranks, tmp_path):
+    """Two files do not fit on the new host: the start goes on from the checkpoint."""
+    write_token_files(tmp_path)
+    changes = {**EVERY_STEP, "parallel.data": 2, "deepspeed.zero_optimization.stage": 1}
+    ranks.run(train, world_size=2, folder=str(tmp_path), changes=changes, hosts=2)
+    (tmp_path / "n1").rename(tmp_path / "lost")
+    step_3 = tmp_path / "n1" / _folder(tmp_path).root.name / "step-000003"
+    for rank in range(2):
+        (step_3 / f".rank-{rank:05d}.safetensors.partial").mkdir(
+            parents=True
+        )  # where the file is to be written
+    older = str(tmp_path / "older")
+    found = ranks.run(resume, world_size=2, folder=str(tmp_path), changes=changes, hosts=2, saved=older)
+    assert set(found) == {(2, False)}
+
+
 def _folder(tmp_path: Path) -> CopiesFolder:
     [root] = (tmp_path / "n0").glob("megalite-copies-*")
     return CopiesFolder(root)
@@ -154,15 +171,20 @@ def test_a_torn_copy_does_not_count_and_altered_bytes_are_not_loaded(ranks, tmp_
         assert not step_3.exists()
 
 
-def train_on_full_memory(folder: str, changes: dict[str, Any]) -> tuple[str, int]:
-    """Train two steps; the host of rank 1 has no room for the first copy. The warning, and the copies that are left."""
+def train_on_full_memory(folder: str, changes: dict[str, Any], cleared: bool) -> tuple[str, int]:
+    """Train two steps; the host of rank 1 has no room for the first copy. The warning, and the copies that are left.
+
+    cleared: instead the folder there is removed, as systemd does when the user logs out (RemoveIPC).
+    """
     trainer, _ = tiny_trainer(Path(folder), changes)
     copies = copies_of(trainer, Path(folder), 2)
     full = OSError(errno.ENOSPC, "No space left on device")
     rank = trainer.mesh.rank
     with trainer.batches, mock.patch.object(unpublished, "write_tensor_file", side_effect=full) as patched:
-        if rank == 0:
+        if rank == 0 or cleared:
             patched.side_effect = write_tensor_file
+        if rank == 1 and cleared:
+            shutil.rmtree(copies.folder.root)
         trainer.train_step(before_update=copies.before_update)
         assert not copies.take(trainer)
         trainer.train_step(before_update=copies.before_update)
@@ -172,11 +194,18 @@ def train_on_full_memory(folder: str, changes: dict[str, Any]) -> tuple[str, int
     return said, len(list(copies.folder.root.parent.glob("megalite-copies-*")))
 
 
-def test_a_host_without_room_ends_the_copies_and_not_the_run(ranks, tmp_path):
+@pytest.mark.parametrize(
+    ("cleared", "why"),
+    [
+        (False, "No space left on device; enlarge it (docker --shm-size, mount -o remount,size=)"),
+        (True, "No such file or directory"),
+    ],
+)
+def test_a_host_without_room_ends_the_copies_and_not_the_run(ranks, tmp_path, cleared, why):
     """No rank waits for a file that never comes, though each sends its own to the other host."""
     write_token_files(tmp_path)
-    changes = {**EVERY_STEP, "parallel.data": 2}
-    (said, left), other = ranks.run(train_on_full_memory, world_size=2, folder=str(tmp_path), changes=changes)
+    settings = {"changes": {**EVERY_STEP, "parallel.data": 2}, "cleared": cleared}
+    (said, left), other = ranks.run(train_on_full_memory, world_size=2, folder=str(tmp_path), **settings)
     assert said.startswith("no more copies in memory (checkpoint.in_memory_every): rank 1 ") and left == 0
-    assert said.endswith("No space left on device; enlarge it (docker --shm-size, mount -o remount,size=)")
+    assert why in said
     assert other == (said, 0)
