@@ -35,7 +35,11 @@ def chaos(folder: Path, *words: str, data: int = 2) -> "subprocess.Popen[str]":
 
 
 def facts_of(folder: Path, process: "subprocess.Popen[str]", code: int = 0) -> dict[str, Any]:
-    output, _ = process.communicate(timeout=4 * PATIENCE)
+    try:
+        # Seven starts of a job and their steps: a minute on a quiet machine.
+        output, _ = process.communicate(timeout=8 * PATIENCE)
+    finally:
+        process.kill()  # with the job, where it has not ended
     assert process.returncode == code, output
     facts: dict[str, Any] = json.loads((folder / "chaos" / "chaos.json").read_text())
     return facts
