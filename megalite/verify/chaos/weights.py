@@ -51,7 +51,12 @@ class FlipsWeightBit(Callback):
     def _flip(self, run: ActiveRun, chance: random.Random) -> str:
         import torch
 
+        from megalite.topology.parameters import canonical_tensors
+
         weights = {name: weight for name, weight in run.model.named_parameters() if weight.requires_grad}
+        # A self-check names a part of a fused weight, such as v_proj of qkv_proj, by which nobody would know this flip.
+        whole = canonical_tensors(run.config.shape(1))
+        weights = {name: weight for name, weight in weights.items() if name in whole} or weights
         if run.config.layout.data == 1:  # tensor ranks have copies of vectors alone
             weights = {name: weight for name, weight in weights.items() if weight.dim() == 1} or weights
         name = chance.choice(sorted(weights))

@@ -8,12 +8,19 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 
+from megalite.config.load import load_config
 from megalite.errors import LaunchError
 from megalite.launcher.process import is_stopped
+from megalite.model.stages import build_replica
+from megalite.parallel.mesh import ParallelMesh
+from megalite.topology.parameters import canonical_tensors
+from megalite.topology.stages import pipeline_split
 from megalite.verify.chaos.account import goodput_of, recovery_of, step_seconds, summary_lines
 from megalite.verify.chaos.disturbed import InjectedFault
 from megalite.verify.chaos.equality import Equality, compare, relative, step_to_compare
@@ -21,6 +28,8 @@ from megalite.verify.chaos.faults import Fault, FaultPlan
 from megalite.verify.chaos.inject import PulsedRank, drop_link, fill_disk
 from megalite.verify.chaos.picture import chaos_svg, spans
 from megalite.verify.chaos.watch import Attempt, SeenStep
+from megalite.verify.chaos.weights import FlipsWeightBit, ask_for_flip, flipped
+from tests.support.jobs import Job
 from tests.support.parity import about
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -114,6 +123,26 @@ def test_a_slow_rank_is_stopped_again_and_again_and_goes_on_in_the_end() -> None
         rank.kill()
         rank.wait()
         PulsedRank(rank.pid, 20.0).end()
+
+
+def test_a_bit_flips_in_one_tensor_that_a_self_check_would_name(tmp_path: Path) -> None:
+    run_file = Job.write(tmp_path, tensor=1, pipeline=1, data=2).run_file
+    config = load_config(run_file, "--run.folder", str(tmp_path))
+    shape = config.shape(300)
+    split = pipeline_split(shape.num_hidden_layers)
+    stage = build_replica(shape, ParallelMesh.single(), split, seed=0).stage
+    run: Any = SimpleNamespace(config=config, model=stage, rank=1)
+    names = set()
+    for seed in range(12):
+        before = {name: weight.detach().clone() for name, weight in stage.named_parameters()}
+        ask_for_flip(tmp_path, 1, seed)
+        FlipsWeightBit().on_step_end(run, SimpleNamespace(step=seed))
+        done = flipped(tmp_path)
+        assert done is not None and (done["rank"], done["step"]) == (1, seed)
+        changed = {name: int((weight != before[name]).sum()) for name, weight in stage.named_parameters()}
+        assert {name: number for name, number in changed.items() if number} == {done["tensor"]: 1}
+        names.add(done["tensor"])
+    assert len(names) > 3 and names <= canonical_tensors(shape).keys()
 
 
 def attempt(
