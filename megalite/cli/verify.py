@@ -6,6 +6,7 @@ Exit code 0 where all agree, 1 where a tensor departs. The run is made small bef
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from megalite.cli.arguments import Parser, add_value, options_and_settings, whole_number
 from megalite.cli.results import report
@@ -58,8 +59,9 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError([problem], COMMAND_LINE)
     # Text and folders of the run are not read, so they need not be here.
     config = load_run(options.run_file, flags).config
-    steps, precision = options.compared_steps or 2, options.compared_precision or "float64"
-    request = VerifyRequest(steps, precision, options.full_size)
+    asked = {"steps": options.compared_steps, "precision": options.compared_precision}
+    values: dict[str, Any] = {name: value for name, value in asked.items() if value is not None}
+    request = VerifyRequest(**values, full_size=options.full_size)
     output = options.output or options.run_file.with_suffix(".verify.json")
     require_place(output)
     if options.matrix is not None:
