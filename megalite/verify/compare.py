@@ -11,7 +11,6 @@ from torch import Tensor
 
 from megalite.topology.state import EMA, MASTER
 from megalite.verify.findings import (
-    GROWTH,
     INITIAL,
     LOSS,
     NORM,
@@ -24,13 +23,11 @@ from megalite.verify.findings import (
     Departure,
     LayoutComparison,
 )
-from megalite.verify.measure import LAYOUT_RTOL, magnitudes
+from megalite.verify.measure import magnitudes
 from megalite.verify.record import RecordedPiece, StepRecord
 
 # A module's output is looked at only to find the place of a departure: sums over many values round more.
 _OUTPUT_FACTOR = 100
-# With float32 sums or masters: AdamW's updates make more of the rounding of small gradients, and later steps see it.
-_MOST_GROWN = 1e-2
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,14 @@ class Comparer:
         ranks: int,
         bounds: Mapping[str, float],
         eps: float,
+        *,
+        signs: bool = False,
     ):
-        """eps: of the number type of the run, for units in the last place."""
+        """eps: of the number type of the run, for units in the last place.
+
+        signs: updates have full size where a gradient is rounding noise, as Lion's.
+        """
+        self._signs = signs
         self._read, self._one, self._ranks, self._bounds, self._eps = read, one, ranks, bounds, eps
         self.result = LayoutComparison()
 
@@ -80,12 +83,9 @@ class Comparer:
                 return self.result
         return self.result
 
-    def bound(self, quantity: str, step: int) -> float:
-        """Return the largest relative error of a correct run."""
-        bound = self._bounds[STATE if quantity.startswith(STATE) else quantity]
-        if bound <= LAYOUT_RTOL:
-            return bound
-        return min(max(2 * bound, _MOST_GROWN), bound * GROWTH ** max(0, step - 1))
+    def bound(self, quantity: str) -> float:
+        """Return the largest relative error of a correct run, in each step."""
+        return self._bounds[STATE if quantity.startswith(STATE) else quantity]
 
     def _order(self, step: int, records: Sequence[StepRecord], one: StepRecord) -> None:
         def turn(each: Departure) -> int:
@@ -106,13 +106,11 @@ class Comparer:
                 continue
             errors = [_number_error(value, expected) for value in own]
             self._note(quantity, max(errors), "", step, 1)
-            wrong = tuple(
-                rank for rank, error in enumerate(errors) if not error <= self.bound(quantity, step)
-            )
+            wrong = tuple(rank for rank, error in enumerate(errors) if not error <= self.bound(quantity))
             if wrong:
                 value = own[wrong[0]]
                 ulps = abs(value - expected) / math.ulp(expected) if math.isfinite(expected) else math.nan
-                error, bound = errors[wrong[0]], self.bound(quantity, step)
+                error, bound = errors[wrong[0]], self.bound(quantity)
                 self.result.departures.append(
                     Departure(step, quantity, "", wrong, error, bound, ulps, (), value, expected)
                 )
@@ -137,16 +135,16 @@ class Comparer:
     ) -> dict[str, Tensor]:
         """Return what the error of each value is measured by: the magnitude of its tensor.
 
-        That of updated weights is more by twice the learning rate, times the ratio of the largest gradient to its own:
-        AdamW and Lion divide a gradient by its size, so that an update is known as well as its own gradient.
+        Where updates are signs, that of updated weights is more by twice the learning rate, times the ratio of the
+        largest gradient to its own: an update is known as well as its own gradient.
         """
         by = magnitudes(expected)
         scales = {
             name: torch.tensor(by[name], dtype=torch.float64).expand(each.shape)
             for name, each in expected.items()
         }
-        if quantity in (UPDATED, STATE + MASTER, STATE + EMA):
-            most = 1 / max(self.bound(quantity, step), torch.finfo(torch.float64).eps)
+        if self._signs and quantity in (UPDATED, STATE + MASTER, STATE + EMA):
+            most = 1 / max(self.bound(quantity), torch.finfo(torch.float64).eps)
             gradients = _whole(one, SUMMED)
             # The gradient of a key's bias is rounding noise, which an update has in full size.
             largest = magnitudes(gradients)
@@ -181,7 +179,7 @@ class Comparer:
     def _judge(
         self, step: int, quantity: str, name: str, found: Sequence[_Finding], missing: int, size: int
     ) -> None:
-        bound = self.bound(quantity, step)
+        bound = self.bound(quantity)
         if missing and not quantity.startswith(STATE):
             note = f"no rank has {missing} of its {size} values"
             self.result.departures.append(Departure(step, quantity, name, (), math.inf, bound, note=note))
@@ -210,13 +208,13 @@ class Comparer:
     def _note(self, quantity: str, error: float, name: str, step: int, values: int) -> None:
         worst = self.result.worst[quantity]
         worst.tensors, worst.values = worst.tensors + 1, worst.values + values
-        allowed = self.bound(quantity, step)
+        allowed = self.bound(quantity)
         if not worst.allowed or not error * worst.allowed <= worst.error * allowed:
             worst.error, worst.allowed, worst.name, worst.step = error, allowed, name, step
 
     def _first_output(self, step: int, records: Sequence[StepRecord], one: StepRecord) -> Departure | None:
         """Return the first module, in the order of the forward, whose output is not that of one process."""
-        bound = _OUTPUT_FACTOR * self.bound(LOSS, step)
+        bound = _OUTPUT_FACTOR * self.bound(LOSS)
         for site in sorted(one.outputs, key=_forward_order):
             wrong: dict[int, float] = {}
             seen = {sample for record in records for sample in record.outputs.get(site, ())}

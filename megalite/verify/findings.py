@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 INITIAL, OWN, SUMMED, UPDATED = "initial weights", "gradient before the sum", "gradient", "weights"
 """The quantities of tensors; those of the optimizer's state are `STATE` and a key."""
 STATE = "optimizer state "
-GROWTH = 1000
-"""The factor of a step's bounds to those of the step before, but in float64 without ZeRO."""
 LOSS, NORM, OUTPUT = "loss", "gradient norm", "output"
 # In the order of a step: who departs in one of them makes the later ones depart.
 ORDER = (INITIAL, LOSS, OWN, SUMMED, NORM, STATE, UPDATED)

@@ -133,7 +133,7 @@ def verify_matrix(
     """
     started, matrix = time.monotonic(), layout_matrix(path, flags, ranks)
     run = matrix.run
-    small = Shrunk(run, ()) if request.full_size else _small(run, matrix.legal, ranks)
+    small = shrunk(run, full_size=True) if request.full_size else _small(run, matrix.legal, ranks)
     verdicts: list[LayoutVerdict] = []
     certificates: list[Certificate] = []
     refused = list(matrix.refused)
@@ -143,7 +143,11 @@ def verify_matrix(
         try:
             while todo:
                 layout = todo[0]
-                config = layout.config if request.full_size else _laid_out(small.config, layout.config)
+                config = (
+                    shrunk(layout.config, full_size=True).config
+                    if request.full_size
+                    else _laid_out(small.config, layout.config)
+                )
                 if (problem := _problem(config)) is not None:
                     refused.append(UnusableLayout(layout.name, problem))
                     todo.pop(0)

@@ -54,7 +54,7 @@ def verify(
     Call it from the main thread of a process that has not computed with torch. Raises MegaliteError as training does.
     """
     started = time.monotonic()
-    small = Shrunk(config, ()) if request.full_size else shrunk(config)
+    small = shrunk(config, full_size=request.full_size)
     scratch = Path(tempfile.mkdtemp(prefix="megalite-verify-"))
     kept = ""
     try:
@@ -115,8 +115,9 @@ class Verifier:
                 arguments=(job,),
                 start=LocalStart(preload, hangs=config.hang_policy, say=self._say),
             )
-        one = self._one_process(alone(trained), job)
-        exact = self._one_process(alone(trained).in_precision("fp64"), job) if precision in _NARROW else None
+        narrow = precision in _NARROW
+        one = self._one_process(alone(trained, micro_batches=narrow), job)
+        exact = self._one_process(alone(trained).in_precision("fp64"), job) if narrow else None
         self._say("comparing")
         certificate = apart(
             judged, config, Recordings(job, one, exact), small.changes, self._request.full_size

@@ -10,12 +10,15 @@ from math import lcm
 from typing import Any
 
 from megalite.config.sections.schema import RunConfig
+from megalite.topology.optimizers import OPTIMIZERS
 from megalite.verify.drawn_text import TOKENIZER_IDS
 
 # The most that is left of each size; ranks still have uneven shards where the run's are uneven.
 _WIDTHS = {"hidden_size": 64, "head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 32}
 _LATENT_WIDTHS = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _CUT_WIDTHS = {"intermediate_size": 96, "moe_intermediate_size": 32, "shared_intermediate_size": 48}
+# As large as gradients are after clipping: AdamW then makes no update of full size from the rounding of a small one.
+_EPSILON = 0.1
 _VOCABULARY, _SEQUENCE, _LAYERS_A_CHUNK, _MICRO_BATCH, _PERSISTENT = TOKENIZER_IDS + 40, 64, 2, 2, 100
 # Settings that repeat a kind of layer with a period, or name the first ones of a kind.
 _PERIODS = ("full_attention_every", "no_rope_every", "decoder_sparse_step")
@@ -30,9 +33,12 @@ class Shrunk:
     changes: tuple[str, ...]
 
 
-def shrunk(config: RunConfig) -> Shrunk:
-    """Return a run of the same path through the code that takes seconds; `config` is resolved."""
-    values = dict(_changes(config))
+def shrunk(config: RunConfig, *, full_size: bool = False) -> Shrunk:
+    """Return a run of the same path through the code that takes seconds; `config` is resolved.
+
+    full_size: only the optimizer's epsilon changes.
+    """
+    values = dict(_smooth(config) if full_size else [*_changes(config), *_smooth(config)])
     changed = config.model_dump()
     lines = []
     for key, value in values.items():
@@ -61,6 +67,12 @@ def _changes(config: RunConfig) -> Iterator[tuple[str, Any]]:
         yield "deepspeed.zero_optimization.stage3_param_persistence_threshold", _PERSISTENT
     if training.stop_after is not None:
         yield "training.stop_after", None
+
+
+def _smooth(config: RunConfig) -> Iterator[tuple[str, Any]]:
+    """Yield an epsilon with which an update is known as well as its gradient, if the optimizer has one."""
+    if "eps" in OPTIMIZERS[config.optimizer.name].settings:
+        yield "optimizer.eps", max(config.optimizer.eps, _EPSILON)
 
 
 def _model_changes(config: RunConfig) -> Iterator[tuple[str, Any]]:
@@ -148,12 +160,14 @@ def _text(value: Any) -> str:
     return str(list(value)) if isinstance(value, tuple) else str(value)
 
 
-def alone(config: RunConfig) -> RunConfig:
+def alone(config: RunConfig, *, micro_batches: bool = False) -> RunConfig:
     """Return the run that one process trains for comparison: the same model and samples in one micro batch.
 
     With torch's own operators and optimizer, nothing computed again, and nothing kept elsewhere.
+    micro_batches: add up the run's own micro batches, whose sums round as those of its ranks.
     """
     rows = config.batch.global_batch_size
+    size = config.batch.micro_batch_size if micro_batches else rows
     changes: Mapping[str, Mapping[str, Any]] = {
         "parallel": {
             **dict.fromkeys(("tensor", "context", "pipeline", "data", "expert", "virtual_stages"), 1),
@@ -161,7 +175,7 @@ def alone(config: RunConfig) -> RunConfig:
             "context_method": "auto",
         },
         "training": {
-            **{"micro_batch_size": rows, "micro_batches": 1, "global_batch_size": rows},
+            **{"micro_batch_size": size, "micro_batches": rows // size, "global_batch_size": rows},
             **{"recompute": "none", "recompute_layers": None, "recompute_ratio": None},
             **{"compile": False, "sequence_chunk": 0, "offload_activations": False},
         },

@@ -16,6 +16,9 @@ from megalite.verify.findings import INITIAL, ORDER, STATE, SUMMED, LayoutCompar
 from megalite.verify.measure import NARROW_FLOOR, layout_bound, narrow_bound
 from megalite.verify.record import EndRecord, RecordJob, StepRecord
 
+# In bf16 and fp16 fused operators and sums over ranks round more than the one process: 4 times its error was seen.
+_OTHER_ROUNDING = 2
+
 
 @dataclass(frozen=True)
 class Recordings:
@@ -79,10 +82,15 @@ def _compared(recordings: Recordings) -> tuple[LayoutComparison, dict[str, float
         for quantity, worst in own.worst.items():
             key = STATE if quantity.startswith(STATE) else quantity
             errors[key] = max(errors[key], worst.error)
-        bounds = {quantity: narrow_bound(precision, error) for quantity, error in errors.items()}
+        bounds = {
+            quantity: narrow_bound(precision, _OTHER_ROUNDING * error) for quantity, error in errors.items()
+        }
         bounds[INITIAL] = NARROW_FLOOR[precision]
         one = exact
-    comparer = Comparer(partial(_read, recordings.layout), one, config.layout.world_size, bounds, eps)
+    # Others are linear in the gradient, or have their epsilon raised (shrink.py).
+    signs = config.optimizer.name in ("lion", "adafactor")
+    read, ranks = partial(_read, recordings.layout), config.layout.world_size
+    comparer = Comparer(read, one, ranks, bounds, eps, signs=signs)
     return comparer.compare(steps), bounds
 
 

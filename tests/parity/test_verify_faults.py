@@ -53,3 +53,20 @@ def test_it_finds_a_planted_fault_and_names_the_guilty(process, require_certific
     certificate = process.submit(verified, fault.settings, name).result()
     assert not certificate.holds, f"{name} is not found"
     assert certificate.departure.startswith(NAMED[name]), certificate.departure
+
+
+@pytest.mark.parametrize(
+    ("fault", "settings", "most"),
+    [
+        ("missing all-reduce of column-parallel input gradients", {"training.precision": "bf16"}, 0.1),
+        ("tied copies that drift under ZeRO", {}, 1e-6),
+    ],
+)
+def test_a_coarse_number_type_hides_no_fault_and_departs_in_no_later_step(process, fault, settings, most):
+    settings = {**FAULTS[fault].settings, **settings}
+    later = {"precision": "run" if "training.precision" in settings else "float64", "steps": 3}
+    right = process.submit(verified, settings, **later).result()
+    assert right.holds and right.steps == 3, right.departure
+    assert max(worst["allowed"] for worst in right.worst.values()) <= most
+    assert "optimizer.eps: 1e-08 -> 0.1" in right.changed
+    assert not process.submit(verified, settings, fault, **later).result().holds

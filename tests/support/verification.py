@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 from megalite.config.flags import as_flags
@@ -59,13 +59,20 @@ def flags_of(settings: Mapping[str, Any]) -> list[str]:
     return [*as_flags({**SETTINGS, **settings})]
 
 
-def verified(settings: Mapping[str, Any], fault: str | None = None) -> Any:
+def verified(
+    settings: Mapping[str, Any],
+    fault: str | None = None,
+    *,
+    precision: Literal["float64", "run"] = "float64",
+    steps: int = 2,
+) -> Any:
     """Verify a run with a fault of verify_faults.py planted in its layout's ranks; return the certificate."""
     from megalite.verify.run import VerifyRequest, verify
 
     with adapters_without_weights():
         config = load_run(None, flags_of(settings)).config
-    return verify(config, VerifyRequest(), worker=partial(_record_with_fault, fault=fault))
+    request = VerifyRequest(steps, precision)
+    return verify(config, request, worker=partial(_record_with_fault, fault=fault))
 
 
 def _record_with_fault(info: RankInfo, job: Any, *, fault: str | None, dying: str = "") -> int:

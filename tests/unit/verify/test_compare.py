@@ -22,6 +22,7 @@ from megalite.verify.findings import (
 from megalite.verify.record import RecordedPiece, StepRecord
 
 ROWS, COLUMNS = 4, 3
+BOUNDS = dict.fromkeys(ORDER, 1e-10)
 NAMES = ("model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight")
 TENSOR = {
     name: torch.arange(1.0, 13.0, dtype=torch.float64).view(ROWS, COLUMNS) + at
@@ -62,7 +63,7 @@ def compared(rank: int, change: object) -> LayoutComparison:
         record = halves(each, step)
         return change(record) if each == rank and step == 1 else record  # type: ignore[operator]
 
-    return Comparer(read, one, 4, dict.fromkeys(ORDER, 1e-10), 2.0**-52).compare(1)
+    return Comparer(read, one, 4, BOUNDS, 2.0**-52).compare(1)
 
 
 def with_value(quantity: str, name: str, value: float) -> object:
@@ -137,3 +138,26 @@ def test_a_loss_that_departs_leads_to_the_first_wrong_output() -> None:
     assert [each.quantity for each in found] == [OUTPUT, LOSS]
     assert (found[0].name, found[0].ranks) == ("model.layers.0.self_attn", (1,))
     assert found[1].ranks == (1,) and found[1].value == 1.6
+
+
+def test_an_update_of_a_gradient_that_is_noise_is_allowed_where_updates_are_signs() -> None:
+    """Lion moves a weight by its learning rate, whatever the sign of rounding noise says."""
+    gradient = TENSOR[NAMES[0]].clone()
+    gradient[0, 0] = 1e-12
+
+    def single(step: int) -> StepRecord:
+        pieces = [piece(SUMMED, NAMES[0], gradient), piece(UPDATED, NAMES[0], TENSOR[NAMES[0]])]
+        return StepRecord(pieces if step else [], 1.5, 2.5, 0.01)
+
+    def held(moved: float, *, signs: bool, place: int = 0) -> bool:
+        def read(rank: int, step: int) -> StepRecord:
+            record = single(step)
+            if step:
+                record.pieces[1].values[place] += moved
+            return record
+
+        comparer = Comparer(read, single, 1, BOUNDS, 2.0**-52, signs=signs)
+        return not comparer.compare(1).departures
+
+    assert held(0.02, signs=True) and not held(0.02, signs=False)
+    assert not held(0.02, signs=True, place=4)

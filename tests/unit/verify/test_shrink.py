@@ -68,6 +68,22 @@ def test_zero_3_still_cuts_the_small_weights() -> None:
     assert after.deepspeed_json()["zero_optimization"]["stage3_param_persistence_threshold"] == 100
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "eps"),
+    [({}, 0.1), ({"eps": 0.5}, 0.5), ({"name": "muon"}, 0.1), ({"name": "lion"}, 1e-8)],
+)
+def test_no_update_is_of_full_size_where_a_gradient_is_rounding_noise(
+    optimizer: dict[str, Any], eps: float
+) -> None:
+    before = config(optimizer=optimizer)
+    for full_size in (False, True):
+        small = shrunk(before, full_size=full_size)
+        assert small.config.optimizer.eps == eps
+        told = f"optimizer.eps: {before.optimizer.eps} -> {eps}"
+        assert (told in small.changes) == (before.optimizer.eps != eps)
+    assert small.config.model == before.model and small.config.training == before.training
+
+
 def test_the_one_process_has_the_same_samples_and_none_of_the_layout() -> None:
     before = shrunk(
         config(
@@ -80,3 +96,7 @@ def test_the_one_process_has_the_same_samples_and_none_of_the_layout() -> None:
     assert one.layout.world_size == 1 and one.zero_stage == 0 and one.training.recompute == "none"
     assert one.batch.micro_batches == 1 and one.batch.global_batch_size == before.batch.global_batch_size
     assert one.shape(1) == before.shape(1)
+    parts = alone(before, micro_batches=True).batch
+    assert parts.micro_batch_size == before.batch.micro_batch_size
+    assert parts.micro_batches == before.batch.micro_batches * before.layout.data
+    assert parts.global_batch_size == one.batch.global_batch_size
