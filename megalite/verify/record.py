@@ -27,6 +27,7 @@ from megalite.topology.parameters import Parameter
 from megalite.train.checkpoints.reference_table import ReferenceFile, give_reference_losses
 from megalite.train.inputs import RunInputs
 from megalite.train.loaders import loader_maker, training_loader
+from megalite.train.optimizer.flat_range import partition_of
 from megalite.train.report import device_name
 from megalite.train.step.options import context_method
 from megalite.train.step.precision import DTYPES, set_tf32
@@ -218,8 +219,19 @@ class Recorder:
         for shard in flat:
             yield self._piece(quantity, shard.parameter, shard.start, shard.values)
         for parameter in self.trainer.replica.parameters:
-            if parameter.name not in ranges and tensors[parameter.name].numel():
-                yield self._piece(quantity, parameter, 0, tensors[parameter.name])
+            if parameter.name not in ranges:
+                yield from self._weight(quantity, parameter, tensors[parameter.name])
+
+    def _weight(self, quantity: str, parameter: Parameter, tensor: Any) -> Iterator[RecordedPiece]:
+        """Yield a weight that the optimizer does not hold, or the part that ZeRO 3 has left of it here."""
+        if tensor.numel():
+            yield self._piece(quantity, parameter, 0, tensor)
+        elif hasattr(tensor, "ds_tensor") and not parameter.trained:
+            partition = partition_of(tensor)
+            start = self.mesh.copies(parameter).rank * len(partition)
+            if start < tensor.ds_numel:
+                values = partition[: tensor.ds_numel - start]
+                yield self._piece(quantity, parameter, start, values)
 
     def _piece(self, quantity: str, parameter: Parameter, start: int, values: Tensor) -> RecordedPiece:
         mesh = self.mesh

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.selection import cases
 from tests.support.verification import verified, verifier
-from tests.support.verify_faults import MORE, NAMED, PAINS
+from tests.support.verify_faults import DP, LORA, MORE, NAMED, PAINS, ZERO
 
 FAULTS = {**PAINS, **MORE}
 # One of each kind; several have the same run without a fault.
@@ -70,3 +70,11 @@ def test_a_coarse_number_type_hides_no_fault_and_departs_in_no_later_step(proces
     assert max(worst["allowed"] for worst in right.worst.values()) <= most
     assert "optimizer.eps: 1e-08 -> 0.1" in right.changed
     assert not process.submit(verified, settings, fault, **later).result().holds
+
+
+def test_the_frozen_weights_that_zero_3_partitions_are_compared(process):
+    zero = {f"{ZERO}.stage": 3, f"{ZERO}.stage3_param_persistence_threshold": 100}
+    certificate = process.submit(verified, {**LORA, **DP, **zero}).result()
+    assert certificate.holds, certificate.departure
+    # The base model's 21 tensors and more of the adapter, at the start and after each of two steps.
+    assert certificate.worst["weights"]["tensors"] == 2 * certificate.worst["initial weights"]["tensors"] > 42

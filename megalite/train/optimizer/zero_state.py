@@ -4,13 +4,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megalite.model.replica import Replica
 from megalite.topology.state import MASTER, WEIGHT, StateShard
 from megalite.train.optimizer.deepspeed_ops import replay_steps
-from megalite.train.optimizer.flat_range import FlatRange
+from megalite.train.optimizer.flat_range import FlatRange, mapped, partition_of
 from megalite.train.optimizer.loss_scale import LossScale
 from megalite.train.optimizer.rule import ensure_state
 from megalite.train.optimizer.update import set_step_count, step_count
@@ -121,25 +120,17 @@ class _ShardedState(ZeroState):
         swapped = self._zero.optimizer_swapper.swap_params_info[flat.ds_id]  # type: ignore[attr-defined]
         files = {id(tensor.compute_tensor): tensor.swap_path for tensor in swapped.tensors}
         return {
-            key: _mapped(files[id(tensor)], swapped.numel(), tensor.dtype) for key, tensor in state.items()
+            key: mapped(files[id(tensor)], swapped.numel(), tensor.dtype) for key, tensor in state.items()
         }
 
     def weights(self) -> Iterable[StateShard]:
         for flat_range in self.ranges():
-            values = self._weight(self._tensors[flat_range.parameter.name]).narrow(0, 0, flat_range.size)
+            values = partition_of(self._tensors[flat_range.parameter.name]).narrow(0, 0, flat_range.size)
             yield StateShard(flat_range.parameter, WEIGHT, flat_range.start, values)
-
-    def _weight(self, tensor: Any) -> Tensor:
-        """This rank's partition of a parameter."""
-        partition = tensor.ds_tensor
-        if partition.status.name == "NOT_AVAILABLE":  # it lies in a file
-            return _mapped(tensor.nvme_swapper.get_path(tensor), partition.ds_numel, tensor.dtype)
-        values: Tensor = partition.detach().view(-1)
-        return values
 
     def _refresh_masters(self) -> None:
         for flat_range in self.ranges():
-            weight = self._weight(self._tensors[flat_range.parameter.name])
+            weight = partition_of(self._tensors[flat_range.parameter.name])
             flat_range.of(self._held(flat_range.group, flat_range.flat)[MASTER]).copy_(
                 weight.narrow(0, 0, flat_range.size)
             )
@@ -151,8 +142,3 @@ class _ShardedState(ZeroState):
         persistent = self._zero.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
-
-
-def _mapped(path: str, values: int, dtype: torch.dtype) -> Tensor:
-    """The values in a file, read and written as they are touched: none of them is in memory before."""
-    return torch.from_file(path, shared=True, size=values, dtype=dtype)
