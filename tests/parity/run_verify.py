@@ -3,7 +3,7 @@
     python -m tests.parity.run_verify                      all models; minutes
     python -m tests.parity.run_verify --only gpt_oss       those whose name has this word
 
-Prints a line a layout, and writes the verdicts into benchmarks/results/ after all models. Exit code 1 where one
+Prints a line a layout, and after each model writes the verdicts into benchmarks/results/. Exit code 1 where one
 departs.
 """
 
@@ -56,9 +56,25 @@ class Case:
 
 
 CASES: Mapping[str, Case] = {
+    "llama, bf16": Case(
+        "llama 3", settings={"training.precision": "bf16"}, request=VerifyRequest(precision="run")
+    ),
+    "phi3, LoRA with dropout": Case("phi3", settings=LORA),
+    "mistral, DoRA": Case("mistral", settings=DORA),
+    "olmo2, instructions, smoothed": Case(
+        "olmo2", settings={"data.kind": "instruct", "training.label_smoothing": 0.1, "training.z_loss": 0.01}
+    ),
+    "gpt_oss": Case("gpt_oss", settings=BALANCED),
+    "qwen3_moe, dropout": Case(
+        "qwen3_moe", settings={**BALANCED, "model.residual_dropout": 0.2, "model.attention_dropout": 0.2}
+    ),
+    "deepseek_v3, documents": Case("deepseek_v3", settings={**BALANCED, **DOCUMENTS}),
+    "qwen2, fp32": Case(
+        "qwen2 tied", settings={"training.precision": "fp32"}, request=VerifyRequest(precision="run")
+    ),
+    "gemma3, documents": Case("gemma3", settings=DOCUMENTS),
     "llama": Case("llama 3"),
     "gpt2, dropout, recompute": Case("gpt2", settings={**DROPOUT, "training.recompute": "full"}),
-    "gemma3, documents": Case("gemma3", settings=DOCUMENTS),
     "qwen3, Muon, groups, moving average": Case(
         "qwen3",
         settings={
@@ -68,29 +84,16 @@ CASES: Mapping[str, Case] = {
         },
     ),
     "mixtral": Case("mixtral", settings=BALANCED),
-    "qwen3_moe, dropout": Case(
-        "qwen3_moe", settings={**BALANCED, "model.residual_dropout": 0.2, "model.attention_dropout": 0.2}
-    ),
-    "deepseek_v3, documents": Case("deepseek_v3", settings={**BALANCED, **DOCUMENTS}),
-    "gpt_oss": Case("gpt_oss", settings=BALANCED),
-    "phi3, LoRA with dropout": Case("phi3", settings=LORA),
-    "mistral, DoRA": Case("mistral", settings=DORA),
-    "olmo2, instructions, smoothed": Case(
-        "olmo2", settings={"data.kind": "instruct", "training.label_smoothing": 0.1, "training.z_loss": 0.01}
-    ),
     "llama, preferences": Case(
         "llama with biases", settings={"data.kind": "preference", "training.micro_batch_size": 2}
-    ),
-    "qwen2, fp32": Case(
-        "qwen2 tied", settings={"training.precision": "fp32"}, request=VerifyRequest(precision="run")
-    ),
-    "llama, bf16": Case(
-        "llama 3", settings={"training.precision": "bf16"}, request=VerifyRequest(precision="run")
     ),
 }
 
 
-def write_results(found: Mapping[str, MatrixCertificate], seconds: float, path: Path) -> None:
+def write_results(
+    found: Mapping[str, MatrixCertificate], left: Sequence[str], seconds: float, path: Path
+) -> None:
+    """Write the verdicts on some models. left: those that are not verified yet."""
     content = {
         "date": date.today().isoformat(),
         "command": "python -m tests.parity.run_verify",
@@ -100,6 +103,7 @@ def write_results(found: Mapping[str, MatrixCertificate], seconds: float, path: 
         "seconds": round(seconds, 1),
         "layouts": sum(len(matrix.layouts) for matrix in found.values()),
         "failed": [f"{name}: {row.layout}" for name, matrix in found.items() for row in matrix.failed],
+        "left": left,
         "worst": {name: _worst(matrix) for name, matrix in found.items()},
     }
     rows = [{"model": name, **_row(row)} for name, matrix in found.items() for row in matrix.layouts]
@@ -138,6 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if not chosen:
         parser.error("no model is called that")
+    output = options.output or (default if len(chosen) == len(CASES) else None)
     began, found = time.perf_counter(), dict[str, MatrixCertificate]()
     for name, case in chosen.items():
         print(f"\n{name}", flush=True)
@@ -146,11 +151,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(*(line for line in found[name].summary()), sep="\n", flush=True)
         if found[name].left:
             return 130
+        if output:
+            left = [each for each in chosen if each not in found]
+            write_results(found, left, time.perf_counter() - began, output)
     seconds = time.perf_counter() - began
     rows = [row for matrix in found.values() for row in matrix.layouts]
     print(f"{len(rows)} layouts in {seconds:.0f} s, {sum(not row.holds for row in rows)} depart")
-    if output := options.output or (default if len(chosen) == len(CASES) else None):
-        write_results(found, seconds, output)
+    if output:
         print(f"written to {output}")
     return int(not all(row.holds for row in rows))
 
