@@ -102,6 +102,20 @@ def _in_save(does: Callable[[], None]) -> None:
     unpublished.write_tensor_file = lambda *_: does()  # type: ignore[assignment]
 
 
+def _in_another_collective(does: Callable[[], None]) -> None:
+    from megalite.train.step.train_step import TrainStep
+
+    train_step = TrainStep.train_step
+
+    def step(trainer: TrainStep, *arguments: Any) -> Any:
+        if trainer.state.step == HANGS_IN - 1:
+            does()
+            trainer.mesh.barrier()
+        return train_step(trainer, *arguments)
+
+    TrainStep.train_step = step  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, tuple[Callable[[Callable[[], None]], None], Callable[[Path], None]]] = {
     "forward": (_in_forward, hang),
     "backward": (_in_backward, hang),
@@ -109,4 +123,5 @@ FAULTS: dict[str, tuple[Callable[[Callable[[], None]], None], Callable[[Path], N
     "callback": (_in_callback, hang),
     "save": (_in_save, hang),
     "stopped": (_in_callback, stop),
+    "left": (_in_another_collective, _note),
 }

@@ -24,6 +24,7 @@ EXPECTED = {
     "callback": ("between two steps", "hang"),
     "save": ("saving a checkpoint", "hang"),
     "stopped": ("does not answer: stopped", ""),
+    "left": ("waits in barrier over world", "barrier"),
 }
 CORE = ("forward", "save", "stopped")
 HANG_SECONDS = 2.0
