@@ -71,9 +71,3 @@ def magnitudes(expected: Mapping[str, Tensor]) -> dict[str, float]:
     sizes = {name: tensor.abs().max().item() if tensor.numel() else 0.0 for name, tensor in expected.items()}
     largest = max(sizes.values(), default=0.0)
     return {name: largest if size < NOISE * largest < float("inf") else size for name, size in sizes.items()}
-
-
-def tensor_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the relative error of each tensor of `expected`, measured as `magnitudes` says."""
-    by = magnitudes(expected)
-    return {name: relative_error(actual[name], tensor, floor=by[name]) for name, tensor in expected.items()}

@@ -16,7 +16,7 @@ from megalite.verify.measure import FLOAT32_RTOL as FLOAT32_RTOL
 from megalite.verify.measure import LAYOUT_RTOL as LAYOUT_RTOL
 from megalite.verify.measure import NARROW_FLOOR as NARROW_FLOOR
 from megalite.verify.measure import ZERO_RTOL as ZERO_RTOL
-from megalite.verify.measure import layout_bound, relative_error, tensor_errors
+from megalite.verify.measure import layout_bound, magnitudes, relative_error
 from megalite.verify.measure import narrow_bound as narrow_bound
 
 # Copies of one tensor that several ranks compute from the same values.
@@ -54,6 +54,12 @@ MEMORY_RTOL = 0.01
 def layout_bounds(precision: str, zero_stage: int) -> dict[str, float]:
     """Return the tolerance of a run in fp64 or fp32 against one process, for each quantity of a few steps."""
     return dict.fromkeys(("losses", "norms", "gradients", "weights"), layout_bound(precision, zero_stage))
+
+
+def tensor_errors(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the relative error of each tensor of `expected`, measured as `magnitudes` says."""
+    by = magnitudes(expected)
+    return {name: relative_error(actual[name], tensor, floor=by[name]) for name, tensor in expected.items()}
 
 
 def assert_close(actual: Any, expected: Any, *, rtol: float = LAYOUT_RTOL, what: str = "values") -> None:
