@@ -20,7 +20,7 @@ from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.huggingface.files import local_folder
 from megalite.data.files.token_file import TokenWriter, bin_path, idx_path
 from megalite.errors import CheckpointError
-from megalite.launcher.local import LocalStart, run_local_ranks
+from megalite.launcher.local import LocalStart
 from megalite.launcher.process import available_memory_bytes
 from megalite.launcher.rank.detect import local_rank_infos
 from megalite.launcher.rank.environment import prepare_process
@@ -29,7 +29,7 @@ from megalite.topology.parameters import parameter_count
 from megalite.topology.shape import ModelShape
 from megalite.verify.certificate import Certificate, config_sha256, versions, worst_of
 from megalite.verify.findings import INITIAL, LOSS, NORM, OUTPUT, OWN, SUMMED, Departure, Worst
-from megalite.verify.run import apart
+from megalite.verify.run import apart, train_ranks
 from megalite.verify.shrink import alone
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def _certified(
         apart(record_rank, info, jobs["layout"])
     else:
         start = LocalStart(preload, hangs=config.hang_policy, say=say)
-        run_local_ranks(record_rank, layout, scratch / "failures", arguments=(jobs["layout"],), start=start)
+        train_ranks(record_rank, scratch, jobs["layout"], start)
     say("comparing")
     return apart(_judged, jobs["layout"], jobs["transformers"], logits)
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import MegaliteError, RankFailure
@@ -108,12 +109,11 @@ class Verifier:
             preload = ["torch", "megalite.verify.record", "torch._dynamo"]
             if trained.zero_stage:
                 preload.append("megalite.train.optimizer.deepspeed")
-            run_local_ranks(
+            train_ranks(
                 worker or record_rank,
-                layout,
-                self._scratch / "failures",
-                arguments=(job,),
-                start=LocalStart(preload, hangs=config.hang_policy, say=self._say),
+                self._scratch,
+                job,
+                LocalStart(preload, hangs=config.hang_policy, say=self._say),
             )
         narrow = precision in _NARROW
         one = self._one_process(alone(trained, micro_batches=narrow), job)
@@ -153,11 +153,19 @@ class Verifier:
         return config.model_copy(update={"run": run, "monitor": monitor})
 
 
+def train_ranks(worker: Worker, scratch: Path, job: Any, start: LocalStart) -> None:
+    """Run the ranks of a RecordJob. Raises KeyboardInterrupt where a signal ends them, RankFailure as training does."""
+    if run_local_ranks(worker, job.config.layout, scratch / "failures", arguments=(job,), start=start):
+        raise KeyboardInterrupt
+
+
 def apart(work: Callable[..., T], *arguments: Any) -> T:
     """Return `work(*arguments)`, computed in a forked process: this one stays free to fork ranks.
 
-    It ends with this process. Raises MegaliteError as `work` does, RankFailure where the process dies.
+    It ends with this process. SIGTERM counts as Ctrl-C, so that scratch folders are removed. Raises KeyboardInterrupt,
+    MegaliteError as `work` does, RankFailure where the process dies.
     """
+    before = signal.signal(signal.SIGTERM, _leave)
     own: dict[str, Any] = {"initializer": die_with_parent, "initargs": (os.getpid(),)}
     try:
         with ProcessPoolExecutor(1, mp_context=get_context("fork"), **own) as process:
@@ -169,13 +177,19 @@ def apart(work: Callable[..., T], *arguments: Any) -> T:
                     child.kill()
                 raise
     except BrokenProcessPool as error:
-        raise RankFailure("the process that trains alone died, perhaps for want of memory") from error
+        raise RankFailure("a process of the verification died, perhaps for want of memory") from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
     if refused is None:
         return result
     message, problems, exit_code = refused
     failure = MegaliteError(message)
     failure.problems, failure.exit_code = problems, exit_code
     raise failure
+
+
+def _leave(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 def _guarded(work: Callable[..., T], *arguments: Any) -> tuple[Any, Any]:
