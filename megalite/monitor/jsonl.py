@@ -5,7 +5,9 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+_BLOCK = 1 << 16
 
 
 class MetricsFile:
@@ -16,7 +18,7 @@ class MetricsFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             # A single truncate, so that a kill never loses a kept record.
-            os.truncate(path, _end_of_step(path, after_step))
+            os.truncate(path, end_of_step(path, after_step))
         self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -34,29 +36,54 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the records of a metrics file in order, without an incomplete last line."""
-    return [record for record, _ in _records(path)]
-
-
-def _end_of_step(path: Path, step: int) -> int:
-    """Return the offset after the last record of steps up to `step`."""
-    end = 0
-    for record, record_end in _records(path):
-        if record["step"] > step:
-            break
-        end = record_end
-    return end
-
-
-def _records(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
-    """Yield each complete record and the offset after it; stop at the first invalid line."""
-    end = 0
     with path.open("rb") as file:
-        for line in file:
-            end += len(line)
-            try:
-                record = json.loads(line)
-            except ValueError:
-                return
-            if not line.endswith(b"\n") or not isinstance(record, dict) or "step" not in record:
-                return
-            yield record, end
+        records = map(_record_of, file)
+        return [record for record in records if record is not None]
+
+
+def newest_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records from the last to the first; reads no more of the file than is asked for."""
+    return (record for record, _ in _backwards(path))
+
+
+def end_of_step(path: Path, step: int) -> int:
+    """Return the offset after the last record of steps up to `step`."""
+    return next((end for record, end in _backwards(path) if record["step"] <= step), 0)
+
+
+def _backwards(path: Path) -> Iterator[tuple[dict[str, Any], int]]:
+    """Yield each complete record and the offset after it, the last one first."""
+    with path.open("rb") as file:
+        for line, end in _lines_backwards(file):
+            record = _record_of(line)
+            if record is not None:
+                yield record, end
+
+
+def _lines_backwards(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
+    """Yield each line and the offset after it, the last one first."""
+    start, rest = file.seek(0, os.SEEK_END), b""
+    while start > 0:
+        size = min(_BLOCK, start)
+        start -= size
+        file.seek(start)
+        rest = file.read(size) + rest
+        # The first line of a block may begin in the block before.
+        begin = rest.find(b"\n") + 1 if start else 0
+        end = start + len(rest)
+        while len(rest) > begin:
+            line_begin = max(begin, rest.rfind(b"\n", begin, len(rest) - 1) + 1)
+            line, rest = rest[line_begin:], rest[:line_begin]
+            yield line, end
+            end -= len(line)
+
+
+def _record_of(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line; None for a line that is not whole, or damaged."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
+from itertools import takewhile
 from statistics import fmean, median
 from typing import Any
 
@@ -48,11 +49,10 @@ class EpochLoss:
     """The mean loss of an epoch's steps. A loss that is not finite does not count."""
 
     def __init__(self, records: Iterable[Mapping[str, Any]] = ()):
-        """records: of metrics.jsonl before the first step; the epoch goes on behind the last one that ended."""
-        self._losses: list[float] = []
-        for record in records:
-            if "loss" in record:
-                self.add(math.nan if record["loss"] is None else record["loss"], ends="epoch" in record)
+        """records: of metrics.jsonl before the first step, the newest first; the epoch that has not ended goes on."""
+        open_epoch = takewhile(lambda record: "epoch" not in record, records)
+        losses = (record.get("loss") for record in open_epoch)
+        self._losses = [loss for loss in losses if loss is not None]
 
     def add(self, loss: float, *, ends: bool) -> float | None:
         """Add the loss of a step; return the mean of the epoch that ends with it, nan without a finite loss."""

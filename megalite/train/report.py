@@ -20,7 +20,7 @@ from megalite.launcher.control.step_trace import TRACES, TracedStepFacts, step_f
 from megalite.launcher.rank.detect import RankInfo
 from megalite.monitor.cards import peak_flops
 from megalite.monitor.console import Console, RunSummary
-from megalite.monitor.jsonl import read_metrics
+from megalite.monitor.jsonl import newest_records, read_metrics
 from megalite.monitor.losses import EpochLoss
 from megalite.monitor.memory import MemoryUse
 from megalite.monitor.metrics import AT_THE_START, SaveMetrics, StepMetrics, ValidationMetrics
@@ -88,8 +88,7 @@ class RunReporter:
             after_step = trainer.state.step or -1  # a validation at the start stands at step 0
             reported = ReportedRun(metrics_file.parent, trainer.config, after_step)
             self._sinks = RunSinks(reported, metrics_file, self.warn)
-            past = read_metrics(metrics_file)
-            self._epoch_loss = EpochLoss(past)
+            self._epoch_loss = EpochLoss(newest_records(metrics_file))
             count = ParameterCount.of(trainer.shape)
             facts = (count.total, count.trained, count.total - count.trained, self._total_steps)
             self._unrecorded = dict(zip(AT_THE_START, facts, strict=True))

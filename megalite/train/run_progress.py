@@ -6,7 +6,7 @@ from pathlib import Path
 from megalite.checkpoint.folder import find_latest, read_manifest
 from megalite.errors import CheckpointError
 from megalite.launcher.hosts.restarts import Ended
-from megalite.monitor.jsonl import read_metrics
+from megalite.monitor.jsonl import newest_records
 
 _RECORDS = "metrics.jsonl"
 
@@ -44,5 +44,5 @@ def _recorded_step(run_folder: Path, before: int) -> int | None:
     """Return the last step of metrics.jsonl, which has every step; None if this attempt wrote none."""
     if records_mark(run_folder) == before:
         return None
-    records = read_metrics(run_folder / _RECORDS)
-    return int(records[-1]["step"]) if records else None
+    newest = next(newest_records(run_folder / _RECORDS), None)
+    return None if newest is None else int(newest["step"])

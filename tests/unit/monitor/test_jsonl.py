@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.monitor.jsonl import MetricsFile, read_metrics
+from megalite.monitor import jsonl
+from megalite.monitor.jsonl import MetricsFile, newest_records, read_metrics
 
 
 def write(path: Path, steps: range, *, after_step: int = 0) -> None:
@@ -42,6 +43,41 @@ def test_a_torn_last_line_is_cut_off(tmp_path: Path, torn: str) -> None:
     assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
     write(path, range(4, 6), after_step=4)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 1 << 16])
+def test_records_are_read_from_the_end_whatever_a_block_cuts(tmp_path: Path, monkeypatch, block: int) -> None:
+    monkeypatch.setattr(jsonl, "_BLOCK", block)
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 30))
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 30, "lo')
+    assert list(newest_records(path)) == read_metrics(path)[::-1]
+    write(path, range(0), after_step=29)
+    assert path.read_bytes() == whole
+    write(path, range(0), after_step=3)
+    assert [record["step"] for record in newest_records(path)] == [3, 2, 1]
+    write(path, range(0), after_step=0)
+    assert path.read_bytes() == b"" and next(newest_records(path), None) is None
+
+
+def test_the_newest_record_costs_a_block_however_long_the_run(tmp_path: Path, monkeypatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 100_000)))
+    read = []
+    record_of = jsonl._record_of
+    monkeypatch.setattr(jsonl, "_record_of", lambda line: read.append(line) or record_of(line))
+    assert next(newest_records(path)) == {"step": 99_999}
+    assert len(read) == 1
+
+
+def test_a_damaged_line_hides_no_record_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 6))
+    path.write_bytes(path.read_bytes().replace(b'{"step": 3', b'{"\0\0\0p": 3'))
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 4, 5]
+    write(path, range(6, 7), after_step=5)
+    assert [record["step"] for record in newest_records(path)] == [6, 5, 4, 2, 1]
 
 
 def test_what_is_not_finite_becomes_null(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_the_loss_of_an_epoch_is_the_mean_of_its_finite_steps() -> None:
         {"loss": None},
         {"validation_loss": 9.0},
     ]
-    resumed = EpochLoss(records)
+    resumed = EpochLoss(reversed(records))
     assert resumed.add(2.0, ends=True) == 2.5
     assert resumed.add(7.0, ends=False) is None and resumed.add(math.inf, ends=True) == 7.0
     assert EpochLoss(records[:1]).add(4.0, ends=True) == 4.5
