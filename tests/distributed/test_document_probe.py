@@ -22,11 +22,12 @@ from megalite.topology.axes import Layout
 from megalite.verify.document_probe import DocumentFindings, probe_documents
 from megalite.verify.token_losses import token_losses
 from tests.support.options import Dropout, Recompute
-from tests.support.tiny import FAMILY_SHAPES
+from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES
 from tests.support.training import Job, build, local_batch
 
 JOB = Job(FAMILY_SHAPES["llama 3"], micro_batch_size=8, documents=True)
 GPT2 = replace(JOB, shape=FAMILY_SHAPES["gpt2"])
+MIXTURE = replace(JOB, shape=MIXTURE_SHAPES["mixtral"])
 DROPPED = replace(JOB, dropout=Dropout(attention=0.2))
 
 
@@ -90,6 +91,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any], Job]] = {
     "spans ignored": (choice, "document_spans", _one_span, JOB),
     "documents of one span not told apart": (attention, "_own_document", _shared_spans_causal, JOB),
     "fused attention without its documents": (choice, "causal_attention", _unmasked, JOB),
+    "fused attention of a mixture without its documents": (choice, "causal_attention", _unmasked, MIXTURE),
     "reference attention without its documents": (attention, "_within", _window_alone, DROPPED),
     "window without documents": (
         attention,
@@ -121,17 +123,18 @@ def findings(job: Job, fault: str | None = None) -> DocumentFindings:
             partial(token_losses, parts.stage, parts.pipeline, mode=TRAINING),
             local_batch(job, parts.mesh, 0),
             end_of_document_id=0,
-            vocab_size=job.shape.vocab_size,
+            shape=job.shape,
             dtype=job.dtype,
             moved=job.dropout == Dropout(),
         )
 
 
 def families_findings(dtype: torch.dtype) -> dict[str, DocumentFindings]:
-    return {name: findings(replace(JOB, shape=shape, dtype=dtype)) for name, shape in FAMILY_SHAPES.items()}
+    shapes = {**FAMILY_SHAPES, **MIXTURE_SHAPES}
+    return {name: findings(replace(JOB, shape=shape, dtype=dtype)) for name, shape in shapes.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_no_family_lets_a_document_see_another(ranks, dtype):
     [found] = ranks.run(families_findings, world_size=1, dtype=dtype)
     assert {name: each.leaks for name, each in found.items() if each.leaks} == {}

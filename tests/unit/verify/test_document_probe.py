@@ -1,6 +1,7 @@
 """The probe's verdict on losses whose rounding hides small contributions of many tokens."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from torch import Tensor
 
 from megalite.parallel.step_batch import StepBatch
 from megalite.verify.document_probe import probe_documents
+from tests.support.tiny import FAMILY_SHAPES
 
 END, VOCABULARY = 0, 50
+SHAPE = replace(FAMILY_SHAPES["llama 3"], vocab_size=VOCABULARY)
 LENGTHS = ((3, 61, 96), (100, 5, 40, 15))
 OWN, OTHER = "does not change with its own document", "changes with another document"
 
@@ -65,7 +68,7 @@ def batch() -> StepBatch:
 def test_in_every_precision(dtype: torch.dtype, sees: Any, leak: str | None) -> None:
     pipeline: Any = Averages(dtype, sees)
     found = probe_documents(
-        pipeline.token_losses, batch(), end_of_document_id=END, vocab_size=VOCABULARY, dtype=dtype
+        pipeline.token_losses, batch(), end_of_document_id=END, shape=SHAPE, dtype=dtype
     )
     assert found.documents == 7
     assert bool(found.leaks) == bool(leak)
