@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megalite.checkpoint.folder import published_checkpoints, published_name, read_manifest
 from megalite.monitor.jsonl import read_metrics
+from megalite.topology.state import WEIGHT
 
 BOUND = 1e-5
 """The largest relative difference of a loss or of a tensor's norm in another layout."""
@@ -99,15 +100,7 @@ def relative(first: float | None, second: float | None) -> float:
 
 def _largest_difference(first: Path, second: Path) -> tuple[float, str]:
     """Return the largest norm of a difference of weights over the norm, and whose it is."""
-    from megalite.checkpoint.manifest import WEIGHT
-    from megalite.checkpoint.reader import CheckpointReader
+    from megalite.verify.checkpoints import compare_checkpoints
 
-    worst = (0.0, "")
-    with CheckpointReader(first) as one, CheckpointReader(second) as other:
-        for name in one.manifest.tensors[WEIGHT]:
-            squares = [0.0, 0.0]
-            for mine, theirs in zip(one.blocks(WEIGHT, name), other.blocks(WEIGHT, name), strict=True):
-                squares[0] += (mine.double() - theirs.double()).square().sum().item()
-                squares[1] += theirs.double().square().sum().item()
-            worst = max(worst, (math.sqrt(squares[0] / max(squares[1], 1e-60)), name))
-    return worst
+    tensors = compare_checkpoints(str(second), str(first)).tensors
+    return max(((each.norm, each.name) for each in tensors if each.state == WEIGHT), default=(0.0, ""))

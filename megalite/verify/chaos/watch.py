@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.checkpoint.folder import named_by
+from megalite.monitor.jsonl import end_of_step
 from megalite.verify.chaos.job import LaunchedJob
 
 _RESTART = re.compile(r"restart \d+ of \d+ in .*, after: (.*)")
@@ -101,6 +102,8 @@ class JobWatch:
             self.processes = []
         elif _LOADED.match(line) and now.loaded_at is None:
             now.loaded_at, now.resumed, self._offset = at, self._resumed_step(), 0
+            with suppress(OSError):
+                self._offset = end_of_step(self._folder / "metrics.jsonl", now.resumed)
         elif now.cause_at is None and _CAUSE.match(line):
             now.cause_at, now.cause = at, line.removeprefix("error: ")
         elif now.cause and line.startswith("  "):
