@@ -121,7 +121,8 @@ def run(arguments: Sequence[str]) -> int:
         ended = attempt_end(result.exit_code, result.text, result.step, run_folder, before)
         return replace(ended, copied=plan.loaded.config.checkpoint.in_memory_every > 0)
 
-    ended = run_with_restarts(attempt, options.restarts, _say)
+    restarts = 0 if _own_restarts(options, plan.backend) else options.restarts
+    ended = run_with_restarts(attempt, restarts, _say)
     report_run(run_folder, plan.loaded.notes, ended.exit_code)
     if ended.cause:
         raise RankFailure(ended.cause, ended.exit_code)
@@ -214,7 +215,7 @@ def _plan(
     job = Job(
         source=available.source,
         hosts=hosts,
-        arguments=("train", str(options.run_file), *overrides),
+        arguments=("train", str(options.run_file), *overrides, *_own_restarts(options, backend)),
         folder=Path.cwd(),
         python=sys.executable,
         exported=named if backend == "local" else travelling(environ, named),
@@ -228,6 +229,11 @@ def _plan(
     plan = _Plan(loaded, available, hosts, idle, backend, programs, job)
     BACKENDS[backend](job, programs)  # raises LaunchError where the backend cannot start this job
     return plan
+
+
+def _own_restarts(options: argparse.Namespace, backend: str) -> list[str]:
+    """Return the flag by which `megalite train` starts its own ranks again, which imports nothing anew."""
+    return [f"--launch.restarts={options.restarts}"] if backend == "local" and options.restarts else []
 
 
 def _plan_lines(plan: _Plan) -> Iterator[str]:

@@ -72,12 +72,14 @@ class LocalStart:
     preload: modules to import before the fork; they must not start CUDA or compute on import. method: "spawn" starts
     each rank as a new Python process without preloading; worker and arguments must then be picklable. hangs: what
     follows when no rank moves; None: nobody watches. say: called with the report of a hang that does not end the job.
+    apart: a single rank gets a process of its own too, which this one outlives.
     """
 
     preload: Sequence[str] = ("torch",)
     method: Literal["fork", "spawn"] = "fork"
     hangs: HangPolicy | None = None
     say: Callable[[str], None] = lambda _: None
+    apart: bool = False
 
 
 def run_local_ranks(
@@ -93,7 +95,7 @@ def run_local_ranks(
     The exit code is 0 if all ranks returned 0, else 75 or 76 as the ranks returned, if no rank failed by itself. After
     SIGTERM or SIGUSR1 to this process, it is 143 if a rank ended without saving. These signals and the first SIGINT are
     passed on to the ranks, which may take their time to save; a second SIGINT kills them. Must be called from the main
-    thread, for signals. A single rank runs in this process, as in `run_rank`.
+    thread, for signals. A single rank runs in this process, as in `run_rank`, unless it is to run apart.
 
     failures: the folder for the reports of failed ranks.
 
@@ -106,7 +108,7 @@ def run_local_ranks(
     folder.clear()
     with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as scratch:
         infos = local_rank_infos(layout.world_size, Path(scratch) / "rendezvous")
-        if layout.world_size == 1:
+        if layout.world_size == 1 and not start.apart:
             with exported_rank(infos[0]):
                 return run_rank(worker, RankEnd(infos[0], layout, failures), arguments=arguments)
         marks = Path(scratch) / "progress"

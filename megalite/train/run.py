@@ -153,7 +153,8 @@ class Trainer:
         prepare_deepspeed(config, None)
         require_kernels(config)
         method: Literal["fork", "spawn"] = "fork"
-        if computed and config.layout.world_size > 1:
+        apart = config.launch.restarts > 0
+        if computed and (apart or config.layout.world_size > 1):
             method = self._start_method(threads)
         preload = ["torch", "megalite.train.rank"]
         if _needs_compiler(config):
@@ -163,7 +164,7 @@ class Trainer:
         callbacks = self._all_callbacks()
         with folder.claimed():
             prepare_inputs(config, folder)
-            start = LocalStart(preload, method, config.hang_policy, complain)
+            start = LocalStart(preload, method, config.hang_policy, complain, apart)
 
             def ranks(started: RunConfig) -> int:
                 job = RankJob(started, threads, callbacks, budget, self.origins)

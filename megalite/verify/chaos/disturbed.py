@@ -44,10 +44,8 @@ class JobCommand:
 
     @property
     def words(self) -> list[str]:
-        # A single rank is the process that would start it again.
-        start = ("train", "--launch.restarts") if self.ranks > 1 else ("launch", "--local", "--restarts")
-        command = [sys.executable, "-m", "megalite", start[0], str(self.run_file), *start[1:], str(_RESTARTS)]
-        return [*command, *self.flags, "--run.folder", str(self.folder)]
+        command = [sys.executable, "-m", "megalite", "train", str(self.run_file), *self.flags]
+        return [*command, "--launch.restarts", str(_RESTARTS), "--run.folder", str(self.folder)]
 
     @property
     def log(self) -> Path:

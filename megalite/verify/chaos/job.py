@@ -17,7 +17,7 @@ _END_SECONDS = 10.0
 
 
 class LaunchedJob:
-    """The processes of `megalite train`, or of `launch` for one rank; the kernel kills them if this process is killed.
+    """The processes of `megalite train`; the kernel kills them if this process is killed.
 
     log: the file to which all lines are appended.
     """
@@ -54,11 +54,7 @@ class LaunchedJob:
 
     def ranks(self) -> list[int]:
         """Return the processes of the ranks in the order of their numbers; empty while there are none."""
-        for process in (self._process.pid, *descendants(self._process.pid)):
-            if arguments_of(process)[1:4] == ["-m", "megalite", "train"]:
-                # A single rank is that process itself.
-                return forked_ranks(process) or [process]
-        return []
+        return forked_ranks(self._process.pid)
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the process that was started, which passes it on."""
