@@ -38,7 +38,7 @@ from megalite.launcher.rank.placement import placement_warning
 from megalite.launcher.rank.slurm import in_shell
 from megalite.planner.experts import exchange_of_a_token
 from megalite.planner.machine import least_memory
-from megalite.train.run_progress import attempt_end, published_step, records_mark
+from megalite.train.run_progress import attempt_end, has_own_state, published_step, records_mark
 
 _HELP = """\
 usage: megalite launch RUN.toml [options] [--section.key value ...] [-- MORE]
@@ -111,14 +111,18 @@ def run(arguments: Sequence[str]) -> int:
 
     run_folder = plan.job.folder / plan.loaded.config.run.folder
     older = published_step(run_folder)
+    step: int | None = None
 
     def attempt(number: int) -> Ended:
-        current = plan if number == 0 else _plan_again(plan, options, overrides, older)
+        nonlocal step
+        kept = number > 0 and has_own_state(plan.loaded.config, run_folder, older, step)
+        current = plan if number == 0 else _plan_again(plan, options, overrides, kept)
         if number == 0 and options.preflight:
             _check_hosts(plan, options)
         before = records_mark(run_folder)
         result = _attempt(current, environ)
         ended = attempt_end(result.exit_code, result.text, result.step, run_folder, before)
+        step = step if ended.step is None else ended.step
         return replace(ended, copied=plan.loaded.config.checkpoint.in_memory_every > 0)
 
     restarts = 0 if _own_restarts(options, plan.backend) else options.restarts
@@ -295,17 +299,14 @@ def _ask(plan: _Plan, options: argparse.Namespace, slots: Mapping[str, int]) -> 
     return preflight(slots, required, transport, options.preflight_seconds)
 
 
-def _plan_again(
-    plan: _Plan, options: argparse.Namespace, overrides: Sequence[str], older: int | None
-) -> _Plan:
+def _plan_again(plan: _Plan, options: argparse.Namespace, overrides: Sequence[str], kept: bool) -> _Plan:
     """Return the plan of a restart: the hosts that are left, their layout, and the checkpoint to resume from.
 
-    older: the newest checkpoint before the first attempt, which checkpoint.resume may pass over. Raises LaunchError if
+    kept: whether it can go on from what the run has kept, which checkpoint.resume may pass over. Raises LaunchError if
     the hosts that are left cannot run the job.
     """
     config, flags = plan.loaded.config, []
-    saved = published_step(plan.job.folder / config.run.folder)
-    if config.checkpoint.resume != "auto" and saved not in (None, older):
+    if config.checkpoint.resume != "auto" and kept:
         flags = ["--checkpoint.resume", "auto"]
     available, ranks = plan.available, config.layout.world_size
     if options.preflight:

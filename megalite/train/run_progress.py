@@ -4,6 +4,7 @@ import logging
 from pathlib import Path
 
 from megalite.checkpoint.folder import find_latest, read_manifest
+from megalite.config.sections.schema import RunConfig
 from megalite.errors import CheckpointError
 from megalite.launcher.hosts.restarts import Ended
 from megalite.monitor.jsonl import newest_records
@@ -30,6 +31,19 @@ def published_step(run_folder: Path) -> int | None:
     except CheckpointError as error:
         logger.warning(str(error))
         return None
+
+
+def has_own_state(config: RunConfig, run_folder: Path, older: int | None, step: int | None) -> bool:
+    """Whether a restart can go on from what this run has kept, which checkpoint.resume may pass over.
+
+    older: the newest checkpoint before the first attempt. step: the last one of all attempts, None: there was none.
+    """
+    published = published_step(run_folder)
+    if published is not None:
+        return published != older
+    # Without a checkpoint "auto" finds the copies in memory, or starts at step 0 as "never" does.
+    checkpoint = config.checkpoint
+    return step is not None and checkpoint.resume == "never" and checkpoint.in_memory_every > 0
 
 
 def records_mark(run_folder: Path) -> int:

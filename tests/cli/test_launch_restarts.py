@@ -6,6 +6,7 @@ from megalite.cli import doctor, launch, main
 from megalite.launcher.hosts.host_report import HostFinding, HostReport
 from megalite.launcher.hosts.preflight import Preflight
 from megalite.launcher.hosts.supervise import Result
+from megalite.train import run_progress
 from tests.cli.test_launch_cli import RUN
 
 LOST = Result(137, "rank 3 on n1 was killed by SIGKILL", 7)
@@ -89,12 +90,24 @@ def test_without_restarts_a_failure_is_told_once(begin, capsys):
 
 def test_a_run_that_began_elsewhere_resumes_from_its_own_checkpoint(begin, monkeypatch):
     attempts = Attempts(LOST, Result(137, "rank 3 again", 9), Result(0))
-    steps = iter((8, 8, 4))  # at first the folder has that of an earlier run
-    monkeypatch.setattr(launch, "published_step", lambda folder: next(steps))
+    for module in (launch, run_progress):  # at first the folder has that of an earlier run
+        monkeypatch.setattr(module, "published_step", lambda folder: 4 if len(attempts.plans) > 1 else 8)
     assert begin(attempts, "--restarts", "3", "--checkpoint.resume", "never", "--no-preflight") == 0
     assert attempts.plans[1].job.arguments[-2:] == ("--checkpoint.resume", "never")
     assert attempts.plans[2].job.arguments[-2:] == ("--checkpoint.resume", "auto")
     assert attempts.plans[2].loaded.config.checkpoint.resume == "auto"
+
+
+def test_on_this_machine_alone_train_itself_restarts_its_ranks(tmp_path, monkeypatch):
+    """It has imported torch, which another start would import again."""
+    (tmp_path / "run.toml").write_text(RUN)
+    monkeypatch.chdir(tmp_path)
+    attempts = Attempts(Result(1))
+    monkeypatch.setattr(launch, "_attempt", attempts.start)
+    flags = ["--local", "--no-preflight", "--restarts", "3"]
+    assert main(["launch", "run.toml", *flags, "--launch.restarts", "1"]) == 1
+    [plan] = attempts.plans
+    assert plan.job.arguments[-3:] == ("--launch.restarts", "1", "--launch.restarts=3")
 
 
 def test_the_preflight_sets_what_travels_but_no_secret(tmp_path, monkeypatch, capsys):

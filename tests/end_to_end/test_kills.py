@@ -93,6 +93,24 @@ def test_ranks_that_start_again_from_copies_in_memory_lose_one_step_at_most(job,
     assert all(each["memory_copy_seconds"] > 0 for each in _records(folder)[int(found[0]) + 2 :])
 
 
+def test_a_rank_alone_that_launch_started_goes_on_from_its_copy_in_memory(tmp_path):
+    """The run began anew and has no checkpoint: checkpoint.resume = "never" does not hide the copy."""
+    job, whole, folder = Job.write(tmp_path, tensor=1, pipeline=1), tmp_path / "whole", tmp_path / "run"
+    flags = ("--training.steps", "100", "--checkpoint.every", "1000", "--checkpoint.in_memory_every", "1")
+    flags += ("--checkpoint.resume", "never")
+    job.run(whole, *flags)
+    process = job.start(folder, *flags, "--local", "--restarts", "1", name="launch")
+    wait_until(lambda: _recorded_steps(folder) >= 4, "the job made no four steps", process=process)
+    [rank] = forked_ranks(descendants(process.pid)[0])
+    os.kill(rank, signal.SIGKILL)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
+    assert "restart 1 of 1 in 1 s, from the beginning or a newer copy in memory, after: rank 0 (" in output
+    assert re.search(r"resumed after step \d+ from the copy in memory", output), output
+    assert curve(folder) == curve(whole)
+    assert tensor_hashes(folder) == tensor_hashes(whole)
+
+
 @pytest.mark.extended
 def test_everything_killed_at_random_moments_and_during_saves(job, undisturbed, tmp_path):
     folder = tmp_path / "run"

@@ -75,15 +75,15 @@ class Job:
         run_file.write_text(RUN_FILE.format(tensor=tensor, pipeline=pipeline, data=data, corpus=corpus))
         return cls(run_file)
 
-    def command(self, run_folder: Path, *flags: str) -> list[str]:
-        return [sys.executable, "-m", "megalite", *self.arguments(run_folder, *flags)]
+    def command(self, run_folder: Path, *flags: str, name: str = "train") -> list[str]:
+        return [sys.executable, "-m", "megalite", name, *self.arguments(run_folder, *flags)[1:]]
 
     def arguments(self, run_folder: Path, *flags: str) -> list[str]:
         return ["train", str(self.run_file), "--run.folder", str(run_folder), *flags]
 
-    def start(self, run_folder: Path, *flags: str) -> "subprocess.Popen[str]":
+    def start(self, run_folder: Path, *flags: str, name: str = "train") -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            self.command(run_folder, *flags),
+            self.command(run_folder, *flags, name=name),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

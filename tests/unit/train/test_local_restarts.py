@@ -3,7 +3,7 @@
 from megalite.config.load import load_run
 from megalite.errors import RankFailure
 from megalite.launcher.hosts import restarts
-from megalite.train import local_restarts
+from megalite.train import local_restarts, run_progress
 from megalite.train.local_restarts import run_again
 
 SETTINGS = {
@@ -19,7 +19,7 @@ SETTINGS = {
 }
 
 
-def run(patch, folder, ends, saved=(), **changes):
+def run(patch, folder, ends, saved=(), *, stepless=False, **changes):
     """Run ranks that end so, one start after another; return the code, what each start resumes and the lines."""
     flags = {**SETTINGS, "run.folder": folder, **changes}
     config, resumed, said = (
@@ -31,7 +31,8 @@ def run(patch, folder, ends, saved=(), **changes):
 
     def ranks(started):
         resumed.append(started.checkpoint.resume)
-        (folder / "metrics.jsonl").write_text(f'{{"step": {len(resumed)}}}\n' * len(resumed))
+        if not stepless:
+            (folder / "metrics.jsonl").write_text(f'{{"step": {len(resumed)}}}\n' * len(resumed))
         end = left.pop(0)
         if isinstance(end, RankFailure):
             raise end
@@ -39,7 +40,8 @@ def run(patch, folder, ends, saved=(), **changes):
 
     again = restarts.run_with_restarts
     patch.setattr(local_restarts, "run_with_restarts", lambda *given: again(*given, lambda _: None))
-    patch.setattr(local_restarts, "published_step", lambda _: 3 if len(resumed) in saved else None)
+    for module in (local_restarts, run_progress):
+        patch.setattr(module, "published_step", lambda _: 3 if len(resumed) in saved else None)
     try:
         return run_again(config, ranks, said.append), resumed, said
     except RankFailure as failure:
@@ -58,6 +60,15 @@ def test_no_restart_goes_on_from_a_checkpoint_that_the_run_passes_over(tmp_path,
     killed = RankFailure("rank 1 was killed", 137)
     code, resumed, _ = run(monkeypatch, tmp_path, [killed, 0], saved=(0, 1, 2))
     assert code == 0 and resumed == ["never", "never"]
+
+
+def test_a_run_that_began_anew_goes_on_from_its_copies_in_memory(tmp_path, monkeypatch):
+    killed = RankFailure("rank 1 was killed", 137)
+    _, resumed, _ = run(monkeypatch, tmp_path, [killed, 0], **{"checkpoint.in_memory_every": 1})
+    assert resumed == ["never", "auto"]
+    anew = {"checkpoint.in_memory_every": 1, "run.folder": tmp_path / "other"}
+    _, resumed, _ = run(monkeypatch, tmp_path, [killed, 0], stepless=True, **anew)
+    assert resumed == ["never", "never"], "copies may be those of an earlier run in this folder"
 
 
 def test_the_last_failure_is_raised_and_wrong_input_at_once(tmp_path, monkeypatch):

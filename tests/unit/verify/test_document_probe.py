@@ -67,9 +67,7 @@ def batch() -> StepBatch:
 )
 def test_in_every_precision(dtype: torch.dtype, sees: Any, leak: str | None) -> None:
     pipeline: Any = Averages(dtype, sees)
-    found = probe_documents(
-        pipeline.token_losses, batch(), end_of_document_id=END, shape=SHAPE, dtype=dtype
-    )
+    found = probe_documents(pipeline.token_losses, batch(), end_of_document_id=END, shape=SHAPE, dtype=dtype)
     assert found.documents == 7
     assert bool(found.leaks) == bool(leak)
     assert any(each.endswith(leak) for each in found.leaks) if leak else True
