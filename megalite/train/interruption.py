@@ -302,25 +302,26 @@ def stop_signals(config: RunConfig, info: RankInfo) -> StopSignals:
         announce if info.rank == 0 else lambda _: None,
         partial(_end_process, config, info),
         grace_seconds=config.launch.grace_seconds,
-        start=_start_of(info),
+        start=_start_of(config, info),
         saves=partial(progress_of_saves, Path(config.run.folder) / "checkpoints"),
     )
 
 
-def _start_of(info: RankInfo) -> RankStart:
+def _start_of(config: RunConfig, info: RankInfo) -> RankStart:
     if info.launcher != "megalite":
         return RankStart.MEETING if meets_others(info) else RankStart.LAUNCHED
-    return RankStart.ALONE if _is_alone(info) else RankStart.LOCAL
+    return RankStart.ALONE if _is_alone(config, info) else RankStart.LOCAL
 
 
-def _is_alone(info: RankInfo) -> bool:
-    return info.launcher == "megalite" and info.world_size == 1
+def _is_alone(config: RunConfig, info: RankInfo) -> bool:
+    """Whether it is the only rank, in the process of the user: one that may start again has its own."""
+    return info.launcher == "megalite" and info.world_size == 1 and not config.launch.restarts
 
 
 def _end_process(config: RunConfig, info: RankInfo, code: int) -> None:
     """End this rank from any thread: its main thread may wait for other ranks for ever."""
     # Ranks that a process of ours started leave the last line to that process.
-    if info.launcher != "megalite" or _is_alone(info):
+    if info.launcher != "megalite" or _is_alone(config, info):
         with suppress(Exception):
             tell_interruption(config, info)
     os._exit(code)

@@ -77,9 +77,11 @@ def test_a_checkpoint_in_flight_is_completed_too(tmp_path):
 
 
 @pytest.mark.extended
-def test_a_save_that_stands_still_is_ended(tmp_path):
-    run = Told(tmp_path, "hangs", "--checkpoint.every", "unset")
+@pytest.mark.parametrize("restarts", [0, 1], ids=["", "in a process of its own"])
+def test_a_save_that_stands_still_is_ended(tmp_path, restarts):
+    run = Told(tmp_path, "hangs", "--checkpoint.every", "unset", "--launch.restarts", str(restarts))
     assert run.code == 143 and run.last is None, run.output
+    assert run.output.count("interrupted:") == 1, run.output
     assert re.search(r"ended without saving a checkpoint: .* 2 s \(launch.grace_seconds\)", run.output)
     assert GRACE_SECONDS <= run.seconds < GRACE_SECONDS + soon(5)
 
