@@ -237,7 +237,9 @@ def _plan(
 
 def _own_restarts(options: argparse.Namespace, backend: str) -> list[str]:
     """Return the flag by which `megalite train` starts its own ranks again, which imports nothing anew."""
-    return [f"--launch.restarts={options.restarts}"] if backend == "local" and options.restarts else []
+    # A rank of another launcher, of which there is one here, starts none.
+    forks = backend == "local" and rank_info() is None
+    return [f"--launch.restarts={options.restarts}"] if forks and options.restarts else []
 
 
 def _plan_lines(plan: _Plan) -> Iterator[str]:

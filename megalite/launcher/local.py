@@ -116,7 +116,8 @@ def run_local_ranks(
         for module in start.preload if start.method == "fork" else ():
             importlib.import_module(module)
         with _orphans_adopted(), JobSignals() as signals:
-            watch = None if start.hangs is None else LocalHangs(start.hangs, layout, marks)
+            alone = layout.world_size == 1  # no other rank waits for it
+            watch = None if start.hangs is None or alone else LocalHangs(start.hangs, layout, marks)
             job = _LocalJob(infos, folder, signals, marks, watch)
             job.say = start.say
             try:

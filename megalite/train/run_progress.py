@@ -43,7 +43,10 @@ def has_own_state(config: RunConfig, run_folder: Path, older: int | None, step: 
         return published != older
     # Without a checkpoint "auto" finds the copies in memory, or starts at step 0 as "never" does.
     checkpoint = config.checkpoint
-    return step is not None and checkpoint.resume == "never" and checkpoint.in_memory_every > 0
+    seen = (
+        step is not None and records_mark(run_folder) > 0
+    )  # else another host may have another run's checkpoint
+    return seen and checkpoint.resume == "never" and checkpoint.in_memory_every > 0
 
 
 def records_mark(run_folder: Path) -> int:

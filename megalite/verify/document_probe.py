@@ -3,7 +3,7 @@
 First the tokens of every second document change, except its last, the end-of-document token. The losses of the other
 documents must not change by a bit, on any attention path; the loss at the end-of-document token must change. An expert
 multiplies the tokens of all documents at once, so that losses of a mixture may change by rounding: as much as earlier
-tokens' losses do when all later tokens of the micro batch change. Then every second token of each document changes: at
+tokens' losses do when the second half of each row changes. Then every second token of each document changes: at
 least one loss at the unchanged tokens of the document must change. Only tokens near the start of a document are
 checked, because rounding hides small contributions in long documents. Finally the first document of each row moves to
 the row's end: all losses must stay the same up to rounding, else positions count from the row's start. The probe finds
@@ -103,9 +103,9 @@ def probe_documents(
         losses = token_losses(replace(everything, input_ids=ids))
         if base is not None and losses is not None:
             difference = (base - losses).abs()
-            told, leaked = difference > noise, difference > allowed
+            told = difference > allowed
             touched = _anywhere(chosen, documents)
-            leaks += _told(leaked & ~touched & counted, micro_batch, "changes with another document")
+            leaks += _told(told & ~touched & counted, micro_batch, "changes with another document")
             # These tokens did not change, but earlier tokens of their document did.
             asked = touched & ~chosen & audible & (positions > 0)
             deaf = asked & ~_anywhere(asked & told, documents)
@@ -168,8 +168,9 @@ def _others(ids: Tensor, end_of_document_id: int, vocab_size: int) -> Tensor:
 
 
 def _second_half(ids: Tensor) -> Tensor:
-    """Return which tokens [b, S] are in the second half of the micro batch: no token before them sees them."""
-    return (torch.arange(ids.numel(), device=ids.device) >= ids.numel() // 2).view_as(ids)
+    """Return which tokens [b, S] are in the second half of their row: no token of the first half sees them."""
+    length = ids.shape[1]
+    return (torch.arange(length, device=ids.device) >= length // 2).expand_as(ids)
 
 
 def _anywhere(marked: Tensor, documents: Tensor) -> Tensor:
