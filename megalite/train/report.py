@@ -88,7 +88,9 @@ class RunReporter:
             after_step = trainer.state.step or -1  # a validation at the start stands at step 0
             reported = ReportedRun(metrics_file.parent, trainer.config, after_step)
             self._sinks = RunSinks(reported, metrics_file, self.warn)
-            self._epoch_loss = EpochLoss(newest_records(metrics_file))
+            # A run of steps ends no epoch, and its records may be many.
+            of_steps = bool(trainer.config.training.steps)
+            self._epoch_loss = EpochLoss(() if of_steps else newest_records(metrics_file))
             count = ParameterCount.of(trainer.shape)
             facts = (count.total, count.trained, count.total - count.trained, self._total_steps)
             self._unrecorded = dict(zip(AT_THE_START, facts, strict=True))
