@@ -43,7 +43,9 @@ class Equality:
 
 def curve(run_folder: Path) -> list[tuple[float, ...]]:
     """Return what must not depend on kills or launchers: step, loss, norm, learning rate and tokens of every step."""
-    return [tuple(record[key] for key in _CURVE) for record in read_metrics(run_folder / "metrics.jsonl")]
+    records = read_metrics(run_folder / "metrics.jsonl")
+    # A validation before the first step has a record of its own, without a step's loss.
+    return [tuple(record[key] for key in _CURVE) for record in records if "loss" in record]
 
 
 def tensor_hashes(checkpoint: Path) -> dict[tuple[str, ...], str]:
@@ -102,5 +104,9 @@ def _largest_difference(first: Path, second: Path) -> tuple[float, str]:
     """Return the largest norm of a difference of weights over the norm, and whose it is."""
     from megalite.verify.checkpoints import compare_checkpoints
 
-    tensors = compare_checkpoints(str(second), str(first)).tensors
-    return max(((each.norm, each.name) for each in tensors if each.state == WEIGHT), default=(0.0, ""))
+    compared = compare_checkpoints(str(second), str(first))
+    lone, weight = [*compared.only["A"], *compared.only["B"]], f"{WEIGHT} of "
+    # A weight that one of them lacks is infinitely far away.
+    lacking = [(math.inf, name.removeprefix(weight)) for name in lone if name.startswith(weight)]
+    differing = [(each.norm, each.name) for each in compared.tensors if each.state == WEIGHT]
+    return max(lacking + differing, default=(0.0, ""))

@@ -222,6 +222,10 @@ def test_another_loss_or_a_step_twice_is_not_equal(tmp_path: Path) -> None:
     assert not compare(near, calm, None, bitwise=False).different
     assert "step 2" in compare(write("far", 5.0, 4.1), calm, None, bitwise=False).different
     assert "lacks a step" in compare(write("gap", 5.0, 4.0, first=2), calm, None, bitwise=False).different
+    before = write("validated before", 5.0, 4.0)
+    records = (before / "metrics.jsonl").read_text()
+    (before / "metrics.jsonl").write_text('{"step": 0, "validation_loss": 6.0}\n' + records)
+    assert compare(before, calm, None, bitwise=True).steps == 2
     assert relative(None, None) == 0 and relative(1.0, None) == float("inf")
     assert step_to_compare(calm, 3) is None
     assert (

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from megalite.checkpoint.folder import find_latest
 from megalite.checkpoint.regions import index_in
 from megalite.checkpoint.tensor_file import DTYPES
 from megalite.checkpoint.weights import BLOCK_ELEMENTS, WeightReader
@@ -27,6 +28,7 @@ from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
 from megalite.topology.sharding import TensorSlice
 from megalite.topology.state import MASTER, WEIGHT, state_tensors
+from megalite.verify.chaos.equality import compare
 from megalite.verify.checkpoints import CheckpointComparison, compare_checkpoints
 from tests.support.adapters import adapter_run, peft_folder
 from tests.support.engine_folders import EngineFolder, random_states
@@ -262,6 +264,15 @@ def test_states_and_tensors_of_one_side_are_named(tmp_path: Path, sound: Path) -
     result = compared(alone, written(tmp_path / "tied", content, tied))
     assert result.only == {"A": ["weight of lm_head.weight"], "B": []}
     assert [each.name for each in result.scalars] == ["model.tie_word_embeddings"]
+
+
+def test_a_disturbed_run_without_a_weight_is_not_equal(tmp_path: Path, sound: Path) -> None:
+    tied = replace(SHAPE, tie_word_embeddings=True)
+    disturbed = written(tmp_path / "tied", random_content(tied, (WEIGHT,)), tied)
+    for folder in (disturbed, sound):
+        (folder / "metrics.jsonl").touch()
+    result = compare(disturbed, sound, find_latest(sound / "checkpoints"), bitwise=False)
+    assert "lm_head.weight after step 3: inf" in result.different
 
 
 def test_different_models_get_one_message(tmp_path: Path, sound: Path) -> None:
