@@ -123,10 +123,12 @@ def run(arguments: Sequence[str]) -> int:
         result = _attempt(current, environ)
         ended = attempt_end(result.exit_code, result.text, result.step, run_folder, before)
         step = step if ended.step is None else ended.step
-        return replace(ended, copied=plan.loaded.config.checkpoint.in_memory_every > 0)
+        copied = plan.loaded.config.checkpoint.in_memory_every > 0
+        # Without a cause of ours, megalite train has told its own, after its restarts; killed, it could start nothing.
+        restarted = bool(_own_restarts(options, plan.backend)) and not result.text
+        return replace(ended, copied=copied, restarted=restarted)
 
-    restarts = 0 if _own_restarts(options, plan.backend) else options.restarts
-    ended = run_with_restarts(attempt, restarts, _say)
+    ended = run_with_restarts(attempt, options.restarts, _say)
     report_run(run_folder, plan.loaded.notes, ended.exit_code)
     if ended.cause:
         raise RankFailure(ended.cause, ended.exit_code)

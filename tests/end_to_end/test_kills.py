@@ -101,11 +101,21 @@ def test_a_rank_alone_that_launch_started_goes_on_from_its_copy_in_memory(tmp_pa
     job.run(whole, *flags)
     process = job.start(folder, *flags, "--local", "--restarts", "1", name="launch")
     wait_until(lambda: _recorded_steps(folder) >= 4, "the job made no four steps", process=process)
-    [rank] = forked_ranks(descendants(process.pid)[0])
+    train = descendants(process.pid)[0]
+    [rank] = forked_ranks(train)
     os.kill(rank, signal.SIGKILL)
+    wait_until(
+        lambda: forked_ranks(train) not in ([], [rank]), "the rank does not start again", process=process
+    )
+    steps = _recorded_steps(folder)
+    wait_until(lambda: _recorded_steps(folder) > steps, "the second start makes no step", process=process)
+    # What forks the ranks is killed too: megalite launch starts it again.
+    os.kill(train, signal.SIGKILL)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output
-    assert "restart 1 of 1 in 1 s, from the beginning or a newer copy in memory, after: rank 0 (" in output
+    for cause in ("rank 0 (", "local: megalite train was killed by signal 9 (SIGKILL)"):
+        again = f"restart 1 of 1 in 1 s, from the beginning or a newer copy in memory, after: {cause}"
+        assert again in output, output
     assert re.search(r"resumed after step \d+ from the copy in memory", output), output
     assert curve(folder) == curve(whole)
     assert tensor_hashes(folder) == tensor_hashes(whole)
