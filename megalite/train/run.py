@@ -252,9 +252,15 @@ class Trainer:
         elif not (wrong := _why_not_spawned(self.callbacks)):
             return "spawn"
         script = Path(sys.argv[0]).name or "script.py"
+        if ranks == 1:
+            asked, remedy = "launch.restarts asks for a process of its own", "set launch.restarts = 0"
+        else:
+            asked, remedy = (
+                f"the run asks for {ranks} ranks",
+                f"use torchrun --nproc-per-node {ranks} {script}",
+            )
         raise LaunchError(
-            f"the run asks for {ranks} ranks, which cannot be started from here: {wrong}; "
-            f"use torchrun --nproc-per-node {ranks} {script}, or train before anything is computed"
+            f"{asked}, which cannot be started from here: {wrong}; {remedy}, or train before anything is computed"
         )
 
 

@@ -303,7 +303,7 @@ def _describe_exit(exit_code: int) -> str:
     if exit_code == 128 + signal.SIGINT:
         return "was interrupted (SIGINT)"
     if exit_code >= 0:
-        return f"ended with exit code {exit_code} and left no report; what it printed is above"
+        return f"ended with exit code {exit_code} and left no report; see what it printed"
     named = {int(number): number for number in signal.Signals}.get(-exit_code)
     if named is None:
         return f"was killed by signal {-exit_code}"

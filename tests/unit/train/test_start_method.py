@@ -78,6 +78,10 @@ def test_callbacks_that_a_new_process_cannot_have_are_refused() -> None:
             LaunchError, match=r"callback Unsendable cannot be sent.*torchrun --nproc-per-node 2"
         ):
             trainer_of(2, Unsendable())._start_method(1)
+        with pytest.raises(
+            LaunchError, match=r"launch\.restarts asks for .*Unsendable.*; set launch\.restarts = 0"
+        ):
+            trainer_of(1, Unsendable())._start_method(1)
 
 
 def test_a_rank_that_meets_the_call_while_it_imports_the_script_says_so() -> None:

@@ -204,7 +204,7 @@ def test_a_folder_that_cannot_be_written_does_not_hide_the_failure(tmp_path, inf
         (-15, "was killed by signal 15 (SIGTERM)"),
         (-40, "was killed by signal 40"),
         (130, "was interrupted (SIGINT)"),
-        (3, "ended with exit code 3 and left no report; what it printed is above"),
+        (3, "ended with exit code 3 and left no report; see what it printed"),
     ],
 )
 def test_a_rank_that_ended_without_a_word_is_described(folder, info, exit_code, words):
