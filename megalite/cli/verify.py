@@ -18,7 +18,7 @@ from megalite.launcher.rank.detect import rank_info
 from megalite.verify.certificate import Certificate, require_place
 from megalite.verify.from_folder import verify_folder
 from megalite.verify.matrix import MatrixCertificate, verify_matrix
-from megalite.verify.run import VerifyRequest, verify
+from megalite.verify.run import VerifyRequest, ended_by_term, verify
 
 _SHORT = ("--steps", "--precision")
 _MODES = {"checkpoint": "--checkpoint", "folder": "--from"}
@@ -49,6 +49,11 @@ def run(arguments: Sequence[str]) -> int:
             raise ConfigError([Problem(str(beside), "stands beside --checkpoint", remedy)], COMMAND_LINE)
         return run_checkpoints(options)
     _refuse_launcher()
+    with ended_by_term():
+        return _verified(options, flags)
+
+
+def _verified(options: Namespace, flags: Sequence[str]) -> int:
     if options.folder is not None:
         output = options.output or Path(f"{Path(options.folder).resolve().name}.verify.json")
         require_place(output)

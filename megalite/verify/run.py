@@ -5,9 +5,10 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from io import StringIO
 from multiprocessing import active_children, get_context
@@ -159,16 +160,25 @@ def train_ranks(worker: Worker, scratch: Path, job: Any, start: LocalStart) -> N
         raise KeyboardInterrupt
 
 
+@contextmanager
+def ended_by_term() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt in the `with` block, as Ctrl-C does, so that scratch folders are removed."""
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def apart(work: Callable[..., T], *arguments: Any) -> T:
     """Return `work(*arguments)`, computed in a forked process: this one stays free to fork ranks.
 
-    It ends with this process. SIGTERM counts as Ctrl-C, so that scratch folders are removed. Raises KeyboardInterrupt,
-    MegaliteError as `work` does, RankFailure where the process dies.
+    It ends with this process. Raises KeyboardInterrupt, also after SIGTERM, MegaliteError as `work` does, RankFailure
+    where the process dies.
     """
-    before = signal.signal(signal.SIGTERM, _leave)
     own: dict[str, Any] = {"initializer": die_with_parent, "initargs": (os.getpid(),)}
     try:
-        with ProcessPoolExecutor(1, mp_context=get_context("fork"), **own) as process:
+        with ended_by_term(), ProcessPoolExecutor(1, mp_context=get_context("fork"), **own) as process:
             try:
                 result, refused = process.submit(_guarded, work, *arguments).result()
             except KeyboardInterrupt:
@@ -178,8 +188,6 @@ def apart(work: Callable[..., T], *arguments: Any) -> T:
                 raise
     except BrokenProcessPool as error:
         raise RankFailure("a process of the verification died, perhaps for want of memory") from error
-    finally:
-        signal.signal(signal.SIGTERM, before)
     if refused is None:
         return result
     message, problems, exit_code = refused

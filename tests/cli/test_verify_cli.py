@@ -1,6 +1,9 @@
 """megalite verify: a sound layout has a certificate, a planted fault is named, and wrong input is refused at once."""
 
 import json
+import os
+import signal
+import tempfile
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from megalite.cli import main
 from megalite.config.load import load_config
 from megalite.launcher.rank.detect import RankInfo
 from megalite.verify.record import RecordJob, record_rank
-from megalite.verify.run import verify
+from megalite.verify.run import Verifier, verify
 from tests.support.documents import documented
 from tests.support.jobs import Job, training_here
 from tests.support.mutations import planted_fault
@@ -78,3 +81,15 @@ def test_wrong_input_is_refused_before_anything_starts(
     except SystemExit as left:
         code = left.code
     assert code == 2 and key in capsys.readouterr().err
+
+
+def test_sigterm_leaves_no_scratch_folder_wherever_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    run_file = Job.write(tmp_path).run_file
+    # As where the command itself imports torch, and nothing runs for it.
+    monkeypatch.setattr(Verifier, "certified", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(["verify", str(run_file)]) == 130
+    assert not list((tmp_path / "scratch").iterdir())
