@@ -157,20 +157,23 @@ def test_the_same_command_again_has_nothing_left_to_do(job, undisturbed):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "number", "code"),
+    ("ranks", "restarts", "number", "code"),
     [
-        pytest.param(1, signal.SIGTERM, 75, marks=pytest.mark.slow),  # two ranks do what one does
-        (2, signal.SIGTERM, 75),
-        (2, signal.SIGUSR1, 75),
-        pytest.param(1, signal.SIGINT, 130, marks=pytest.mark.slow),
-        (2, signal.SIGINT, 130),
+        pytest.param(1, 0, signal.SIGTERM, 75, marks=pytest.mark.slow),  # two ranks do what one does
+        (2, 0, signal.SIGTERM, 75),
+        (2, 0, signal.SIGUSR1, 75),
+        pytest.param(1, 0, signal.SIGINT, 130, marks=pytest.mark.slow),
+        (2, 0, signal.SIGINT, 130),
+        # In a process of its own, too, the rank is told once, and its end is no failure to start again after.
+        (1, 1, signal.SIGTERM, 75),
+        (1, 1, signal.SIGINT, 130),
     ],
 )
 @pytest.mark.extended
-def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, number, code):
+def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, restarts, number, code):
     job = Job.write(tmp_path, tensor=ranks, pipeline=1)
     folder = tmp_path / "run"
-    process = job.start(folder, "--training.steps", "100000")
+    process = job.start(folder, "--training.steps", "100000", "--launch.restarts", str(restarts))
     wait_until(
         lambda: (folder / "checkpoints" / "step-000006" / "manifest.json").exists(),
         "no checkpoint of step 6",
