@@ -25,7 +25,7 @@ from megalite.monitor.preparation import PreparationConsole
 from megalite.train.run import prepare_deepspeed, require_kernels
 from megalite.verify.certificate import Certificate
 from megalite.verify.drawn_text import with_drawn_text
-from megalite.verify.shrink import Shrunk, alone, shrunk
+from megalite.verify.shrink import Shrunk, alone, shrunk, with_every_expert
 
 T = TypeVar("T")
 _NARROW = ("bf16", "fp16")
@@ -96,6 +96,9 @@ class Verifier:
         from megalite.verify.verdict import Recordings, judged
 
         precision = self._precision(config)
+        narrow = precision in _NARROW
+        if narrow:
+            small = with_every_expert(small)
         trained = self._trained(small.config.in_precision(precision))
         prepare_deepspeed(trained, None)
         require_kernels(trained)
@@ -116,7 +119,6 @@ class Verifier:
                 job,
                 LocalStart(preload, hangs=config.hang_policy, say=self._say),
             )
-        narrow = precision in _NARROW
         one = self._one_process(alone(trained, micro_batches=narrow), job)
         exact = self._one_process(alone(trained).in_precision("fp64"), job) if narrow else None
         self._say("comparing")

@@ -38,7 +38,24 @@ def shrunk(config: RunConfig, *, full_size: bool = False) -> Shrunk:
 
     full_size: only the optimizer's epsilon changes.
     """
-    values = dict(_smooth(config) if full_size else [*_changes(config), *_smooth(config)])
+    return _changed(config, dict(_smooth(config) if full_size else [*_changes(config), *_smooth(config)]))
+
+
+def with_every_expert(small: Shrunk) -> Shrunk:
+    """Return a run of bf16 or fp16 whose tokens go to all experts; one without experts as it is.
+
+    Rounding decides which experts are the best for a token whose best ones are close, and another expert has another
+    gradient: no two runs in these types agree.
+    """
+    model = small.config.model
+    if not model.num_experts:
+        return small
+    values = {"num_experts_per_tok": model.num_experts, "topk_group": model.n_group}
+    every = _changed(small.config, {f"model.{name}": value for name, value in values.items()})
+    return Shrunk(every.config, small.changes + every.changes)
+
+
+def _changed(config: RunConfig, values: Mapping[str, Any]) -> Shrunk:
     changed = config.model_dump()
     lines = []
     for key, value in values.items():

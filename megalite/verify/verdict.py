@@ -12,12 +12,13 @@ from megalite.topology.adapter import Lora
 from megalite.train.step.precision import DTYPES
 from megalite.verify.certificate import Certificate, config_sha256, worst_of
 from megalite.verify.compare import Comparer
-from megalite.verify.findings import INITIAL, ORDER, STATE, SUMMED, LayoutComparison
+from megalite.verify.findings import INITIAL, ORDER, STATE, SUMMED, UPDATED, LayoutComparison
 from megalite.verify.measure import NARROW_FLOOR, layout_bound, narrow_bound
 from megalite.verify.record import EndRecord, RecordJob, StepRecord
 
-# In bf16 and fp16 fused operators and sums over ranks round more than the one process: 4 times its error was seen.
-_OTHER_ROUNDING = 2
+# In bf16 and fp16 fused operators and sums over ranks round more than the one process: 6.2 times its error was seen, in
+# gradients whose terms cancel (norms of keys).
+_OTHER_ROUNDING = 4
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,9 @@ def _compared(recordings: Recordings) -> tuple[LayoutComparison, dict[str, float
         for quantity, worst in own.worst.items():
             key = STATE if quantity.startswith(STATE) else quantity
             errors[key] = max(errors[key], worst.error)
+        # Moments are made of gradients, and so are weights that began at zero.
+        for key, of in ((STATE, SUMMED), (UPDATED, STATE)):
+            errors[key] = max(errors[key], errors[of])
         bounds = {
             quantity: narrow_bound(precision, _OTHER_ROUNDING * error) for quantity, error in errors.items()
         }

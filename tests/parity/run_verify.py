@@ -59,6 +59,16 @@ CASES: Mapping[str, Case] = {
     "llama, bf16": Case(
         "llama 3", settings={"training.precision": "bf16"}, request=VerifyRequest(precision="run")
     ),
+    "mixtral, bf16": Case(
+        "mixtral",
+        settings={**BALANCED, "training.precision": "bf16"},
+        request=VerifyRequest(precision="run"),
+    ),
+    "gemma3, documents, bf16": Case(
+        "gemma3",
+        settings={**DOCUMENTS, "training.precision": "bf16"},
+        request=VerifyRequest(precision="run"),
+    ),
     "phi3, LoRA with dropout": Case("phi3", settings=LORA),
     "mistral, DoRA": Case("mistral", settings=DORA),
     "olmo2, instructions, smoothed": Case(

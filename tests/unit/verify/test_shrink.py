@@ -7,7 +7,7 @@ import pytest
 from megalite.config.flags import as_flags
 from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
-from megalite.verify.shrink import alone, shrunk
+from megalite.verify.shrink import alone, shrunk, with_every_expert
 
 BASE: dict[str, Any] = {
     "model": {"preset": "llama-3.1-8b"},
@@ -61,6 +61,23 @@ def test_chunks_stay_uneven_and_every_kind_of_layer_is_left(
     shape, full = after.shape(300), config(model=model, parallel=parallel).shape(300)
     kinds = {full.window_of(layer) is None for layer in range(full.num_hidden_layers)}
     assert {shape.window_of(layer) is None for layer in range(shape.num_hidden_layers)} == kinds
+
+
+def test_rounding_chooses_no_expert_in_narrow_types() -> None:
+    dense = shrunk(config())
+    assert with_every_expert(dense) is dense
+    for preset, groups in (("mixtral-8x7b", 1), ("deepseek-v3", 8)):
+        small = shrunk(config(model={"preset": preset}))
+        every = with_every_expert(small)
+        model = every.config.model
+        assert model.num_experts_per_tok == model.num_experts == small.config.model.num_experts > 1
+        assert model.topk_group == model.n_group == groups
+        added = every.changes[len(small.changes) :]
+        assert every.changes[: len(small.changes)] == small.changes
+        assert (
+            added[0]
+            == f"model.num_experts_per_tok: {small.config.model.num_experts_per_tok} -> {model.num_experts}"
+        )
 
 
 def test_zero_3_still_cuts_the_small_weights() -> None:
