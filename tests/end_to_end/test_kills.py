@@ -109,7 +109,7 @@ def test_a_rank_alone_that_launch_started_goes_on_from_its_copy_in_memory(tmp_pa
     )
     steps = _recorded_steps(folder)
     wait_until(lambda: _recorded_steps(folder) > steps, "the second start makes no step", process=process)
-    # What forks the ranks is killed too: megalite launch starts it again.
+    # The process that forks ranks is killed too: megalite launch starts it again.
     os.kill(train, signal.SIGKILL)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, output
