@@ -55,16 +55,17 @@ class Comparer:
         one: Callable[[int], StepRecord],
         ranks: int,
         bounds: Mapping[str, float],
-        eps: float,
+        dtype: torch.dtype,
         *,
         signs: bool = False,
     ):
-        """eps: of the number type of the run, for units in the last place.
+        """dtype: the number type of the run.
 
         signs: updates have full size where a gradient is rounding noise, as Lion's.
         """
         self._signs = signs
-        self._read, self._one, self._ranks, self._bounds, self._eps = read, one, ranks, bounds, eps
+        self._read, self._one, self._ranks, self._bounds = read, one, ranks, bounds
+        self._numbers_of = torch.finfo(dtype)
         self.result = LayoutComparison()
 
     def compare(self, steps: int) -> LayoutComparison:
@@ -135,10 +136,13 @@ class Comparer:
     ) -> dict[str, Tensor]:
         """Return what the error of each value is measured by: the magnitude of its tensor.
 
+        That of weights is at least the smallest normal number: below it the steps of fp16 grow no finer.
         Where updates are signs, that of updated weights is more by twice the learning rate, times the ratio of the
         largest gradient to its own: an update is known as well as its own gradient.
         """
         by = magnitudes(expected)
+        if quantity in (INITIAL, UPDATED):
+            by = {name: max(size, self._numbers_of.tiny) if size else size for name, size in by.items()}
         scales = {
             name: torch.tensor(by[name], dtype=torch.float64).expand(each.shape)
             for name, each in expected.items()
@@ -169,7 +173,7 @@ class Comparer:
         for rank, own in whole:
             for piece in own:
                 ranks = piece.copies if quantity == OWN else (rank,)
-                for name, finding in _findings(ranks, piece, expected, scales, seen, self._eps):
+                for name, finding in _findings(ranks, piece, expected, scales, seen, self._numbers_of.eps):
                     found[name].append(finding)
         backwards = quantity in (OWN, SUMMED)
         for name in reversed([*expected]) if backwards else expected:

@@ -164,8 +164,7 @@ def _judged(ours: "RecordJob", theirs: "RecordJob", logits: float) -> Certificat
     def read_theirs(step: int) -> StepRecord:
         return StepRecord.read(theirs.step_file(0, step))
 
-    eps = torch.finfo(torch.float32).eps
-    comparison = Comparer(read, read_theirs, layout.world_size, bounds, eps).compare(1)
+    comparison = Comparer(read, read_theirs, layout.world_size, bounds, torch.float32).compare(1)
     comparison.worst["logits"] = Worst(logits, FLOAT32_RTOL, "logits", 1, 1)
     same_weights = all(each.step for each in comparison.departures)
     if same_weights and not logits <= FLOAT32_RTOL:

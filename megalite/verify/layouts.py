@@ -45,7 +45,7 @@ class LegalLayout:
 
 @dataclass(frozen=True)
 class UnusableLayout:
-    """A layout that a rule refuses, with the first problem."""
+    """A layout that a rule, or this machine, refuses, with the first problem."""
 
     name: str
     problem: Problem

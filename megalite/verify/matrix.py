@@ -13,7 +13,7 @@ from typing import Any
 
 from megalite.config.rules.every import layout_problems
 from megalite.config.sections.schema import RunConfig
-from megalite.errors import MegaliteError, Problem, counted
+from megalite.errors import ConfigError, MegaliteError, Problem, counted
 from megalite.launcher.local import Worker
 from megalite.planner.search import checked_run
 from megalite.topology.sharding import divisors
@@ -152,7 +152,13 @@ def verify_matrix(
                     refused.append(UnusableLayout(layout.name, problem))
                     todo.pop(0)
                     continue
-                verdict, certificate = _verdict(verifier, layout, Shrunk(config, small.changes), worker)
+                try:
+                    verdict, certificate = _verdict(verifier, layout, Shrunk(config, small.changes), worker)
+                except ConfigError as error:
+                    # Not on this machine, as DeepSpeed in fp16 without a GPU.
+                    refused.append(UnusableLayout(layout.name, error.problems[0]))
+                    todo.pop(0)
+                    continue
                 verdicts.append(replace(verdict, flags=[*flags, *shortest_flags(path, flags, layout)]))
                 certificates += [] if certificate is None else [certificate]
                 todo.pop(0)
@@ -185,6 +191,8 @@ def _verdict(
     verdict = LayoutVerdict(layout.name, layout.config.layout.world_size)
     try:
         certificate = verifier.certified(layout.config, small, worker)
+    except ConfigError:
+        raise
     except MegaliteError as failure:
         # The report that is named is gone with the folder of this verification.
         text = "\n".join(line for line in str(failure).splitlines() if "full report: " not in line)

@@ -69,7 +69,7 @@ def judged(config: RunConfig, recordings: Recordings, changes: Sequence[str], fu
 def _compared(recordings: Recordings) -> tuple[LayoutComparison, dict[str, float]]:
     config, steps = recordings.layout.config, recordings.steps
     precision = config.training.precision
-    eps = torch.finfo(DTYPES[precision]).eps
+    dtype = DTYPES[precision]
     one = partial(_read, recordings.one, 0)
     if recordings.exact is None:
         bounds = dict.fromkeys(ORDER, layout_bound(precision, config.zero_stage))
@@ -78,7 +78,9 @@ def _compared(recordings: Recordings) -> tuple[LayoutComparison, dict[str, float
             bounds[INITIAL] = 0.0
     else:
         exact = partial(_read, recordings.exact, 0)
-        own = Comparer(lambda rank, step: one(step), exact, 1, dict.fromkeys(ORDER, inf), eps).compare(steps)
+        own = Comparer(lambda rank, step: one(step), exact, 1, dict.fromkeys(ORDER, inf), dtype).compare(
+            steps
+        )
         errors = dict.fromkeys(ORDER, 0.0)
         for quantity, worst in own.worst.items():
             key = STATE if quantity.startswith(STATE) else quantity
@@ -94,7 +96,7 @@ def _compared(recordings: Recordings) -> tuple[LayoutComparison, dict[str, float
     # Others are linear in the gradient, or have their epsilon raised (shrink.py).
     signs = config.optimizer.name in ("lion", "adafactor")
     read, ranks = partial(_read, recordings.layout), config.layout.world_size
-    comparer = Comparer(read, one, ranks, bounds, eps, signs=signs)
+    comparer = Comparer(read, one, ranks, bounds, dtype, signs=signs)
     return comparer.compare(steps), bounds
 
 

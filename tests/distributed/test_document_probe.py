@@ -149,11 +149,12 @@ def test_no_family_lets_a_document_see_another(ranks, dtype):
         {"layout": Layout(tensor=2), "sequence_parallel": True},
         {"layout": Layout(pipeline=2), "schedule": "zbv", "chunks_per_stage": 2},
         {"layout": Layout(data=2), "zero_stage": 3, "dtype": torch.float32},
+        {"layout": Layout(data=2, expert=2), "micro_batch_size": 2, "shape": MIXTURE_SHAPES["deepseek_v3"]},
     ],
     ids=str,
 )
 def test_no_path_and_no_layout_lets_a_document_see_another(ranks, changes):
-    job = replace(JOB, micro_batch_size=4, **changes)
+    job = replace(JOB, **{"micro_batch_size": 4, **changes})
     for found in ranks.run(findings, world_size=job.layout.world_size, job=job):
         assert found.leaks == () and found.documents > 4
 

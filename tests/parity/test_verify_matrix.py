@@ -53,6 +53,18 @@ def test_it_goes_on_after_layouts_that_depart_or_die(process):
     assert "this rank dies" in failed["data 2, ZeRO 1"]
 
 
+def test_a_layout_that_this_machine_cannot_train_is_refused(process):
+    """DeepSpeed has no fp16 on a CPU; Gemma's weights begin at zero, and fp16 rounds their first values coarsely."""
+    narrow = {**FEW, "model.family": "gemma3_text", "training.precision": "fp16"}
+    certificate, _ = process.submit(verified_matrix, narrow, 2, precision="run").result()
+    zero = [name for name in LAYOUTS if "ZeRO" in name]
+    assert zero and [row.layout for row in certificate.layouts] == [
+        each for each in LAYOUTS if each not in zero
+    ]
+    assert certificate.holds, [*certificate.lines()]
+    assert certificate.refused["training.precision"]["layouts"] == len(zero)
+
+
 def test_ctrl_c_leaves_what_was_done(process):
     certificate, lines = process.submit(verified_matrix, FEW, 2, stopped_after=2).result()
     assert (

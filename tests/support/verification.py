@@ -92,6 +92,7 @@ def verified_matrix(
     *,
     dying: str = "",
     stopped_after: int = 0,
+    precision: Literal["float64", "run"] = "float64",
 ) -> tuple[Any, list[str]]:
     """Verify all layouts of a run; return the certificate and the lines that were said.
 
@@ -109,4 +110,5 @@ def verified_matrix(
             raise KeyboardInterrupt
 
     worker = partial(_record_with_fault, fault=fault, dying=dying)
-    return verify_matrix(None, flags_of(settings), ranks, VerifyRequest(), worker=worker, say=say), lines
+    request = VerifyRequest(precision=precision)
+    return verify_matrix(None, flags_of(settings), ranks, request, worker=worker, say=say), lines

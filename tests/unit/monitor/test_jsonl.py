@@ -61,14 +61,12 @@ def test_records_are_read_from_the_end_whatever_a_block_cuts(tmp_path: Path, mon
     assert path.read_bytes() == b"" and next(newest_records(path), None) is None
 
 
-def test_the_newest_record_costs_a_block_however_long_the_run(tmp_path: Path, monkeypatch) -> None:
+def test_the_newest_record_costs_a_block_however_long_the_run(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 100_000)))
-    read = []
-    loads = json.loads
-    monkeypatch.setattr(json, "loads", lambda line: read.append(line) or loads(line))
-    assert next(newest_records(path)) == {"step": 99_999}
-    assert len(read) == 1
+    with path.open("wb") as file:
+        file.seek(1 << 36)  # more than any memory here, and no room on the disk
+        file.write(b'\n{"step": 7}\n')
+    assert next(newest_records(path)) == {"step": 7}
 
 
 def test_a_damaged_line_hides_no_record_after_it(tmp_path: Path) -> None:

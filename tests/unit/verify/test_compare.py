@@ -63,7 +63,7 @@ def compared(rank: int, change: object) -> LayoutComparison:
         record = halves(each, step)
         return change(record) if each == rank and step == 1 else record  # type: ignore[operator]
 
-    return Comparer(read, one, 4, BOUNDS, 2.0**-52).compare(1)
+    return Comparer(read, one, 4, BOUNDS, torch.float64).compare(1)
 
 
 def with_value(quantity: str, name: str, value: float) -> object:
@@ -156,7 +156,7 @@ def test_an_update_of_a_gradient_that_is_noise_is_allowed_where_updates_are_sign
                 record.pieces[1].values[place] += moved
             return record
 
-        comparer = Comparer(read, single, 1, BOUNDS, 2.0**-52, signs=signs)
+        comparer = Comparer(read, single, 1, BOUNDS, torch.float64, signs=signs)
         return not comparer.compare(1).departures
 
     assert held(0.02, signs=True) and not held(0.02, signs=False)
