@@ -212,9 +212,8 @@ class Comparer:
     def _note(self, quantity: str, error: float, name: str, step: int, values: int) -> None:
         worst = self.result.worst[quantity]
         worst.tensors, worst.values = worst.tensors + 1, worst.values + values
-        allowed = self.bound(quantity)
-        if not worst.allowed or not error * worst.allowed <= worst.error * allowed:
-            worst.error, worst.allowed, worst.name, worst.step = error, allowed, name, step
+        if worst.tensors == 1 or not error <= worst.error:
+            worst.error, worst.allowed, worst.name, worst.step = error, self.bound(quantity), name, step
 
     def _first_output(self, step: int, records: Sequence[StepRecord], one: StepRecord) -> Departure | None:
         """Return the first module, in the order of the forward, whose output is not that of one process."""

@@ -35,7 +35,7 @@ class Departure:
 
 @dataclass
 class Worst:
-    """The largest error of a quantity, by what its step allows, over all steps, tensors and ranks."""
+    """The largest error of a quantity over all steps, tensors and ranks, and what is allowed."""
 
     error: float = 0.0
     allowed: float = 0.0

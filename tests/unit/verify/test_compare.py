@@ -1,5 +1,6 @@
 """A comparison names the first tensor that departs, where and on which ranks, and a tensor that nobody has."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -101,6 +102,22 @@ def test_a_value_is_named_with_its_place_in_the_whole_tensor_and_its_ranks(
     assert (found.quantity, found.name, found.step, found.ranks) == (quantity, NAMES[1], 1, ranks)
     assert found.place == (3, 1) and found.expected == TENSOR[NAMES[1]][3, 1]
     assert found.ulps > 1e12
+
+
+@pytest.mark.parametrize("bound", [0.0, 1.0, math.inf])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_worst_tensor_is_noted_whatever_is_allowed(name: str, bound: float) -> None:
+    def read(rank: int, step: int) -> StepRecord:
+        record = one(step)
+        for each in record.pieces:
+            each.values[4] += 2.0 if each.name == name else 1.0
+        return record
+
+    worst = Comparer(read, one, 1, dict.fromkeys(ORDER, bound), torch.float64).compare(1).worst
+    quantities = [INITIAL] if bound == 0 else [INITIAL, OWN, SUMMED, STATE + "exp_avg", UPDATED]
+    largest = 2.0 / TENSOR[name].max().item()
+    for quantity in quantities:
+        assert (worst[quantity].name, worst[quantity].error) == (name, largest)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
