@@ -38,6 +38,7 @@ from megalite.launcher.process import (
     die_with_parent,
     end_process,
     identity,
+    is_stopped,
     keep_freed_memory,
     session,
 )
@@ -288,14 +289,14 @@ class _LocalJob:
         if self._signals.interrupts > self._interrupts:
             # The ranks have sessions of their own, so the terminal's SIGINT does not reach them.
             if self._interrupts == 0:
-                self._send(signal.SIGINT)
+                self._tell(signal.SIGINT)
             if self._signals.interrupts > 1:
                 self._kill_at = 0.0
             self._interrupts = self._signals.interrupts
         # No escalation to SIGKILL: the ranks may be saving a checkpoint.
         for number in self._signals.terminations[self._terminations :]:
             self._terminations += 1
-            self._send(number)
+            self._tell(number)
 
     def _reap(self) -> None:
         for rank, process in list(self._running.items()):
@@ -327,6 +328,12 @@ class _LocalJob:
         if signalled or any(report.rank == rank and report.secondary for report in self._folder.read()):
             return _AFTER_CONSEQUENCE_SECONDS
         return _AFTER_CAUSE_SECONDS
+
+    def _tell(self, number: signal.Signals) -> None:
+        """Pass a signal on. Where all ranks are stopped they go on: none is left to end the job in its grace time."""
+        self._send(number)
+        if all(is_stopped(process.pid or 0) for process in self._running.values()):
+            self._send(signal.SIGCONT)
 
     def _send(self, number: signal.Signals) -> None:
         for rank, process in self._running.items():

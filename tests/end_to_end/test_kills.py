@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint.folder import find_latest
-from megalite.launcher.process import descendants, forked_ranks
+from megalite.launcher.process import descendants, forked_ranks, is_stopped
 from megalite.verify.chaos.inject import flip_checkpoint_bit
 from tests.support.jobs import Job, curve, running, tensor_hashes
 from tests.support.waiting import PATIENCE, soon, wait_until
@@ -188,6 +188,20 @@ def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, res
     name = "Ctrl-C" if number == signal.SIGINT else number.name
     assert output.count(f"{name}: the run saves and ends after this step; ") == 1
     assert f"stopped after step {curve(folder)[-1][0]}: {name}" in output
+
+
+@pytest.mark.extended
+def test_a_rank_that_is_stopped_goes_on_to_save_when_the_job_is_told_to_end(tmp_path):
+    job, folder = Job.write(tmp_path, tensor=1, pipeline=1), tmp_path / "run"
+    process = job.start(folder, "--training.steps", "100000", "--launch.restarts", "1")
+    wait_until(lambda: _recorded_steps(folder) >= 4, "the job made no four steps", process=process)
+    [rank] = forked_ranks(process.pid)
+    os.kill(rank, signal.SIGSTOP)
+    wait_until(lambda: is_stopped(rank), "the rank is not stopped")
+    process.terminate()
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 75, output
+    assert find_latest(folder / "checkpoints").name == f"step-{curve(folder)[-1][0]:06d}"
 
 
 @pytest.mark.extended
