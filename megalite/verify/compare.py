@@ -3,7 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from megalite.verify.findings import (
     UPDATED,
     Departure,
     LayoutComparison,
+    Worst,
 )
 from megalite.verify.measure import magnitudes
 from megalite.verify.record import RecordedPiece, StepRecord
@@ -47,7 +48,7 @@ class _Finding:
 
 
 class Comparer:
-    """Compares step by step. Bounds are by quantity; `read` gives the records of a rank's step, `one` the process's."""
+    """Compares step by step. `read` gives the records of a rank's step, `one` the process's."""
 
     def __init__(
         self,
@@ -59,13 +60,13 @@ class Comparer:
         *,
         signs: bool = False,
     ):
-        """dtype: the number type of the run.
+        """bounds: of quantities, and of single tensors as "quantity of name". dtype: the number type of the run.
 
         signs: updates have full size where a gradient is rounding noise, as Lion's.
         """
         self._signs = signs
         self._read, self._one, self._ranks, self._bounds = read, one, ranks, bounds
-        self._numbers_of = torch.finfo(dtype)
+        self._finfo = torch.finfo(dtype)
         self.result = LayoutComparison()
 
     def compare(self, steps: int) -> LayoutComparison:
@@ -84,9 +85,10 @@ class Comparer:
                 return self.result
         return self.result
 
-    def bound(self, quantity: str) -> float:
-        """Return the largest relative error of a correct run, in each step."""
-        return self._bounds[STATE if quantity.startswith(STATE) else quantity]
+    def bound(self, quantity: str, name: str = "") -> float:
+        """Return the largest relative error of a correct run, in each step: of a tensor, or of its quantity."""
+        of = STATE if quantity.startswith(STATE) else quantity
+        return self._bounds.get(f"{quantity} of {name}", self._bounds[of])
 
     def _order(self, step: int, records: Sequence[StepRecord], one: StepRecord) -> None:
         def turn(each: Departure) -> int:
@@ -136,13 +138,13 @@ class Comparer:
     ) -> dict[str, Tensor]:
         """Return what the error of each value is measured by: the magnitude of its tensor.
 
-        That of weights is at least the smallest normal number: below it the steps of fp16 grow no finer.
+        The scale of weights is at least the smallest normal number: the spacing of fp16 is constant below it.
         Where updates are signs, that of updated weights is more by twice the learning rate, times the ratio of the
         largest gradient to its own: an update is known as well as its own gradient.
         """
         by = magnitudes(expected)
         if quantity in (INITIAL, UPDATED):
-            by = {name: max(size, self._numbers_of.tiny) if size else size for name, size in by.items()}
+            by = {name: max(size, self._finfo.tiny) if size else size for name, size in by.items()}
         scales = {
             name: torch.tensor(by[name], dtype=torch.float64).expand(each.shape)
             for name, each in expected.items()
@@ -173,7 +175,7 @@ class Comparer:
         for rank, own in whole:
             for piece in own:
                 ranks = piece.copies if quantity == OWN else (rank,)
-                for name, finding in _findings(ranks, piece, expected, scales, seen, self._numbers_of.eps):
+                for name, finding in _findings(ranks, piece, expected, scales, seen, self._finfo.eps):
                     found[name].append(finding)
         backwards = quantity in (OWN, SUMMED)
         for name in reversed([*expected]) if backwards else expected:
@@ -183,7 +185,7 @@ class Comparer:
     def _judge(
         self, step: int, quantity: str, name: str, found: Sequence[_Finding], missing: int, size: int
     ) -> None:
-        bound = self.bound(quantity)
+        bound = self.bound(quantity, name)
         if missing and not quantity.startswith(STATE):
             note = f"no rank has {missing} of its {size} values"
             self.result.departures.append(Departure(step, quantity, name, (), math.inf, bound, note=note))
@@ -210,10 +212,13 @@ class Comparer:
             )
 
     def _note(self, quantity: str, error: float, name: str, step: int, values: int) -> None:
-        worst = self.result.worst[quantity]
-        worst.tensors, worst.values = worst.tensors + 1, worst.values + values
-        if worst.tensors == 1 or not error <= worst.error:
-            worst.error, worst.allowed, worst.name, worst.step = error, self.bound(quantity), name, step
+        errors, worst = self.result.errors[quantity], self.result.worst[quantity]
+        errors[name] = max(error, errors.get(name, 0.0))
+        noted = Worst(error, self.bound(quantity, name), name, step)
+        largest = noted if not worst.tensors or (noted.share, error) > (worst.share, worst.error) else worst
+        self.result.worst[quantity] = replace(
+            largest, tensors=worst.tensors + 1, values=worst.values + values
+        )
 
     def _first_output(self, step: int, records: Sequence[StepRecord], one: StepRecord) -> Departure | None:
         """Return the first module, in the order of the forward, whose output is not that of one process."""

@@ -33,9 +33,9 @@ class Departure:
     note: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Worst:
-    """The largest error of a quantity over all steps, tensors and ranks, and what is allowed."""
+    """The error of a quantity that is nearest to, or farthest beyond, what is allowed, over all steps and tensors."""
 
     error: float = 0.0
     allowed: float = 0.0
@@ -44,11 +44,22 @@ class Worst:
     tensors: int = 0
     values: int = 0
 
+    @property
+    def share(self) -> float:
+        """How much of what is allowed the error is."""
+        if not self.error:
+            return 0.0
+        return self.error / self.allowed if self.allowed else math.inf
+
 
 @dataclass
 class LayoutComparison:
-    """The largest errors by quantity, and the departures in the order in which a step makes them."""
+    """The largest errors by quantity, and the departures in the order in which a step makes them.
+
+    errors: quantity -> tensor -> its largest error; "" for numbers.
+    """
 
     worst: dict[str, Worst] = field(default_factory=lambda: defaultdict(Worst))
+    errors: dict[str, dict[str, float]] = field(default_factory=lambda: defaultdict(dict))
     departures: list[Departure] = field(default_factory=list)
     skipped_steps: int = 0

@@ -23,6 +23,7 @@ from megalite.verify.certificate import (
     versions,
     write_certificate,
 )
+from megalite.verify.findings import INITIAL
 from megalite.verify.layouts import LayoutMatrix, LegalLayout, UnusableLayout, layout_matrix, shortest_flags
 from megalite.verify.run import Verifier, VerifyRequest
 from megalite.verify.shrink import Shrunk, shrunk
@@ -61,8 +62,8 @@ class LayoutVerdict:
 class MatrixCertificate:
     """The findings of the verification of many layouts, and all that they are bound to.
 
-    refused: setting whose rule refuses -> number of layouts, the first and its problem. left: legal layouts that were
-    not verified, because the user stopped before. changed, unchecked: as those of a Certificate.
+    refused: setting that a rule or this machine refuses -> number of layouts, the first and its problem. left: legal
+    layouts that were not verified, because the user stopped before. changed, unchecked: as those of a Certificate.
     """
 
     config_sha256: str
@@ -108,6 +109,9 @@ class MatrixCertificate:
             yield f"not verified, because it was stopped: {len(self.left)}, from {self.left[0]} on"
         for reason in self.refused.values():
             yield f"refused: {counted(reason['layouts'], 'layout')}, the first {reason['first']}: {reason['problem']}"
+        if self.changed:
+            yield "changed for this verification:"
+            yield from (f"  {line}" for line in self.changed)
         yield "not checked:"
         yield from (f"  {line}" for line in self.unchecked)
 
@@ -127,9 +131,10 @@ def verify_matrix(
 ) -> MatrixCertificate:
     """Verify all legal layouts of 1 to `ranks` ranks of a run file, as `layout_matrix` lists them.
 
-    say: called with a line for each layout once its verdict is known. A layout that cannot be trained fails, and the
+    say: called with a line for each layout once its verdict is known. A layout whose training fails departs, and the
     others go on. After Ctrl-C the certificate has what was done, and the names of what is left.
-    worker: as that of `verify`. Raises ConfigError if the run itself is wrong.
+    worker: as that of `verify`. Raises ConfigError if the run itself is wrong, or if this machine cannot train it, or
+    none of the layouts.
     """
     started, matrix = time.monotonic(), layout_matrix(path, flags, ranks)
     run = matrix.run
@@ -155,7 +160,9 @@ def verify_matrix(
                 try:
                     verdict, certificate = _verdict(verifier, layout, Shrunk(config, small.changes), worker)
                 except ConfigError as error:
-                    # Not on this machine, as DeepSpeed in fp16 without a GPU.
+                    # This machine refuses, as DeepSpeed does fp16 without a GPU.
+                    if _is_own(layout.config, run) or (len(todo) == 1 and not verdicts):
+                        raise
                     refused.append(UnusableLayout(layout.name, error.problems[0]))
                     todo.pop(0)
                     continue
@@ -176,7 +183,7 @@ def verify_matrix(
             for key, (number, first) in reasons.items()
         },
         left=[layout.name for layout in todo],
-        changed=small.changes,
+        changed=list(dict.fromkeys(line for each in certificates for line in each.changed)) or small.changes,
         unchecked=list(dict.fromkeys(line for each in certificates for line in each.unchecked)),
         kernels="" if last is None else last.kernels,
         device="" if last is None else last.device,
@@ -201,7 +208,9 @@ def _verdict(
         first = certificate.departures[0]
         quantity, error, bound = first.quantity, first.error, first.bound
     else:
-        quantity, worst = max(certificate.worst.items(), key=lambda each: _share(each[1]))
+        # Initial weights are drawn, and only rounded.
+        compared = [each for each in certificate.worst.items() if each[0] != INITIAL]
+        quantity, worst = max(compared, key=lambda each: _share(each[1]))
         error, bound = worst["error"], worst["allowed"]
     done = replace(
         verdict,
@@ -212,6 +221,10 @@ def _verdict(
         seconds=time.monotonic() - began,
     )
     return done, certificate
+
+
+def _is_own(config: RunConfig, run: RunConfig) -> bool:
+    return config.parallel == run.parallel and config.zero_stage == run.zero_stage
 
 
 def _share(worst: Mapping[str, Any]) -> float:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 # Layouts against one process, in float64: only the order of sums differs.
 LAYOUT_RTOL = 1e-10
-# ZeRO's master weights are float32 for float64 models too. A bias that began at zero consists of gradients alone, and
-# those of the second step are of rounded weights: an expert's was 1.03e-6 off.
+# ZeRO's master weights are float32 for float64 models too. A bias that began at zero is a sum of gradients, and the
+# second gradient comes from rounded weights: an expert's bias was 1.03e-6 off.
 ZERO_RTOL = 3e-6
 # Training in float32: twenty AdamW steps of another layout, or another implementation with the same weights.
 FLOAT32_RTOL = 1e-5

@@ -42,10 +42,10 @@ def shrunk(config: RunConfig, *, full_size: bool = False) -> Shrunk:
 
 
 def with_every_expert(small: Shrunk) -> Shrunk:
-    """Return a run of bf16 or fp16 whose tokens go to all experts; one without experts as it is.
+    """Return a run of bf16 or fp16 whose tokens go to all experts; a run without experts is returned unchanged.
 
-    Rounding decides which experts are the best for a token whose best ones are close, and another expert has another
-    gradient: no two runs in these types agree.
+    Two experts with close scores swap their order by rounding, and another expert has another gradient: with a choice
+    of experts no two runs in these types agree.
     """
     model = small.config.model
     if not model.num_experts:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from statistics import median
 
 import torch
 
@@ -48,7 +49,7 @@ def judged(config: RunConfig, recordings: Recordings, changes: Sequence[str], fu
         steps=recordings.steps,
         precision=trained.training.precision,
         full_size=full_size,
-        bounds=bounds,
+        bounds={key: bounds[key] for key in ORDER},
         worst=worst_of(comparison),
         departures=comparison.departures,
         copies=ends[0].copies,
@@ -76,18 +77,28 @@ def _compared(recordings: Recordings) -> tuple[LayoutComparison, dict[str, float
         exact = partial(_read, recordings.exact, 0)
         unbound = dict.fromkeys(ORDER, inf)
         own = Comparer(lambda rank, step: one(step), exact, 1, unbound, dtype).compare(steps)
-        errors = dict.fromkeys(ORDER, 0.0)
-        for quantity, worst in own.worst.items():
-            key = STATE if quantity.startswith(STATE) else quantity
-            errors[key] = max(errors[key], worst.error)
-        bounds = {quantity: narrow_bound(precision, error) for quantity, error in errors.items()}
-        bounds[INITIAL] = NARROW_FLOOR[precision]
-        one = exact
+        bounds, one = _measured_bounds(precision, own), exact
     # Others are linear in the gradient, or have their epsilon raised (shrink.py).
     signs = config.optimizer.name in ("lion", "adafactor")
     read, ranks = partial(_read, recordings.layout), config.layout.world_size
     comparer = Comparer(read, one, ranks, bounds, dtype, signs=signs)
     return comparer.compare(steps), bounds
+
+
+def _measured_bounds(precision: str, own: LayoutComparison) -> dict[str, float]:
+    """Return the bounds of a run in bf16 or fp16, from the errors of one process in the same type.
+
+    A tensor whose own error is by chance small has the bound of the quantity's median; one whose terms cancel has its
+    own, which then loosens no other.
+    """
+    bounds = dict.fromkeys(ORDER, NARROW_FLOOR[precision])
+    for quantity, errors in own.errors.items():
+        usual, key = median(errors.values()), STATE if quantity.startswith(STATE) else quantity
+        for name, error in errors.items():
+            if quantity != INITIAL:
+                bound = bounds[f"{quantity} of {name}"] = narrow_bound(precision, max(error, usual))
+                bounds[key] = max(bounds[key], bound)
+    return bounds
 
 
 def _read(job: RecordJob, rank: int, step: int) -> StepRecord:
@@ -128,5 +139,7 @@ def _unchecked(
         yield "the copies of optimizer state on several ranks: ZeRO has none"
     if config.data.document_mask and config.layout.context > 1:
         yield "the probe of documents with context-parallel ranks, beyond their equality to one process"
+    if recordings.exact is not None and config.model.num_experts:
+        yield "the choice of experts, and what balances it: all tokens went to all experts (--precision float64)"
     if comparison.skipped_steps:
         yield f"the update of {comparison.skipped_steps} steps, whose gradient is not finite"

@@ -61,6 +61,11 @@ def test_it_finds_a_planted_fault_and_names_the_guilty(process, require_certific
     [
         ("missing all-reduce of column-parallel input gradients", {"training.precision": "bf16"}, 0.2),
         ("experts not summed over their copies", {"training.precision": "bf16"}, 0.2),
+        (
+            "groups of parameters forgotten",
+            {"training.precision": "bf16", "model.family": "gemma3_text"},
+            0.6,
+        ),
         ("tied copies that drift under ZeRO", {}, ZERO_RTOL),
     ],
 )

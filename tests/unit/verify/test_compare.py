@@ -120,6 +120,34 @@ def test_the_worst_tensor_is_noted_whatever_is_allowed(name: str, bound: float) 
         assert (worst[quantity].name, worst[quantity].error) == (name, largest)
 
 
+def test_a_tensor_with_a_bound_of_its_own_loosens_no_other() -> None:
+    def read(rank: int, step: int) -> StepRecord:
+        record = one(step)
+        for each in record.pieces:
+            each.values[4] += 1.0 if each.quantity == UPDATED else 0.0
+        return record
+
+    bounds = BOUNDS | {f"{UPDATED} of {NAMES[0]}": 1.0}
+    found = Comparer(read, one, 1, bounds, torch.float64).compare(1)
+    assert [each.name for each in found.departures] == [NAMES[1]]
+    assert found.worst[UPDATED].name == NAMES[1] and set(found.errors[UPDATED]) == {*NAMES}
+
+
+@pytest.mark.parametrize(("value", "holds"), [(1e-6, True), (1.0, False)])
+def test_weights_of_fp16_are_measured_by_its_smallest_normal_number_at_least(
+    value: float, holds: bool
+) -> None:
+    def record(step: int, error: float = 0.0) -> StepRecord:
+        weights = torch.full((2, 2), value, dtype=torch.float64)
+        return replace(
+            one(step), pieces=[piece(UPDATED if step else INITIAL, NAMES[0], weights * (1 + error))]
+        )
+
+    bounds = dict.fromkeys(ORDER, 2.0**-10)
+    found = Comparer(lambda rank, step: record(step, 2.0**-8), record, 1, bounds, torch.float16).compare(1)
+    assert (found.departures == []) == holds
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_values_that_are_not_finite_depart(value: float) -> None:
     assert first(compared(2, with_value(UPDATED, NAMES[0], value))).error == float("inf")
