@@ -111,11 +111,14 @@ class MemoryExhausted(TrainingError):
 
 
 class RankFailure(TrainingError):
-    """One or more ranks died; the message holds the first cause and the coordinates of its rank."""
+    """One or more ranks died; the message holds the first cause and the coordinates of its rank.
 
-    def __init__(self, message: str, exit_code: int = 1):
+    asked: whether a signal had asked for the end of the job.
+    """
+
+    def __init__(self, message: str, exit_code: int = 1, *, asked: bool = False):
         super().__init__(message)
-        self.exit_code = exit_code
+        self.exit_code, self.asked = exit_code, asked
 
 
 def closest_path(path: Path) -> str:

@@ -116,7 +116,7 @@ def run(arguments: Sequence[str]) -> int:
     def attempt(number: int) -> Ended:
         nonlocal step
         kept = number > 0 and has_own_state(plan.loaded.config, run_folder, older, step)
-        current = plan if number == 0 else _plan_again(plan, options, overrides, kept)
+        current = plan if number == 0 else _plan_again(plan, options, overrides, number, kept)
         if number == 0 and options.preflight:
             _check_hosts(plan, options)
         before = records_mark(run_folder)
@@ -124,9 +124,9 @@ def run(arguments: Sequence[str]) -> int:
         ended = attempt_end(result.exit_code, result.text, result.step, run_folder, before)
         step = step if ended.step is None else ended.step
         copied = plan.loaded.config.checkpoint.in_memory_every > 0
-        # Without a cause of ours, megalite train has told its own, after its restarts; killed, it could start nothing.
-        restarted = bool(_own_restarts(options, plan.backend)) and not result.text
-        return replace(ended, copied=copied, restarted=restarted)
+        # megalite train restarts its ranks and reports failures itself; only a killed megalite train has a cause here.
+        told_by_train = bool(_own_restarts(options, plan.backend)) and not result.text
+        return replace(ended, copied=copied, final=result.asked or told_by_train)
 
     ended = run_with_restarts(attempt, options.restarts, _say)
     report_run(run_folder, plan.loaded.notes, ended.exit_code)
@@ -237,11 +237,14 @@ def _plan(
     return plan
 
 
-def _own_restarts(options: argparse.Namespace, backend: str) -> list[str]:
-    """Return the flag by which `megalite train` starts its own ranks again, which imports nothing anew."""
+def _own_restarts(options: argparse.Namespace, backend: str, used: int = 0) -> list[str]:
+    """Return the flag by which `megalite train` starts its own ranks again, which imports nothing anew.
+
+    used: the restarts of `megalite train` itself so far, which count too.
+    """
     # A rank of another launcher, of which there is one here, starts none.
     forks = backend == "local" and rank_info() is None
-    return [f"--launch.restarts={options.restarts}"] if forks and options.restarts else []
+    return [f"--launch.restarts={options.restarts - used}"] if forks and options.restarts else []
 
 
 def _plan_lines(plan: _Plan) -> Iterator[str]:
@@ -303,8 +306,10 @@ def _ask(plan: _Plan, options: argparse.Namespace, slots: Mapping[str, int]) -> 
     return preflight(slots, required, transport, options.preflight_seconds)
 
 
-def _plan_again(plan: _Plan, options: argparse.Namespace, overrides: Sequence[str], kept: bool) -> _Plan:
-    """Return the plan of a restart: the hosts that are left, their layout, and the checkpoint to resume from.
+def _plan_again(
+    plan: _Plan, options: argparse.Namespace, overrides: Sequence[str], number: int, kept: bool
+) -> _Plan:
+    """Return the plan of restart `number`: the hosts that are left, their layout, and the checkpoint to resume from.
 
     kept: whether it can go on from what the run has kept, which checkpoint.resume may pass over. Raises LaunchError if
     the hosts that are left cannot run the job.
@@ -323,7 +328,8 @@ def _plan_again(plan: _Plan, options: argparse.Namespace, overrides: Sequence[st
         )
         available, ranks, flags = restart.hosts, restart.ranks, [*flags, *restart.flags]
     hosts, idle = place_ranks(available, ranks)
-    job = replace(plan.job, hosts=hosts, arguments=(*plan.job.arguments, *flags))
+    own = _own_restarts(options, plan.backend, number)
+    job = replace(plan.job, hosts=hosts, arguments=(*plan.job.arguments, *flags, *own))
     return replace(
         plan, loaded=load_run(options.run_file, [*overrides, *flags], ranks), hosts=hosts, idle=idle, job=job
     )

@@ -270,7 +270,9 @@ class _LocalJob:
                 return STOPPED if STOPPED in codes else NOT_BEGUN
             if self._signals.terminations:
                 return TERMINATED
-        raise RankFailure(describe_job(reports, len(self._infos)), first_cause(reports).exit_code)
+        asked = bool(self._signals.interrupts or self._signals.terminations)
+        cause = describe_job(reports, len(self._infos))
+        raise RankFailure(cause, first_cause(reports).exit_code, asked=asked)
 
     def _reports(self) -> list[FailureReport]:
         reports = {report.rank: report for report in self._folder.read()}

@@ -31,7 +31,7 @@ def run_again(config: RunConfig, ranks: Callable[[RunConfig], int], say: Callabl
             failures.append(failure)
             ended = attempt_end(failure.exit_code, str(failure), None, folder, before)
             step = step if ended.step is None else ended.step
-            return replace(ended, copied=config.checkpoint.in_memory_every > 0)
+            return replace(ended, copied=config.checkpoint.in_memory_every > 0, final=failure.asked)
 
     ended = run_with_restarts(attempt, config.launch.restarts, say)
     if ended.failed or ended.cause:

@@ -88,6 +88,12 @@ def test_without_restarts_a_failure_is_told_once(begin, capsys):
     assert said.err == "error: rank 3 on n1 was killed by SIGKILL\n" and "restart" not in said.out
 
 
+def test_a_job_that_was_told_to_end_is_not_started_again(begin, capsys):
+    attempts = Attempts(Result(137, "megalite train was killed by signal 9", asked=True), Result(0))
+    assert begin(attempts, "--restarts", "3", "--no-preflight") == 137
+    assert len(attempts.plans) == 1 and "restart" not in capsys.readouterr().out
+
+
 def test_a_run_that_began_elsewhere_resumes_from_its_own_checkpoint(begin, monkeypatch):
     attempts = Attempts(LOST, Result(137, "rank 3 again", 9), Result(0))
     for module in (launch, run_progress):  # at first the folder has that of an earlier run
@@ -102,12 +108,14 @@ def test_on_this_machine_alone_train_itself_restarts_its_ranks(tmp_path, monkeyp
     """It has imported torch, which another start would import again."""
     (tmp_path / "run.toml").write_text(RUN)
     monkeypatch.chdir(tmp_path)
-    attempts = Attempts(Result(1))
+    attempts = Attempts(Result(137, "megalite train was killed by signal 9"), Result(1))
     monkeypatch.setattr(launch, "_attempt", attempts.start)
+    monkeypatch.setattr("megalite.launcher.hosts.restarts._LONGEST_PAUSE_SECONDS", 0)
     flags = ["--local", "--no-preflight", "--restarts", "3"]
     assert main(["launch", "run.toml", *flags, "--launch.restarts", "1"]) == 1
-    [plan] = attempts.plans
-    assert plan.job.arguments[-3:] == ("--launch.restarts", "1", "--launch.restarts=3")
+    first, second = (plan.job.arguments for plan in attempts.plans)
+    assert first[-3:] == ("--launch.restarts", "1", "--launch.restarts=3")
+    assert second == (*first, "--launch.restarts=2")
 
 
 def test_the_preflight_sets_what_travels_but_no_secret(tmp_path, monkeypatch, capsys):

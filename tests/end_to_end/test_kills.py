@@ -122,6 +122,26 @@ def test_a_rank_alone_that_launch_started_goes_on_from_its_copy_in_memory(tmp_pa
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize("command", ["train", "launch"])
+def test_a_job_that_was_told_to_end_is_not_started_again(tmp_path, command):
+    """A batch system kills what does not end in time."""
+    job, folder = Job.write(tmp_path, tensor=1, pipeline=1), tmp_path / "run"
+    restarts = ("--launch.restarts", "1") if command == "train" else ("--local", "--restarts", "1")
+    process = job.start(folder, "--training.steps", "100000", *restarts, name=command)
+    wait_until(lambda: _recorded_steps(folder) >= 4, "the job made no four steps", process=process)
+    victim = descendants(process.pid)[0]  # the rank of train, or train of launch
+    os.kill(victim, signal.SIGSTOP)
+    if command == "train":  # a rank that is stopped would go on to save
+        os.kill(process.pid, signal.SIGSTOP)
+    process.terminate()
+    os.kill(victim, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGCONT)
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode not in (0, 75) and "restart" not in output, output
+    assert len((folder / "starts.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.extended
 def test_everything_killed_at_random_moments_and_during_saves(job, undisturbed, tmp_path):
     folder = tmp_path / "run"
     chance = random.Random(os.environ.get("MEGALITE_TEST_SEED", "kills"))

@@ -20,7 +20,7 @@ class Ended:
     cause: the first cause, "" if the ranks have printed it. step: the last one that a rank told or recorded; None if
     it came to none. checkpoint: the step of the newest published checkpoint; None without one. started: False if the
     preflight stopped it before a rank started. copied: whether the ranks kept copies in memory, which may be newer.
-    restarted: whether the command that starts its ranks has done so as often as is allowed.
+    final: whether another start would not be wanted: the job was told to end, or its command restarts its ranks itself.
     """
 
     exit_code: int
@@ -29,12 +29,12 @@ class Ended:
     checkpoint: int | None = None
     started: bool = True
     copied: bool = False
-    restarted: bool = False
+    final: bool = False
 
     @property
     def failed(self) -> bool:
         """Whether another attempt could end otherwise."""
-        return not self.started or not (self.restarted or self.exit_code in FINAL_CODES)
+        return not self.final and (self.exit_code not in FINAL_CODES or not self.started)
 
 
 class Restarts:

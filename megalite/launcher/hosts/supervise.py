@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 
@@ -31,11 +31,15 @@ _LEFT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Result:
-    """How an attempt ended. text: the first cause, "" if the ranks ended in good order or have told it themselves."""
+    """How an attempt ended. text: the first cause, "" if the ranks ended in good order or have told it themselves.
+
+    asked: whether SIGINT, SIGTERM or SIGUSR1 asked for the end.
+    """
 
     exit_code: int
     text: str = ""
     step: int | None = None
+    asked: bool = False
 
 
 def listen(hosts: Sequence[str]) -> socket.socket:
@@ -88,7 +92,8 @@ def supervise(
             for path, text in start.files.items():
                 path.write_text(text)
             attempt.start(environ)
-            return attempt.run()
+            result = attempt.run()
+            return replace(result, asked=attempt.asked)
         finally:
             kill_descendants()
             adopt_orphans(False)
@@ -132,6 +137,11 @@ class _Attempt:
             self._processes.append(process)
         if self._coordinator is not None:
             self._coordinator.start()
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal asked for the end."""
+        return bool(self._sent or self._received or self._interrupted is not None)
 
     def run(self) -> Result:
         """Wait for the end of the job, and return it."""

@@ -75,5 +75,7 @@ def test_the_last_failure_is_raised_and_wrong_input_at_once(tmp_path, monkeypatc
     ends = [RankFailure(f"rank 1 failed {number}", 1) for number in range(3)]
     assert run(monkeypatch, tmp_path, ends)[0] == "rank 1 failed 2"
     assert run(monkeypatch, tmp_path, ends, **{"launch.restarts": 0})[:2] == ("rank 1 failed 0", ["never"])
+    told = RankFailure("rank 1 was killed", 137, asked=True)
+    assert run(monkeypatch, tmp_path, [told, 0])[:2] == ("rank 1 was killed", ["never"])
     assert run(monkeypatch, tmp_path, [RankFailure("wrong", 2)])[:2] == ("wrong", ["never"])
     assert run(monkeypatch, tmp_path, [75])[0] == 75

@@ -46,8 +46,8 @@ def test_an_end_that_was_asked_for_or_would_come_again_is_final(code):
     assert job.tries == 1 and job.said == [] and job.pauses == []
 
 
-def test_a_command_that_has_started_its_ranks_again_itself_has_said_the_end():
-    job = Job(Ended(137, LOST, 3, None), Ended(1, "", 5, None, restarted=True))
+def test_no_attempt_follows_one_that_was_told_to_end_or_restarts_itself():
+    job = Job(Ended(137, LOST, 3, None), Ended(1, "", 5, None, final=True))
     assert job.run(5).exit_code == 1
     assert job.tries == 2 and job.said[1:] == [f"1 earlier attempt failed: {LOST}"]
 
