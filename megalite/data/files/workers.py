@@ -17,6 +17,8 @@ Result = TypeVar("Result")
 _LEAD = 4
 _STOP_SECONDS = 5.0
 _WAITING_SECONDS = 1.0
+# OSError: the pipe ended in the middle of a message.
+_PARENT_GONE = (EOFError, OSError)
 # Not multiprocessing's own start of a process: that one imports the user's script, which would start training again,
 # and complains with a traceback where its parent is gone before it has begun.
 _CODE = "import sys; sys.path = sys.argv[2:]; from megalite.data.files.workers import serve; serve(int(sys.argv[1]))"
@@ -82,7 +84,7 @@ class _Worker(Generic[Item, Result]):
     def receive(self) -> Result:
         try:
             result, failure = self.connection.recv()
-        except (EOFError, ConnectionResetError) as error:
+        except (EOFError, OSError) as error:
             raise self._died() from error
         if failure is not None:
             raise failure
@@ -158,12 +160,12 @@ def serve(handle: int) -> None:
     connection = Connection(handle)
     try:
         function = connection.recv()
-    except EOFError:
+    except _PARENT_GONE:
         return
     while True:
         try:
             item = connection.recv()
-        except EOFError:
+        except _PARENT_GONE:
             return
         answer: tuple[Any, Exception | None]
         try:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -154,3 +155,18 @@ def test_a_worker_that_still_starts_says_nothing(process: str, name: str, code: 
         timeout=PATIENCE,
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (code, said, "")
+
+
+@pytest.mark.parametrize("sent", [b"", b"\0\0", b"\0\0\x10\0", b"\0\0\x10\0half"])
+def test_a_worker_says_nothing_when_its_parent_leaves_within_a_message(sent: bytes) -> None:
+    """Ctrl-C ends a parent that is writing a piece of text to the pipe."""
+    ours, theirs = Pipe()
+    handle = theirs.fileno()
+    code = f"from megalite.data.files.workers import serve; serve({handle})"
+    worker = subprocess.Popen([sys.executable, "-c", code], pass_fds=(handle,), stderr=subprocess.PIPE)
+    theirs.close()
+    ours.send(process_of)
+    os.write(ours.fileno(), sent)
+    ours.close()
+    _, said = worker.communicate(timeout=PATIENCE)
+    assert (worker.returncode, said) == (0, b"")
