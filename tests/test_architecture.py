@@ -252,7 +252,7 @@ def calls(module: Module) -> Iterator[str]:
 
 
 def torch_free(module: Module) -> Iterator[str]:
-    if module.package in TORCH_FREE or module.path == "cli/__init__.py":
+    if module.package in TORCH_FREE or module.path in ("cli/__init__.py", "cli/commands.py"):
         for line, name in imports(module.tree):
             if name.split(".")[0] in ("torch", "transformers", "deepspeed"):
                 yield f"{line}: imports {name}"

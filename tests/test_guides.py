@@ -16,7 +16,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from docs import guides
 from docs.guides import GUIDES, Row, topics
-from megalite.cli import COMMANDS, main
+from megalite.cli import main
+from megalite.cli.commands import COMMANDS
 from megalite.config.sections.describe import section_models
 
 ROOT = Path(__file__).parents[1]

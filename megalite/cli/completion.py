@@ -70,7 +70,7 @@ def command_parser() -> Parser:
 
 
 def _script() -> str:
-    from megalite.cli import COMMANDS
+    from megalite.cli.commands import COMMANDS
 
     trees: dict[str, argparse.ArgumentParser] = {}
     for name in COMMANDS:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megalite.cli import COMMANDS, main
+from megalite.cli import main
+from megalite.cli.commands import COMMANDS
 from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sources.presets import PRESETS

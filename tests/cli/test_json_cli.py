@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from megalite.cli import COMMANDS, main
+from megalite.cli import main
+from megalite.cli.commands import COMMANDS
 from tests.support.documents import blocks, documented, write_place
 from tests.support.jobs import ROOT
 
