@@ -1,5 +1,6 @@
 """The errors that a user reads, each with the exit code of the process."""
 
+import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,6 +120,18 @@ class RankFailure(TrainingError):
     def __init__(self, message: str, exit_code: int = 1, *, asked: bool = False):
         super().__init__(message)
         self.exit_code, self.asked = exit_code, asked
+
+
+def write_remedy(error: OSError, *, full: str, forbidden: str = "") -> str:
+    """Return what to do about a file that could not be written; "" where the cause suggests nothing.
+
+    full, forbidden: the remedy for a full disk and for want of permission, in the settings of the caller's command.
+    """
+    if error.errno == errno.EFBIG:
+        return "raise the limit of file sizes (ulimit -f unlimited)"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return full
+    return forbidden if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else ""
 
 
 def closest_path(path: Path) -> str:

@@ -1,11 +1,10 @@
 """Failures of reading and writing a checkpoint, told with the rank, the reason and a remedy."""
 
-import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, write_remedy
 from megalite.parallel.mesh import ParallelMesh
 
 
@@ -37,9 +36,7 @@ def reason(error: Exception, remedies: Remedies) -> str:
     """Return why something could not be read or written, with a remedy where there is one."""
     if isinstance(error, CheckpointError):
         return str(error)
-    number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return f"{error}; {remedies.full}"
-    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"{error}; {remedies.forbidden}"
+    known = isinstance(error, OSError) and write_remedy(error, **vars(remedies))
+    if known:
+        return f"{error}; {known}"
     return f"{type(error).__name__}: {error}"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megalite.checkpoint.durable import sync_folder
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, write_remedy
 
 
 @contextmanager
@@ -24,9 +24,9 @@ def exported_folder(destination: Path, what: str, is_ours: Callable[[Path], bool
         yield partial
         _publish(partial, destination)
     except OSError as error:
-        raise CheckpointError(
-            f"{destination} cannot be written ({error}); free space or choose another folder"
-        ) from error
+        another = "choose another folder"
+        remedy = write_remedy(error, full=f"free space or {another}") or another
+        raise CheckpointError(f"{destination} cannot be written ({error}); {remedy}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -1,6 +1,5 @@
 """The paths of a run folder, and its lock."""
 
-import errno
 import fcntl
 import time
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from megalite.errors import ConfigError, Problem, TrainingError
+from megalite.errors import ConfigError, Problem, TrainingError, write_remedy
 
 _LOCK = ".in-use"
 
@@ -80,11 +79,10 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if not (
+                remedy := write_remedy(error, full="free space there, or set run.folder to another disk")
+            ):
                 raise
-            remedy = "free space there, or set run.folder to another disk"
-            if error.errno == errno.EFBIG:
-                remedy = "raise the limit of file sizes (ulimit -f unlimited)"
             where = error.filename or self.root
             raise TrainingError(
                 f"{where} cannot be written: {error.strerror}; {remedy}, then run again to resume"

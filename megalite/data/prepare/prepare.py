@@ -1,6 +1,5 @@
 """Prepares token files (X.bin, X.idx, X.json) from a corpus: in parallel, atomically, and resumable after a kill."""
 
-import errno
 import hashlib
 import json
 import os
@@ -39,7 +38,7 @@ from megalite.data.prepare.token_split import cut_by_tokens, part_sizes
 from megalite.data.text.corpus import Corpus, Place
 from megalite.data.text.row_counts import RowCounts
 from megalite.data.tokenizers.tokenizer import Tokenizer
-from megalite.errors import DataError
+from megalite.errors import DataError, write_remedy
 from megalite.monitor.preparation import PreparationProgress
 
 # Part of every fingerprint; incremented when the same text and tokenizer would give other files.
@@ -437,12 +436,10 @@ def _published(
 
 def _cannot_write(prefix: Path, written_bytes: int, error: OSError) -> DataError:
     path = error.filename or prefix
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    another = "choose another folder (run.folder; of megalite data prepare: --output)"
+    if remedy := write_remedy(error, full=f"free space or {another}"):
         return DataError(
-            f"{path}: {error.strerror} after {written_bytes} bytes of tokens, which were removed again; free space or "
-            "choose another folder (--output, run.folder)"
+            f"{path}: {error.strerror} after {written_bytes} bytes of tokens, which were removed again; {remedy}"
         )
-    return DataError(
-        f"{path} cannot be written ({error.strerror or error}); check its permissions or choose another folder"
-        " (--output, run.folder)"
-    )
+    remedy = write_remedy(error, full="", forbidden=f"check its permissions or {another}") or another
+    return DataError(f"{path} cannot be written ({error.strerror or error}); {remedy}")

@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from megalite.data.files.partial_files import lock_held, partial, replace_file
-from megalite.errors import DataError, closest_path
+from megalite.errors import DataError, closest_path, write_remedy
 
 END_OF_DOCUMENT = "<|endoftext|>"
 SENTENCEPIECE_FILE = "tokenizer.model"
@@ -205,8 +205,10 @@ def _writing(folder: Path) -> Iterator[None]:
         with lock_held(partial(folder / "tokenizer.json")):
             yield
     except OSError as error:
+        another = "choose another folder"
+        remedy = write_remedy(error, full=f"free space or {another}") or another
         raise DataError(
-            f"{error.filename or folder} cannot be written ({error.strerror}); free space or choose another folder"
+            f"{error.filename or folder} cannot be written ({error.strerror}); {remedy}"
         ) from error
 
 

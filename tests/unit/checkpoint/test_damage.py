@@ -184,6 +184,22 @@ def test_a_full_disk_ends_the_save_on_all_ranks_alike(
     WORLD.assert_loaded(WORLD.load(folder / "step-000150"))
 
 
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.EFBIG, "raise the limit of file sizes (ulimit -f unlimited)"),
+        (errno.EROFS, "make it writable or set run.folder"),
+    ],
+)
+def test_a_save_that_cannot_write_says_what_to_do(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    failing_write(monkeypatch, number, 1)
+    for outcome in WORLD.save(folder, step=150):
+        assert isinstance(outcome, CheckpointError)
+        assert f"{os.strerror(number)}; {remedy}" in str(outcome)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
 def test_a_really_full_disk_is_reported(tmp_path: Path) -> None:
     mount = ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(tmp_path)]

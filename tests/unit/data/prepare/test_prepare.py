@@ -174,18 +174,34 @@ def test_bad_text_leaves_what_stood_there(
     assert contents(tmp_path / "out" / "x") == before
 
 
-@pytest.mark.parametrize("method", ["add", "finish"])
+@pytest.mark.parametrize(
+    ("method", "number", "why"),
+    [
+        ("add", errno.ENOSPC, r"No space left on device after \d+ bytes .* removed again; free space"),
+        ("finish", errno.ENOSPC, r"No space left on device after \d+ bytes .* removed again; free space"),
+        (
+            "add",
+            errno.EFBIG,
+            r"File too large after .* removed again; raise the limit .*ulimit -f unlimited\)$",
+        ),
+        ("add", errno.EACCES, r"cannot be written \(Permission denied\); check its permissions or"),
+        ("add", errno.EIO, r"cannot be written \(Input/output error\); choose another folder \(run\.folder;"),
+    ],
+)
 def test_a_full_disk_cleans_up_and_says_so(
-    tmp_path: Path, corpus: Corpus, tokenizer: Tokenizer, method: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    method: str,
+    number: int,
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(TokenWriter, method, full)
-    with pytest.raises(
-        DataError,
-        match=r"No space left on device after \d+ bytes of tokens, which were removed again; free space",
-    ):
+    with pytest.raises(DataError, match=why):
         prepare(corpus, tokenizer, tmp_path / "out" / "x")
     assert published(tmp_path / "out") == []
 
