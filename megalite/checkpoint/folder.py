@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from megalite.checkpoint.coverage import check_sizes
@@ -78,7 +79,7 @@ def find_latest(folder: Path) -> Path | None:
     """Return the checkpoint to resume from in a `checkpoints` folder; None if the folder has none.
 
     This is the checkpoint that `latest` names. If that file is missing or names a broken checkpoint, a warning is
-    logged and the complete checkpoint with the highest step is returned. File sizes are checked here, hashes on
+    logged once and the complete checkpoint with the highest step is returned. File sizes are checked here, hashes on
     loading. Raises CheckpointError if there are checkpoints but none is complete.
     """
     named, problem = named_by(folder / LATEST), f"{folder / LATEST} is missing or names no checkpoint"
@@ -87,19 +88,28 @@ def find_latest(folder: Path) -> Path | None:
             require_whole(named)
             return named
         except CheckpointError as error:
-            problem = f"{folder / LATEST} names a broken checkpoint: {error}"
+            rule = error.problems[0].message
+            if not named.exists():
+                rule = f"{named.name} does not exist"
+            problem = f"{folder / LATEST} names a broken checkpoint: {rule}"
     candidates = published_checkpoints(folder)
     for _, path in sorted(candidates.items(), reverse=True):
         try:
             require_whole(path)
         except CheckpointError as error:
-            logger.warning("skipping a broken checkpoint: %s", error)
+            _warn_once(f"skipping a broken checkpoint: {error.problems[0].message}")
             continue
-        logger.warning("%s; using %s, the newest complete one", problem, path)
+        _warn_once(f"{problem}; using {path}, the newest complete one")
         return path
     if candidates or (folder / LATEST).exists():
         raise CheckpointError(f"{folder} has no complete checkpoint: {problem}; remove it to start anew")
     return None
+
+
+@cache
+def _warn_once(text: str) -> None:
+    """Log a warning; not again in this process, or those that it forks, each of which may look for the checkpoint."""
+    logger.warning(text)
 
 
 def progress_of_saves(folder: Path) -> frozenset[tuple[str, int]]:

@@ -111,7 +111,9 @@ def test_the_newest_whole_checkpoint_is_found_when_latest_is_not(
         for name in ("step-000150", "step-000777", "", "../..", "\0"):
             write_latest(folder, name)
             assert find_latest(folder) == folder / "step-000100"
-        assert "names a broken checkpoint" in caplog.text
+        assert "names a broken checkpoint: step-000777 does not exist; using" in caplog.text
+        assert "name another folder" not in caplog.text
+        assert len(set(caplog.messages)) == len(caplog.messages), "a process says each of them once"
     shutil.rmtree(folder / "step-000100")
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
         find_latest(folder)
