@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 ConsoleMode = Literal["auto", "plain", "live"]
 
 
+# Below these a slowdown of the steps during a write is within their scatter. metrics.jsonl has it in any case.
+_SLOWDOWN, _SLOWED_STEPS = 1.2, 4
+
+
 @dataclass(frozen=True)
 class RunSummary:
     """The content of the last lines.
@@ -139,8 +143,9 @@ class Console:
         text = f"saved {metrics.path.name}: training waited {metrics.stall_seconds:.2f} s"
         if metrics.staging_bytes:
             text += f", written in {metrics.write_seconds:.2f} s"
-            if metrics.slowdown is not None:
-                text += f" (steps {metrics.slowdown:.2f}x as long)"
+            slowdown = metrics.slowdown or 0.0
+            if slowdown >= _SLOWDOWN and metrics.steps_during_write >= _SLOWED_STEPS:
+                text += f"; the steps meanwhile took {slowdown:.1f} times as long as others"
         self.say(text)
 
     def say(self, text: str) -> None:

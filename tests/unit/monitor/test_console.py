@@ -78,10 +78,16 @@ def test_a_checkpoint_has_a_line_with_what_it_cost() -> None:
     beside = replace(waited, stall_seconds=0.014, staging_bytes=200 << 20, steps_during_write=4)
     console.saved(beside)
     console.saved(replace(beside, slowdown=1.31))
+    # Within the scatter of steps.
+    console.saved(replace(beside, slowdown=1.13))
+    console.saved(replace(beside, slowdown=11.15, steps_during_write=1))
     assert stream.getvalue().splitlines() == [
         "saved step-000010: training waited 1.25 s",
         "saved step-000010: training waited 0.01 s, written in 1.25 s",
-        "saved step-000010: training waited 0.01 s, written in 1.25 s (steps 1.31x as long)",
+        "saved step-000010: training waited 0.01 s, written in 1.25 s; the steps meanwhile took 1.3 times as long as"
+        " others",
+        "saved step-000010: training waited 0.01 s, written in 1.25 s",
+        "saved step-000010: training waited 0.01 s, written in 1.25 s",
     ]
     assert waited.record() == {
         "checkpoint_step": 10,
