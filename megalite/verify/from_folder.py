@@ -30,6 +30,7 @@ from megalite.topology.shape import ModelShape
 from megalite.verify.certificate import Certificate, config_sha256, versions, worst_of
 from megalite.verify.findings import INITIAL, LOSS, NORM, OUTPUT, OWN, SUMMED, Departure, Worst
 from megalite.verify.run import apart, train_ranks
+from megalite.verify.scratch import scratch_explained
 from megalite.verify.shrink import alone
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def verify_folder(
         raise CheckpointError(f"{named} is not a folder; name one with config.json and safetensors files")
     shape = shape_of_folder(str(folder))
     _require_memory(shape, named)
-    with TemporaryDirectory(prefix="megalite-verify-") as name:
+    with scratch_explained(), TemporaryDirectory(prefix="megalite-verify-") as name:
         scratch = Path(name)
         tokens = None if text else _random_tokens(shape, scratch)
         places = [f"--model.weights={folder}", f"--data.source={text or tokens}"]

@@ -26,6 +26,7 @@ from megalite.verify.certificate import (
 from megalite.verify.findings import INITIAL
 from megalite.verify.layouts import LayoutMatrix, LegalLayout, UnusableLayout, layout_matrix, shortest_flags
 from megalite.verify.run import Verifier, VerifyRequest
+from megalite.verify.scratch import ScratchError, scratch_explained
 from megalite.verify.shrink import Shrunk, shrunk
 
 _NAME_WIDTH = 64
@@ -143,7 +144,7 @@ def verify_matrix(
     certificates: list[Certificate] = []
     refused = list(matrix.refused)
     todo = [*matrix.legal]
-    with tempfile.TemporaryDirectory(prefix="megalite-verify-") as scratch:
+    with scratch_explained(), tempfile.TemporaryDirectory(prefix="megalite-verify-") as scratch:
         verifier = Verifier(request, Path(scratch), lambda _: None)
         try:
             while todo:
@@ -198,7 +199,7 @@ def _verdict(
     verdict = LayoutVerdict(layout.name, layout.config.layout.world_size)
     try:
         certificate = verifier.certified(layout.config, small, worker)
-    except ConfigError:
+    except (ConfigError, ScratchError):
         raise
     except MegaliteError as failure:
         # The report that is named is gone with the folder of this verification.

@@ -36,6 +36,7 @@ from megalite.train.step.train_step import StartingPoint, TrainStep
 from megalite.verify.document_probe import probe_run
 from megalite.verify.findings import INITIAL, OWN, STATE, SUMMED, UPDATED
 from megalite.verify.outputs import recorded_outputs
+from megalite.verify.scratch import scratch_explained
 
 # The values of an adapter's weights that start at zero, with which half of its gradients would be zero too.
 _ADAPTER_STD = 0.05
@@ -74,7 +75,7 @@ class StepRecord:
     row_ranks: tuple[int, ...] = ()
 
     def write(self, path: Path) -> None:
-        torch.save({**vars(self), "pieces": [vars(each) for each in self.pieces]}, path)
+        write_record({**vars(self), "pieces": [vars(each) for each in self.pieces]}, path)
 
     @classmethod
     def read(cls, path: Path) -> "StepRecord":
@@ -123,7 +124,8 @@ def record_rank(info: RankInfo, job: RecordJob) -> int:
         sequence_parallel=config.parallel.sequence,
         context_method=context_method(config),
     )
-    Recorder(job, mesh).run()
+    with scratch_explained():
+        Recorder(job, mesh).run()
     disconnect()
     return 0
 
@@ -170,7 +172,7 @@ class Recorder:
             0 if found is None else found.documents,
             () if found is None else found.leaks,
         )
-        torch.save(asdict(end), self.job.end_file(rank))
+        write_record(asdict(end), self.job.end_file(rank))
 
     def _prepare(self, replica: Replica) -> None:
         if self.config.zero_stage:
@@ -241,6 +243,17 @@ class Recorder:
         )
         flat = values.detach().reshape(-1).cpu().clone()
         return RecordedPiece(quantity, parameter.name, parts, start, flat, mesh.copies(parameter).ranks)
+
+
+def write_record(values: Mapping[str, Any], path: Path) -> None:
+    """Write what `torch.load` reads. Raises the OSError of a full disk, where torch has a RuntimeError without it."""
+    try:
+        with path.open("wb") as file:
+            torch.save(values, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ from megalite.monitor.preparation import PreparationConsole
 from megalite.train.run import prepare_deepspeed, require_kernels
 from megalite.verify.certificate import Certificate
 from megalite.verify.drawn_text import with_drawn_text
+from megalite.verify.scratch import scratch_error_of, scratch_explained
 from megalite.verify.shrink import Shrunk, alone, shrunk, with_every_expert
 
 T = TypeVar("T")
@@ -43,6 +44,7 @@ class VerifyRequest:
     full_size: bool = False
 
 
+@scratch_explained()
 def verify(
     config: RunConfig,
     request: VerifyRequest = VerifyRequest(),
@@ -157,8 +159,15 @@ class Verifier:
 
 
 def train_ranks(worker: Worker, scratch: Path, job: Any, start: LocalStart) -> None:
-    """Run the ranks of a RecordJob. Raises KeyboardInterrupt where a signal ends them, RankFailure as training does."""
-    if run_local_ranks(worker, job.config.layout, scratch / "failures", arguments=(job,), start=start):
+    """Run the ranks of a RecordJob. Raises KeyboardInterrupt where a signal ends them, RankFailure as training does.
+
+    ScratchError where a rank could not write its records.
+    """
+    try:
+        code = run_local_ranks(worker, job.config.layout, scratch / "failures", arguments=(job,), start=start)
+    except RankFailure as failure:
+        raise scratch_error_of(failure) or failure from None
+    if code:
         raise KeyboardInterrupt
 
 
@@ -195,7 +204,7 @@ def apart(work: Callable[..., T], *arguments: Any) -> T:
     message, problems, exit_code = refused
     failure = MegaliteError(message)
     failure.problems, failure.exit_code = problems, exit_code
-    raise failure
+    raise scratch_error_of(failure) or failure
 
 
 def _leave(*_: object) -> NoReturn:
@@ -205,7 +214,8 @@ def _leave(*_: object) -> NoReturn:
 def _guarded(work: Callable[..., T], *arguments: Any) -> tuple[Any, Any]:
     """Return a result, or what says an error that was raised on purpose; such errors are made of other arguments."""
     try:
-        return work(*arguments), None
+        with scratch_explained():
+            return work(*arguments), None
     except MegaliteError as error:
         return None, (str(error), error.problems, error.exit_code)
 
