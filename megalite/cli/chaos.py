@@ -41,6 +41,12 @@ from megalite.verify.chaos.weights import CALLBACK
 _NUMBERED = ("stop", "preempt", "full-disk", "drop-link", "shrink")
 # A slow rank has a number and a factor: --slow.
 _AT_A_TIME = [kind for kind in KINDS if kind != "slow"]
+# Fault that needs a second rank -> why a run of one rank has no use for it.
+_ONE_RANK = {
+    "stop": "the run has one rank, and no other that could notice the hang",
+    "drop-link": "the run has one rank, and so no link",
+    "shrink": "the run has one rank, and so no smaller layout",
+}
 _NOT_FOUND = ("not found", "the run ended first", "stuck")
 _COMMON = "run_file --minutes --kill-every --flip-bit --no-calm --output --help"
 _SECTION_FLAGS = (
@@ -124,12 +130,12 @@ def _problems(options: argparse.Namespace, config: RunConfig, kinds: set[str]) -
     if "flip-checkpoint" in kinds and config.checkpoint.every is None:
         rule = "is not set, so that no checkpoint could be damaged before the end"
         problems.append(Problem.reset("checkpoint.every", rule, "use 50", 50))
-    if "stop" in kinds and (config.monitor.on_hang != "stop" or ranks == 1):
-        rule = f'"{config.monitor.on_hang}" on {ranks} ranks: a stopped rank would never end the job'
-        remedy = 'use "stop", and at least two ranks'
-        problems.append(Problem.reset("monitor.on_hang", rule, remedy, "stop"))
-    if kinds & {"drop-link", "shrink"} and ranks == 1:
-        problems.append(Problem("--drop-link, --shrink", "the run has one rank", "use --parallel.data 2"))
+    if "stop" in kinds and config.monitor.on_hang != "stop":
+        rule = f'is "{config.monitor.on_hang}", and a stopped rank would never end the job'
+        problems.append(Problem.reset("monitor.on_hang", rule, 'use "stop"', "stop"))
+    for kind in [kind for kind in _ONE_RANK if kind in kinds and ranks == 1]:
+        option = f"--{kind}" if getattr(options, kind.replace("-", "_")) else "--at"
+        problems.append(Problem(option, _ONE_RANK[kind], "use --parallel.data 2", {"parallel.data": 2}))
     for rank, _ in options.slow:
         if rank >= ranks:
             problems.append(Problem("--slow", f"the run has no rank {rank}", f"use 0 to {ranks - 1}"))

@@ -125,7 +125,7 @@ def test_ctrl_c_ends_all_processes_and_still_reports(tmp_path: Path) -> None:
         ),
         (["--at", "kill=90", "--minutes", "1"], "--at: 90 s is not within --minutes 1"),
         (["--at", "kil=9"], "use one of kill, stop"),
-        (["--stop", "1", "--monitor.on_hang", "report"], "monitor.on_hang"),
+        (["--stop", "1", "--monitor.on_hang", "report"], 'monitor.on_hang: is "report"'),
     ],
 )
 def test_faults_that_cannot_be_done_are_refused(
@@ -141,6 +141,19 @@ def test_faults_that_cannot_be_done_are_refused(
         code = int(left.code or 0)
     assert code == 2 and told in capsys.readouterr().err
     assert not (tmp_path / "chaos").exists()
+
+
+@pytest.mark.parametrize("option", ["--stop=1", "--drop-link=1", "--shrink=1", "--at=stop=5"])
+def test_a_fault_that_needs_two_ranks_is_refused_by_its_own_name(
+    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megalite.cli import main
+
+    job = Job.write(tmp_path, tensor=1, pipeline=1, data=1)
+    assert main(["chaos", str(job.run_file), "--output", str(tmp_path / "chaos"), option]) == 2
+    message = capsys.readouterr().err
+    assert "has 1 problem\n" in message and f"{option.split('=')[0]}: the run has one rank" in message
+    assert "use --parallel.data 2" in message
 
 
 @pytest.mark.parametrize(
