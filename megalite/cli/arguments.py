@@ -52,7 +52,8 @@ class Parser(argparse.ArgumentParser):
         self, *, prog: str, description: str | None = None, common: Collection[str] = (), **settings: Any
     ):
         text = (description or "").removeprefix(f"{prog}: ")
-        settings = {"add_help": not common, **settings}
+        # A short form may mean another option: --kill as --kill-every.
+        settings = {"add_help": not common, "allow_abbrev": False, **settings}
         super().__init__(prog=prog, description=text[:1].upper() + text[1:] or None, **settings)
         self._names: Collection[str] = ()
         self.common = common
@@ -98,7 +99,9 @@ class Parser(argparse.ArgumentParser):
             message = f"{self.prog} needs a command; use one of {', '.join(self._names)}"
         else:
             key, cure, value = self._cure(message)
-            message = f"{self.prog}: {message}; {self.prog} --help shows the options"
+            close = self._closest_option(key) if message.startswith(_UNKNOWN) else None
+            remedy = f"did you mean {close}? {self.prog} --help" if close else f"{self.prog} --help"
+            message = f"{self.prog}: {message}; {remedy} shows the options"
         error = MegaliteError(message, key=key, set=cure, value=value)
         report_error(error.problems, message, 2)
         self.exit(2, f"error: {message}\n")
@@ -112,11 +115,19 @@ class Parser(argparse.ArgumentParser):
             return option[1], {option[1]: close} if close else {}, wrong[1]
         name, _, value = message.removeprefix(_UNKNOWN).partition(" ")[0].partition("=")
         if message.startswith(_UNKNOWN) and name.startswith("--"):
-            options = dict(self._options())
-            close = closest(name, options)
+            options, close = dict(self._options()), self._closest_option(name)
             meant_one = {close: value or True} if close and bool(value) == options[close] else {}
             return name, {name: None, **meant_one}, value or None
         return (option[1] if option else ""), {}, None
+
+    def _closest_option(self, name: str) -> str | None:
+        """Return the option that is meant by an unknown one: one that begins with it, or is most like it."""
+        # Without the dashes, which all have in common.
+        options = [option[2:] for option, _ in self._options() if option.startswith("--")]
+        word = name.removeprefix("--")
+        longer = [option for option in options if len(word) > 1 and option.startswith(word)]
+        close = longer[0] if len(set(longer)) == 1 else closest(word, options)
+        return f"--{close}" if close and name.startswith("--") else None
 
     def _options(self) -> Iterator[tuple[str, bool]]:
         """Yield each option of this command and its subcommands, and whether it takes a value."""

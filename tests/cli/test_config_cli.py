@@ -128,6 +128,26 @@ def test_a_wrong_subcommand_is_one_line(
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
+@pytest.mark.parametrize(
+    ("argv", "close"),
+    [
+        (["chaos", "run.toml", "--kill", "3"], "--kill-every"),
+        (["verify", "run.toml", "--toleranse", "3"], "--tolerance"),
+        (["launch", "run.toml", "--hostfil", "hosts"], "--hostfile"),
+        (["data", "prepare", "--source=a", "--tokenizer=b", "--output=c", "--worker", "3"], "--workers"),
+        (["evaluate", "model", "--temp", "2"], ""),
+    ],
+)
+def test_a_part_of_an_option_is_no_option_and_the_closest_is_named(
+    argv: list[str], close: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(argv)
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and f"unrecognized arguments: {argv[-2]} {argv[-1]}; " in said
+    assert (f"; did you mean {close}? megalite" in said) if close else "did you mean" not in said
+
+
 def test_an_unknown_command_is_the_users_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert capsys.readouterr().err == "error: megalite has no command trian; did you mean train?\n"
