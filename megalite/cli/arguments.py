@@ -3,9 +3,10 @@
 import argparse
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NoReturn, get_origin
 
 from megalite.cli.results import report_error
@@ -46,10 +47,17 @@ class Parser(argparse.ArgumentParser):
 
     The description may be the docstring of the command's module: its "megalite COMMAND: " is left out.
     common: of a command with more options than a screen: those that --help shows; `--help all` shows the others too.
+    short: short name -> option, for names that would be read as a setting without its section.
     """
 
     def __init__(
-        self, *, prog: str, description: str | None = None, common: Collection[str] = (), **settings: Any
+        self,
+        *,
+        prog: str,
+        description: str | None = None,
+        common: Collection[str] = (),
+        short: Mapping[str, str] = MappingProxyType({}),
+        **settings: Any,
     ):
         text = (description or "").removeprefix(f"{prog}: ")
         # A short form may mean another option: --kill as --kill-every.
@@ -57,11 +65,18 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=prog, description=text[:1].upper() + text[1:] or None, **settings)
         self._names: Collection[str] = ()
         self.common = common
+        self._short, self._typed = short, dict[str, str]()
         about = "print one JSON document"
         self.add_argument(JSON, action="store_true", help=about)
         if common:
             about = f"show common options; {EVERYTHING}: every option"
             self.add_argument("-h", "--help", nargs="?", choices=(EVERYTHING,), action=_Help, help=about)
+
+    def with_long_names(self, words: Sequence[str]) -> list[str]:
+        """Return the words with the long name of each option that has a short one; errors say what was typed."""
+        named = [word.partition("=") for word in words]
+        self._typed = {self._short[name]: name for name, _, _ in named if name in self._short}
+        return [self._short.get(name, name) + sign + value for name, sign, value in named]
 
     def common_help(self) -> str:
         """Return the help with the common options alone."""
@@ -90,6 +105,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line to stderr and exit with 2."""
         key, cure, value = "", {}, None
+        for long, typed in self._typed.items():
+            message = message.replace(long, typed)
         wrong = _INVALID_CHOICE.search(message)
         if wrong is not None and self._names:
             key, value, close = "COMMAND", wrong[1], closest(wrong[1], self._names)
@@ -135,7 +152,11 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 for parser in action.choices.values():
                     yield from parser._options()
-            yield from ((option, action.nargs != 0) for option in action.option_strings)
+            names = [
+                *action.option_strings,
+                *(key for key, long in self._short.items() if long in action.option_strings),
+            ]
+            yield from ((name, action.nargs != 0) for name in names)
 
 
 class _Help(argparse.Action):

@@ -56,10 +56,9 @@ _SECTION_FLAGS = (
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite chaos RUN.toml`. Raises ConfigError, and RankFailure where the job fails without a fault."""
-    # `--seed` alone would be read as a setting without its section.
-    words = ["--chaos-seed" + word[6:] if word.partition("=")[0] == "--seed" else word for word in arguments]
-    own, flags = options_and_settings(words)
-    options = command_parser().parse_args(own)
+    parser = command_parser()
+    own, flags = options_and_settings(parser.with_long_names(arguments))
+    options = parser.parse_args(own)
     refuse_launcher("chaos")
     config = load_run(options.run_file, flags, places=True).config
     plan = _plan(options)
@@ -267,7 +266,13 @@ def _factor(text: str) -> float:
 
 
 def command_parser() -> Parser:
-    parser = Parser(prog="megalite chaos", description=__doc__, common=_COMMON.split(), epilog=_SECTION_FLAGS)
+    parser = Parser(
+        prog="megalite chaos",
+        description=__doc__,
+        common=_COMMON.split(),
+        epilog=_SECTION_FLAGS,
+        short={"--seed": "--chaos-seed"},
+    )
     parser.add_argument("run_file", type=Path, metavar="RUN.toml", help="the run that is disturbed")
     add_value(
         parser,

@@ -37,10 +37,9 @@ _SECTION_FLAGS = (
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite sweep RUN.toml --over KEY=VALUES`. Returns the exit code: 1 where a run failed."""
-    # `--seed` alone would be read as a setting without its section.
-    words = ["--draw-seed" + word[6:] if word.partition("=")[0] == "--seed" else word for word in arguments]
-    own, flags = options_and_settings(words)
-    options = command_parser().parse_args(own)
+    parser = command_parser()
+    own, flags = options_and_settings(parser.with_long_names(arguments))
+    options = parser.parse_args(own)
     refuse_launcher("sweep")
     swept = swept_settings(options.over, draws=options.random is not None)
     combinations = grid(swept) if options.random is None else drawn(swept, options.random, options.draw_seed)
@@ -173,7 +172,13 @@ def _say(text: str) -> None:
 
 def command_parser() -> Parser:
     usage = "megalite sweep RUN.toml --over KEY=VALUES [options]"
-    parser = Parser(prog="megalite sweep", usage=usage, description=__doc__, epilog=_SECTION_FLAGS)
+    parser = Parser(
+        prog="megalite sweep",
+        usage=usage,
+        description=__doc__,
+        epilog=_SECTION_FLAGS,
+        short={"--seed": "--draw-seed"},
+    )
     parser.add_argument("run_file", type=Path, metavar="RUN.toml", help="the run whose settings are swept")
     about = "values of a setting: KEY=1e-4,3e-4, or KEY=log:1e-5:1e-2:4 (lin too); may be repeated"
     parser.add_argument("--over", action="append", required=True, metavar="KEY=VALUES", help=about)

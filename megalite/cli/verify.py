@@ -20,7 +20,7 @@ from megalite.verify.from_folder import verify_folder
 from megalite.verify.matrix import MatrixCertificate, verify_matrix
 from megalite.verify.run import VerifyRequest, ended_by_term, verify
 
-_SHORT = ("--steps", "--precision")
+_SHORT = {"--steps": "--compared-steps", "--precision": "--compared-precision"}
 _MODES = {"checkpoint": "--checkpoint", "folder": "--from"}
 # Mode -> the options that only this mode has; "": a run file.
 _OPTIONS = {
@@ -33,13 +33,9 @@ _COMMON = "run_file --matrix --from --checkpoint --compared-steps --compared-pre
 
 def run(arguments: Sequence[str]) -> int:
     """Run `megalite verify` in the one mode that its arguments name; return 1 where something departs."""
-    # Without their long names they would be read as settings without a section.
-    words = [
-        word.replace("--", "--compared-", 1) if word.partition("=")[0] in _SHORT else word
-        for word in arguments
-    ]
-    own, flags = options_and_settings(words)
-    options = command_parser().parse_args(own)
+    parser = command_parser()
+    own, flags = options_and_settings(parser.with_long_names(arguments))
+    options = parser.parse_args(own)
     _refuse_options_of_other_modes(options)
     if options.checkpoint is not None:
         # No run is read, so that no word is a setting.
@@ -76,7 +72,7 @@ def _verified(options: Namespace, flags: Sequence[str]) -> int:
 
 
 def command_parser() -> Parser:
-    parser = Parser(prog="megalite verify", description=__doc__, common=_COMMON.split())
+    parser = Parser(prog="megalite verify", description=__doc__, common=_COMMON.split(), short=_SHORT)
     about = "the run to verify; --SECTION.KEY VALUE overrides it"
     parser.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml", help=about)
     modes = parser.add_mutually_exclusive_group()
@@ -110,7 +106,7 @@ def _refuse_options_of_other_modes(options: Namespace) -> None:
 
 
 def _destination(flag: str) -> str:
-    return ("--compared-" + flag[2:] if flag in _SHORT else flag)[2:].replace("-", "_")
+    return _SHORT.get(flag, flag)[2:].replace("-", "_")
 
 
 def _tell(certificate: Certificate, output: Path) -> int:
