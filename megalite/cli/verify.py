@@ -40,9 +40,10 @@ def run(arguments: Sequence[str]) -> int:
     if options.checkpoint is not None:
         # No run is read, so that no word is a setting.
         options = command_parser().parse_args(arguments)
-        if beside := options.run_file or options.output:
-            remedy = "leave it out; --json prints the whole outcome"
-            raise ConfigError([Problem(str(beside), "stands beside --checkpoint", remedy)], COMMAND_LINE)
+        if options.run_file or options.output:
+            beside = str(options.run_file or "--output")
+            rule, remedy = "has no effect with --checkpoint", "leave it out; --json prints the whole outcome"
+            raise ConfigError([Problem(beside, rule, remedy, {beside: None})], COMMAND_LINE)
         return run_checkpoints(options)
     _refuse_launcher()
     with ended_by_term():

@@ -92,6 +92,7 @@ def verify_folder(
     folder = local_folder(named)
     if not folder.is_dir():
         raise CheckpointError(f"{named} is not a folder; name one with config.json and safetensors files")
+    _refuse_run_folder(folder)
     shape = shape_of_folder(str(folder))
     _require_memory(shape, named)
     with scratch_explained(), TemporaryDirectory(prefix="megalite-verify-") as name:
@@ -104,6 +105,19 @@ def verify_folder(
         certificate = _certified(config, apart(_inputs, config, folder, tokens), scratch, threads, say)
     seconds = time.monotonic() - started
     return FolderCertificate(**{**vars(certificate), "folder": named, "seconds": seconds})
+
+
+def _refuse_run_folder(folder: Path) -> None:
+    """Raise CheckpointError for the folder of a run, which has its weights in another place."""
+    if (folder / "config.json").exists() or not (folder / "run.toml").exists():
+        return
+    export = folder / "export"
+    remedy, cure = f"write its export first: megalite convert export {folder} {export}", {}
+    if (export / "config.json").exists():
+        remedy, cure = f"name its export, {export}", {"--from": str(export)}
+    raise CheckpointError(
+        f"--from: {folder} is a run folder; {remedy}", key="--from", set=cure, value=str(folder)
+    )
 
 
 def _config(

@@ -86,6 +86,23 @@ def test_wrong_input_is_refused_before_anything_starts(
     assert code == 2 and key in capsys.readouterr().err
 
 
+def test_a_run_folder_is_answered_with_what_to_name_in_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, export = tmp_path / "first", tmp_path / "first" / "export"
+    export.mkdir(parents=True)
+    assert main(["verify", str(run)]) == 2
+    assert f"{run}: is a folder; name a RUN.toml" in capsys.readouterr().err
+    (run / "run.toml").touch()
+    assert main(["verify", str(run)]) == 2
+    assert f"{run}: is a folder; name its run file, {run / 'run.toml'}" in capsys.readouterr().err
+    assert main(["verify", "--from", str(run)]) == 2
+    assert f"--from: {run} is a run folder; write its export first: megalite " in capsys.readouterr().err
+    (export / "config.json").touch()
+    assert main(["verify", "--from", str(run)]) == 2
+    assert f"--from: {run} is a run folder; name its export, {export}" in capsys.readouterr().err
+
+
 def test_sigterm_leaves_no_scratch_folder_wherever_it_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

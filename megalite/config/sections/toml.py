@@ -37,6 +37,12 @@ def read_text(path: Path) -> str:
         cure = {"RUN.toml": close} if close else {}
         problem = Problem(str(path), "no such file", _files_here(path), cure, value=str(path))
         raise ConfigError([problem], str(path)) from None
+    except IsADirectoryError:
+        own = path / "run.toml"
+        remedy = f"name its run file, {own}" if own.is_file() else _files_here(own)
+        cure = {"RUN.toml": str(own)} if own.is_file() else {}
+        problem = Problem(str(path), "is a folder", remedy, cure, value=str(path))
+        raise ConfigError([problem], str(path)) from None
     except OSError as error:
         raise ConfigError([Problem(str(path), error.strerror or str(error))], str(path)) from error
     except UnicodeDecodeError as error:

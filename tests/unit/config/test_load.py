@@ -189,7 +189,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path: Path) -> None:
         load_run(tmp_path / "run.toml")
     with pytest.raises(ConfigError, match="does not exist either"):
         load_run(tmp_path / "nowhere" / "run.toml")
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="is a folder"):
         load_run(tmp_path)
 
 

@@ -356,7 +356,8 @@ def test_the_command_prints_the_worst_first_and_one_document(
     [
         (["--vocab-size", "5"], "both checkpoints say that themselves; leave out --vocab-size"),
         (["--training.steps=5"], "unrecognized arguments: --training.steps"),
-        (["run.toml"], "run.toml: stands beside --checkpoint; leave it out"),
+        (["run.toml"], "run.toml: has no effect with --checkpoint; leave it out"),
+        (["--output", "c.json"], "--output: has no effect with --checkpoint; leave it out"),
         (["--tolerance", "0"], "not a number above 0"),
     ],
 )
