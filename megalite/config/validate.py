@@ -26,6 +26,20 @@ _WORDS = {
     "dictionary or instance of CurriculumPart": "a table",
     "String should have at least 1 character": "text that is not empty",
 }
+# pydantic's type of a broken bound -> ours, behind "a whole number" where a setting takes something else too.
+_BOUNDS = {
+    "greater_than_equal": "of at least",
+    "greater_than": "above",
+    "less_than_equal": "of at most",
+    "less_than": "below",
+}
+_EPOCHS = 'epochs as in "1 epoch"'
+# Setting that takes a number or text -> the form of the text.
+_FORMS = {
+    "validation.every": _EPOCHS,
+    "checkpoint.every": _EPOCHS,
+    "training.stop_after": 'a duration as in "23h30m"',
+}
 
 
 def validate(draft: SettingsDraft, world_size: int | None) -> CheckedRun:
@@ -104,7 +118,10 @@ def _problem(
         return Problem(full, "unknown key", remedy, cure)
     origin = draft.origin(full)
     where = "" if origin in (draft.source, DERIVED) else f" ({origin})"
-    rules = " or ".join(dict.fromkeys(_rules(errors)))
+    rules = " or ".join(
+        _FORMS.get(full, rule) if rule == "text" else rule for rule in dict.fromkeys(_rules(errors))
+    )
+    rules = rules.replace("true or false or", "true, false or")
     words = [word for each in errors for word in _words(each)]
     close = closest_name(value, words) if isinstance(value, str) else ""
     remedy = f"did you mean {close}?" if close else ""
@@ -161,6 +178,9 @@ def _rules(errors: list[ErrorDetails]) -> Iterator[str]:
     for error in [each for each in errors if each not in in_list] + in_list[:1]:
         rule = error["msg"].removeprefix("Input should be ").removeprefix("a valid ")
         rule = _WORDS.get(rule, rule) if error["type"] != "literal_error" else rule.replace("'", '"')
+        if error["type"] in _BOUNDS and len(errors) > 1:
+            noun = "a whole number" if str(error["loc"][-1]).endswith("int") else "a number"
+            rule = f"{noun} {_BOUNDS[error['type']]} {rule.rpartition(' ')[2]}"
         place = [each + 1 for each in error["loc"] if isinstance(each, int)]
         key = error["loc"][-1] if place and isinstance(error["loc"][-1], str) else None
         if key is not None and error["type"] in ("missing", "extra_forbidden"):
