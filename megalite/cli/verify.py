@@ -17,6 +17,7 @@ from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.detect import rank_info
 from megalite.verify.certificate import Certificate, require_place
 from megalite.verify.from_folder import verify_folder
+from megalite.verify.layouts import axes_without_effect
 from megalite.verify.matrix import MatrixCertificate, verify_matrix
 from megalite.verify.run import VerifyRequest, ended_by_term, verify
 
@@ -67,6 +68,7 @@ def _verified(options: Namespace, flags: Sequence[str]) -> int:
     output = options.output or options.run_file.with_suffix(".verify.json")
     require_place(output)
     if options.matrix is not None:
+        _refuse_axes(axes_without_effect(options.run_file, flags, options.matrix))
         matrix = verify_matrix(options.run_file, flags, options.matrix, request, say=_say)
         return _tell_matrix(matrix, output)
     return _tell(verify(config, request, say=_say), output)
@@ -103,6 +105,13 @@ def _refuse_options_of_other_modes(options: Namespace) -> None:
         if mode != used and getattr(options, _destination(flag)) not in (None, False)
     ]
     if problems:
+        raise ConfigError(problems, COMMAND_LINE)
+
+
+def _refuse_axes(axes: Sequence[str]) -> None:
+    """Raise ConfigError for sizes of one layout beside --matrix that change none of its layouts."""
+    rule = "has no effect with --matrix, which takes every layout"
+    if problems := [Problem(f"--{axis}", rule, "leave it out", {axis: None}) for axis in axes]:
         raise ConfigError(problems, COMMAND_LINE)
 
 

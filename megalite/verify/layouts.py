@@ -25,6 +25,7 @@ Settings = Mapping[str, Any]
 _ZERO = "deepspeed.zero_optimization"
 # By default ZeRO 3 keeps weights as small as those of a shrunk model whole on every rank.
 _PARTITION_ALL = {f"{_ZERO}.stage3_param_persistence_threshold": 100}
+_AXES = ("parallel.tensor", "parallel.pipeline", "parallel.data", "parallel.context")
 # Legal on any division where a run asks for nothing else.
 _PLAIN: Mapping[str, Settings] = {
     "sequence": {"parallel.sequence": False},
@@ -93,6 +94,31 @@ def layout_matrix(path: Path | str | None, overrides: Sequence[str], ranks: int)
             if all(config != before.config for before in legal[begun:]):
                 legal.append(LegalLayout(name, flags, config))
     return LayoutMatrix(run, legal, refused)
+
+
+def axes_without_effect(path: Path | str | None, overrides: Sequence[str], ranks: int) -> list[str]:
+    """Return the sizes of the run's own layout among the flags that change none of the layouts of 1 to `ranks` ranks.
+
+    A size may have an effect, as parallel.data on a global batch that is not set. Raises ConfigError if the run itself
+    is wrong.
+    """
+    words = [word.partition("=")[0] for word in overrides]
+    named = [axis for axis in _AXES if f"--{axis}" in words]
+    if not named:
+        return []
+    configs = [layout.config for layout in layout_matrix(path, overrides, ranks).legal]
+    idle = []
+    for axis in named:
+        # The value is in the word behind, unless it is in the flag's own.
+        fewer = [
+            word
+            for before, word in zip(["", *overrides], overrides, strict=False)
+            if before != f"--{axis}" and word.partition("=")[0] != f"--{axis}"
+        ]
+        with suppress(ConfigError):
+            if [layout.config for layout in layout_matrix(path, fewer, ranks).legal] == configs:
+                idle.append(axis)
+    return idle
 
 
 def _divisions(most: int) -> Iterator[Layout]:

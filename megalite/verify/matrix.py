@@ -132,8 +132,8 @@ def verify_matrix(
 ) -> MatrixCertificate:
     """Verify all legal layouts of 1 to `ranks` ranks of a run file, as `layout_matrix` lists them.
 
-    say: called with a line for each layout once its verdict is known. A layout whose training fails departs, and the
-    others go on. After Ctrl-C the certificate has what was done, and the names of what is left.
+    say: called with the number of layouts, then with a line for each once its verdict is known. A layout whose training
+    fails departs, and the others go on. After Ctrl-C the certificate has what was done, and the names of what is left.
     worker: as that of `verify`. Raises ConfigError if the run itself is wrong, or if this machine cannot train it, or
     none of the layouts.
     """
@@ -142,8 +142,8 @@ def verify_matrix(
     small = shrunk(run, full_size=True) if request.full_size else _small(run, matrix.legal, ranks)
     verdicts: list[LayoutVerdict] = []
     certificates: list[Certificate] = []
-    refused = list(matrix.refused)
-    todo = [*matrix.legal]
+    refused, todo = [*matrix.refused], [*matrix.legal]
+    say(f"{counted(len(todo), 'layout')} of up to {counted(ranks, 'rank')}")
     with scratch_explained(), tempfile.TemporaryDirectory(prefix="megalite-verify-") as scratch:
         verifier = Verifier(request, Path(scratch), lambda _: None)
         try:

@@ -71,6 +71,10 @@ def test_a_planted_fault_is_named_with_its_operation_and_ranks(tmp_path: Path) -
         (["verify", "{run}", "--output", "{run}/proof.json"], "cannot be written"),
         (["verify", "{run}", "--tolerance", "1"], "--tolerance: has no effect without --checkpoint"),
         (["verify", "{run}", "--text", "book.txt"], "--text: has no effect without --from"),
+        (
+            ["verify", "{run}", "--matrix", "2", "--parallel.tensor=1"],
+            "--parallel.tensor: has no effect with -",
+        ),
         (["verify", "--from", "folder", "--steps", "3"], "--steps: has no effect with --from"),
         (["verify", "--checkpoint", "a", "b", "--full-size"], "--full-size: has no effect with --checkpoint"),
     ],

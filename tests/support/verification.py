@@ -94,7 +94,7 @@ def verified_matrix(
     stopped_after: int = 0,
     precision: Literal["float64", "run"] = "float64",
 ) -> tuple[Any, list[str]]:
-    """Verify all layouts of a run; return the certificate and the lines that were said.
+    """Verify all layouts of a run; return the certificate and the lines that were said, the number of layouts first.
 
     fault: as that of `verified`. dying: layouts with this ZeRO stage end in an error. stopped_after: Ctrl-C comes
     after so many layouts.
@@ -106,7 +106,7 @@ def verified_matrix(
 
     def say(line: str) -> None:
         lines.append(line)
-        if len(lines) == stopped_after:
+        if stopped_after and len(lines) == stopped_after + 1:
             raise KeyboardInterrupt
 
     worker = partial(_record_with_fault, fault=fault, dying=dying)

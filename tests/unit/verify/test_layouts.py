@@ -11,7 +11,7 @@ from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import ConfigError
 from megalite.topology.schedules import SCHEDULES
-from megalite.verify.layouts import LayoutMatrix, layout_matrix
+from megalite.verify.layouts import LayoutMatrix, axes_without_effect, layout_matrix
 
 RUN = """
 [model]
@@ -143,3 +143,17 @@ def test_refused_layouts_are_counted_by_rule_with_the_first(run_file):
 def test_a_run_that_is_wrong_itself_is_refused_at_once(run_file):
     with pytest.raises(ConfigError, match=r"does not divide model\.num_attention_heads"):
         matrix(run_file, 2, parallel__tensor=3)
+
+
+@pytest.mark.parametrize(
+    ("flags", "idle"),
+    [
+        (["--parallel.tensor", "2", "--parallel.data=2"], ["parallel.tensor", "parallel.data"]),
+        (["--optimizer.learning_rate", "1e-3"], []),
+        # A run of two stages has a schedule, and a rank more makes the batch larger.
+        (["--parallel.pipeline=2", "--parallel.schedule", "zbv"], []),
+        (["--parallel.data", "2", "--training.global_batch_size=unset", "--training.micro_batches=2"], []),
+    ],
+)
+def test_a_size_of_the_runs_own_layout_that_changes_no_layout_is_known(run_file, flags, idle):
+    assert axes_without_effect(run_file, flags, 4) == idle
