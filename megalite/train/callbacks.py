@@ -3,7 +3,7 @@
 import importlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,12 +89,15 @@ def named_callbacks(names: Sequence[str]) -> tuple[Callback, ...]:
     for name in names:
         module, _, attribute = name.partition(":")
         try:
-            kind = getattr(importlib.import_module(module or "."), attribute)
+            if not (module and attribute):
+                raise MegaliteError("it is not of the form MODULE:CLASS")
+            kind = getattr(importlib.import_module(module), attribute)
             if not (isinstance(kind, type) and issubclass(kind, Callback)):
-                raise TypeError(f"{attribute} is no class derived from megalite.Callback")
+                raise MegaliteError(f"{attribute} is no class derived from megalite.Callback")
             callbacks.append(kind())
         except Exception as error:
-            wrong = f'"{name}" cannot be made: {type(error).__name__}: {error}'
+            reason = str(error) if isinstance(error, MegaliteError) else f"{type(error).__name__}: {error}"
+            wrong = f'"{name}" cannot be made: {reason}'
             remedy = "write MODULE:CLASS, of a module in this folder or on PYTHONPATH, whose class needs no arguments"
             problems.append(Problem("training.callbacks", wrong, remedy, value=list(names)))
     if problems:
@@ -130,17 +133,16 @@ class Callbacks:
         collected: dict[str, float] = {}
         for callback in self._callbacks:
             name = f"{type(callback).__name__}.{hook}"
-            metrics = self._guarded(name, getattr(callback, hook), arguments)
-            for key, value in metrics.items():
+            returned = self._guarded(name, getattr(callback, hook), arguments)
+            for key, value in _metrics(name, returned):
                 if is_own_metric(key) or key in collected:
                     raise TrainingError(f"{name} returned the metric {key}, which exists already; rename it")
                 collected[key] = value
         return collected
 
-    def _guarded(self, name: str, hook: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, float]:
+    def _guarded(self, name: str, hook: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         try:
-            returned = hook(self._run, *arguments) or {}
-            return {str(key): float(value) for key, value in returned.items()}
+            return hook(self._run, *arguments)
         except MegaliteError:
             raise
         except Exception as error:
@@ -152,3 +154,23 @@ class Callbacks:
             # Not as its cause: a connection that user code lost must not be taken for that of a rank.
             failure.__context__ = error
         raise failure
+
+
+def _metrics(name: str, returned: Any) -> Iterator[tuple[str, float]]:
+    """Yield name and number of each metric that a hook returned. Raises TrainingError for anything else."""
+    if returned is None:
+        return
+    if not isinstance(returned, Mapping):
+        kind = type(returned).__name__
+        raise TrainingError(
+            f"the callback {name} returned a value of type {kind}; return a dict of numbers, or nothing"
+        )
+    for key, value in returned.items():
+        try:
+            number = float(value)
+        except Exception as error:
+            kind = type(value).__name__
+            raise TrainingError(
+                f"the callback {name} returned a value of type {kind} as the metric {key} ({error}); return a number"
+            ) from None
+        yield str(key), number

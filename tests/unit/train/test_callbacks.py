@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from megalite.errors import ConfigError, DataError, TrainingError
 from megalite.launcher.control.failures import FailureFolder
@@ -48,9 +49,24 @@ def test_a_metric_that_there_is_already_is_refused(callbacks: tuple[Callback, ..
         step_end(*callbacks)
 
 
-def test_a_metric_that_is_no_number_is_refused() -> None:
-    with pytest.raises(TrainingError, match=r"Gives\.on_step_end raised ValueError: could not convert"):
-        step_end(Gives(a="much"))
+@pytest.mark.parametrize("value", ["much", [1.0], None, torch.ones(2)])
+def test_a_metric_that_is_no_number_is_refused(value: Any) -> None:
+    kind = type(value).__name__
+    with pytest.raises(
+        TrainingError, match=rf"Gives\.on_step_end returned a value of type {kind} as the metric a"
+    ):
+        step_end(Gives(a=value))
+
+
+@pytest.mark.parametrize("value", ["done", 1.5, [("a", 1)], False])
+def test_a_hook_that_returns_no_dict_is_told_what_to_return(value: Any) -> None:
+    class Bad(Callback):
+        def on_step_end(self, run: ActiveRun, report: Any) -> Any:
+            return value
+
+    told = f"the callback Bad.on_step_end returned a value of type {type(value).__name__}; return a dict of numbers"
+    with pytest.raises(TrainingError, match=told):
+        step_end(Bad())
 
 
 def test_an_exception_is_told_with_hook_place_and_step() -> None:
@@ -98,3 +114,7 @@ def test_callbacks_are_made_by_their_names_in_the_settings(
     assert [problem.message.split(" cannot")[0] for problem in error.value.problems] == [
         f'"{name}"' for name in wrong
     ]
+    assert '"Norm" cannot be made: it is not of the form MODULE:CLASS; write' in str(error.value)
+    assert '"pathlib:Path" cannot be made: Path is no class derived from megalite.Callback;' in str(
+        error.value
+    )
