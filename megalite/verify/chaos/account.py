@@ -13,8 +13,11 @@ CAUSE_SECONDS = 5.0
 """In this time the first cause of a failure should be on the screen."""
 # One fault ends all ranks or the whole job, and has no rank to be named.
 _NO_RANK = ("preempt", "full-disk", "drop-link", "flip-checkpoint")
-
-_LATER = ("stop", "flip-parameter")
+# Faults that do not show at once -> when they do.
+_LATER = {
+    "stop": "a hang shows after monitor.hang_seconds",
+    "flip-parameter": "a flipped weight shows at the next self-check",
+}
 
 
 @dataclass(frozen=True)
@@ -137,9 +140,13 @@ def summary_lines(goodput: Goodput | None, recoveries: Sequence[Recovery], ranks
         f" kept x {goodput.efficiency:.1%} efficiency",
         f"{goodput.steps_kept:,} steps in {goodput.seconds:.1f} s; {goodput.steps_made - goodput.steps_kept:,} more"
         f" were made and lost; a calm step takes {goodput.calm_step_seconds * 1e3:.1f} ms",
-        "",
-        "fault            n  outcome",
     ]
+    if goodput.efficiency > 1:
+        lines.append(
+            "efficiency above 100%: a calm step took longer than a step of the disturbed job, by chance or by another "
+            "load on this machine"
+        )
+    lines += ["", "fault            n  outcome"]
     counts = Counter((each.kind, each.outcome) for each in recoveries)
     lines += [f"{kind:<16}{count:>2}  {outcome}" for (kind, outcome), count in sorted(counts.items())]
     whole = [each for each in recoveries if each.seconds is not None]
@@ -151,16 +158,23 @@ def summary_lines(goodput: Goodput | None, recoveries: Sequence[Recovery], ranks
             lines += ["", f"{len(some)} recoveries in {title}, seconds:{'median':>13}{'longest':>10}"]
             lines += [_times(name, some) for name in ("detect", "start", "load", "first_step", "seconds")]
             lines.append(_times("lost_steps", some, digits=0))
-    # A hang shows after monitor.hang_seconds, and a bit at the next self-check.
-    said = [each for each in whole if each.detect is not None and each.kind not in _LATER]
-    late = [each for each in said if each.detect is not None and each.detect > CAUSE_SECONDS]
-    named = [each for each in whole if each.named is not None]
-    lines += [
-        "",
-        f"first cause on the screen within {CAUSE_SECONDS:g} s: {len(said) - len(late)} of {len(said)}; "
-        f"the rank named: {sum(bool(each.named) for each in named)} of {len(named)}",
-    ]
+    lines += ["", _causes_line(whole)]
     return lines
+
+
+def _causes_line(recoveries: Sequence[Recovery]) -> str:
+    """Return how many first causes were on the screen in time, and how many named the rank."""
+    shown = [each for each in recoveries if each.detect is not None]
+    # A hang shows after monitor.hang_seconds, and a bit at the next self-check.
+    later = sorted({each.kind for each in shown if each.kind in _LATER})
+    detects = [each.detect for each in shown if each.detect is not None and each.kind not in _LATER]
+    named = [each.named for each in recoveries if each.named is not None]
+    apart = f" (without {' and '.join(later)}: {', '.join(map(_LATER.__getitem__, later))})" if later else ""
+    in_time = sum(detect <= CAUSE_SECONDS for detect in detects)
+    return (
+        f"first cause on the screen within {CAUSE_SECONDS:g} s: {in_time} of {len(detects)}{apart}; "
+        f"the rank named: {sum(named)} of {len(named)}"
+    )
 
 
 def document(goodput: Goodput | None) -> dict[str, Any] | None:

@@ -192,6 +192,16 @@ def test_a_recovery_is_split_into_its_parts_and_they_are_the_whole() -> None:
     assert "within 5 s: 1 of 1; the rank named: 1 of 1" in text and "in the same layout" in text
 
 
+def test_the_report_says_what_is_not_counted_and_why_a_share_is_above_100_percent() -> None:
+    kill = recovery_of(KILL, [HIT, AFTER], began=104.0)
+    late = replace(kill, kind="stop", detect=5.8)
+    text = "\n".join(summary_lines(goodput_of([HIT, AFTER], 1.1), [kill, late], ranks=2))
+    assert "within 5 s: 1 of 1 (without stop: a hang shows after monitor.hang_seconds); the rank" in text
+    assert "efficiency above 100%: a calm step took longer than a step of the disturbed job" in text
+    text = "\n".join(summary_lines(goodput_of([HIT, AFTER], 0.9), [kill], ranks=2))
+    assert "without" not in text and "above 100%" not in text
+
+
 def test_the_picture_has_the_whole_time_in_parts_without_a_gap() -> None:
     parts = list(spans([HIT, Attempt(112, 2), AFTER]))
     assert [part.kind for part in parts] == ["kept", "lost", "detect", "start", "load", "kept"]
