@@ -149,11 +149,7 @@ def verify_matrix(
         try:
             while todo:
                 layout = todo[0]
-                config = (
-                    shrunk(layout.config, full_size=True).config
-                    if request.full_size
-                    else _laid_out(small.config, layout.config)
-                )
+                config = _laid_out(small.config, layout.config, full_size=request.full_size)
                 if (problem := _problem(config)) is not None:
                     refused.append(UnusableLayout(layout.name, problem))
                     todo.pop(0)
@@ -265,8 +261,10 @@ def _small(run: RunConfig, layouts: Sequence[LegalLayout], ranks: int) -> Shrunk
     return Shrunk(small.config.model_copy(update={"training": training}), tuple(changes))
 
 
-def _laid_out(small: RunConfig, layout: RunConfig) -> RunConfig:
-    """Return the small run in a layout of the whole one."""
+def _laid_out(small: RunConfig, layout: RunConfig, *, full_size: bool) -> RunConfig:
+    """Return the small run in a layout of the whole one, or that layout of the whole one itself."""
+    if full_size:
+        return shrunk(layout, full_size=True).config
     total, size = small.training.global_batch_size, small.training.micro_batch_size
     assert isinstance(total, int) and isinstance(size, int)
     rows = max(1, total // layout.layout.data)
