@@ -88,16 +88,14 @@ def find_latest(folder: Path) -> Path | None:
             require_whole(named)
             return named
         except CheckpointError as error:
-            rule = error.problems[0].message
-            if not named.exists():
-                rule = f"{named.name} does not exist"
-            problem = f"{folder / LATEST} names a broken checkpoint: {rule}"
+            broken = error if named.exists() else f"{named.name} does not exist"
+            problem = f"{folder / LATEST} names a broken checkpoint: {broken}"
     candidates = published_checkpoints(folder)
     for _, path in sorted(candidates.items(), reverse=True):
         try:
             require_whole(path)
         except CheckpointError as error:
-            _warn_once(f"skipping a broken checkpoint: {error.problems[0].message}")
+            _warn_once(f"skipping a broken checkpoint: {error}")
             continue
         _warn_once(f"{problem}; using {path}, the newest complete one")
         return path
