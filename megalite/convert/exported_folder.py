@@ -24,8 +24,8 @@ def exported_folder(destination: Path, what: str, is_ours: Callable[[Path], bool
         yield partial
         _publish(partial, destination)
     except OSError as error:
-        another = "choose another folder"
-        remedy = write_remedy(error, full=f"free space or {another}") or another
+        another, full = "choose another folder", "free space or choose another folder"
+        remedy = write_remedy(error, full=full, forbidden=another) or full
         raise CheckpointError(f"{destination} cannot be written ({error}); {remedy}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -205,8 +205,8 @@ def _writing(folder: Path) -> Iterator[None]:
         with lock_held(partial(folder / "tokenizer.json")):
             yield
     except OSError as error:
-        another = "choose another folder"
-        remedy = write_remedy(error, full=f"free space or {another}") or another
+        another, full = "choose another folder", "free space or choose another folder"
+        remedy = write_remedy(error, full=full, forbidden=another) or full
         raise DataError(
             f"{error.filename or folder} cannot be written ({error.strerror}); {remedy}"
         ) from error
