@@ -252,14 +252,15 @@ class DisturbedJob:
         fault, now = self._pending, self.watch.now
         if fault is None:
             return
-        if len(self.watch.attempts) - 1 > fault.attempt and now.steps:
-            fault.outcome = fault.outcome or "recovered"
-        elif fault.fault.kind == "flip-parameter" and len(self.watch.attempts) - 1 == fault.attempt:
-            done = flipped(self.command.folder)
-            if done is not None:
-                fault.step, fault.detail = done["step"], done["tensor"]
-                if now.steps[-1].step > done["step"] + 2 * max(1, self.check_every):
-                    fault.outcome = "not found"
+        # A self-check in the same step may have ended this attempt before anyone looked.
+        done = flipped(self.command.folder) if fault.fault.kind == "flip-parameter" else None
+        if done is not None:
+            fault.step, fault.detail = done["step"], done["tensor"]
+        if len(self.watch.attempts) - 1 > fault.attempt:
+            if now.steps:
+                fault.outcome = fault.outcome or "recovered"
+        elif done is not None and now.steps[-1].step > done["step"] + 2 * max(1, self.check_every):
+            fault.outcome = "not found"
         if not fault.outcome and time.monotonic() > fault.at + STUCK_SECONDS:
             fault.outcome, fault.by_hand = f"stuck for {STUCK_SECONDS:g} s, ended by hand", True
             self._job.kill()
