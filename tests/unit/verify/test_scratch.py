@@ -34,7 +34,8 @@ def test_a_full_temporary_folder_is_named_in_one_line(tmp_path: Path, mode: str,
     done = subprocess.run(
         [sys.executable, "-m", "megalite", *words, "--output", str(tmp_path / "proof.json"), "--json"],
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit),
-        env={**os.environ, "TMPDIR": str(scratch)},
+        # Python would cut the bytecode that it caches off at the limit, and never read it again.
+        env={**os.environ, "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
     )

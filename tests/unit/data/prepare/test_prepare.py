@@ -218,7 +218,8 @@ def test_a_real_full_file_system_cleans_up(tmp_path: Path, corpus: Corpus, token
         corpus = Corpus.open({list(corpus.sources)})
         prepare(corpus, load_tokenizer({str(tokenizer.file)!r}), Path({str(tmp_path)!r}, "x"))
     """
-    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    # -B: Python would cut the bytecode that it caches off at the limit, and never read it again.
+    run = subprocess.run([sys.executable, "-B", "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert "DataError" in run.stderr and "File too large" in run.stderr, run.stderr
     assert published(tmp_path) == ["texts"]
 
