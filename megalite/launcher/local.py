@@ -253,8 +253,9 @@ class _LocalJob:
 
     def outcome(self) -> int:
         """Return the exit code of the job; RankFailure with the first cause, KeyboardInterrupt after Ctrl-C."""
+        asked = bool(self._signals.interrupts or self._signals.terminations)
         if self._hang:
-            raise RankFailure(self._hang, 1)
+            raise RankFailure(self._hang, 1, asked=asked)
         codes = set(self._codes.values())
         if codes <= set(_ORDERLY):
             return max(codes)
@@ -270,7 +271,6 @@ class _LocalJob:
                 return STOPPED if STOPPED in codes else NOT_BEGUN
             if self._signals.terminations:
                 return TERMINATED
-        asked = bool(self._signals.interrupts or self._signals.terminations)
         cause = describe_job(reports, len(self._infos))
         raise RankFailure(cause, first_cause(reports).exit_code, asked=asked)
 

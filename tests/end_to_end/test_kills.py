@@ -142,6 +142,18 @@ def test_a_job_that_was_told_to_end_is_not_started_again(tmp_path, command):
 
 
 @pytest.mark.extended
+def test_a_job_that_hangs_after_it_was_told_to_end_is_not_started_again(tmp_path):
+    job, folder = Job.write(tmp_path, tensor=2, pipeline=1), tmp_path / "run"
+    flags = ("--training.steps", "100000", "--launch.restarts", "1", "--monitor.hang_seconds", "1")
+    process = job.start(folder, *flags)
+    wait_until(lambda: _recorded_steps(folder) >= 4, "the job made no four steps", process=process)
+    os.kill(forked_ranks(process.pid)[1], signal.SIGSTOP)
+    process.terminate()
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1 and " hangs: " in output and "restart" not in output, output
+
+
+@pytest.mark.extended
 def test_everything_killed_at_random_moments_and_during_saves(job, undisturbed, tmp_path):
     folder = tmp_path / "run"
     chance = random.Random(os.environ.get("MEGALITE_TEST_SEED", "kills"))
