@@ -23,7 +23,7 @@ from megalite.verify.certificate import (
     versions,
     write_certificate,
 )
-from megalite.verify.findings import INITIAL
+from megalite.verify.findings import INITIAL, Worst
 from megalite.verify.layouts import LayoutMatrix, LegalLayout, UnusableLayout, layout_matrix, shortest_flags
 from megalite.verify.run import Verifier, VerifyRequest
 from megalite.verify.scratch import ScratchError, scratch_explained
@@ -207,7 +207,7 @@ def _verdict(
     else:
         # Initial weights are drawn, and only rounded.
         compared = [each for each in certificate.worst.items() if each[0] != INITIAL]
-        quantity, worst = max(compared, key=lambda each: _share(each[1]))
+        quantity, worst = max(compared, key=lambda each: Worst(**each[1]).share)
         error, bound = worst["error"], worst["allowed"]
     done = replace(
         verdict,
@@ -222,11 +222,6 @@ def _verdict(
 
 def _is_own(config: RunConfig, run: RunConfig) -> bool:
     return config.parallel == run.parallel and config.zero_stage == run.zero_stage
-
-
-def _share(worst: Mapping[str, Any]) -> float:
-    """Return how much of what is allowed an error is; the initial weights are allowed none."""
-    return worst["error"] / worst["allowed"] if worst["allowed"] else float(worst["error"] > 0)
 
 
 def _small(run: RunConfig, layouts: Sequence[LegalLayout], ranks: int) -> Shrunk:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megalite.errors import ConfigError
 from tests.support.verification import flags_of, verified_matrix, verifier
 
 # Two data-parallel ranks and nothing else: one head, one layer, a length that two ranks do not divide.
@@ -64,6 +65,12 @@ def test_a_layout_that_this_machine_cannot_train_is_refused(process):
     ]
     assert certificate.holds, [*certificate.lines()]
     assert certificate.refused["training.precision"]["layouts"] == len(zero)
+
+
+def test_a_run_that_this_machine_cannot_train_is_an_error(process):
+    own = {"training.precision": "fp16", "parallel.data": 2, "deepspeed.zero_optimization.stage": 1}
+    with pytest.raises(ConfigError):  # its text does not survive the way between processes
+        process.submit(verified_matrix, {**FEW, **own}, 2, precision="run").result()
 
 
 def test_ctrl_c_leaves_what_was_done(process):
