@@ -3,11 +3,13 @@
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterator, Sequence
-from statistics import median
+from statistics import fmean, median
 from typing import NamedTuple
 
 # A rank is slow if it was so in the median of its last reports; the first ones of a start have its warm-up.
 _REPORTS, _WARM_UP = 5, 2
+# Shorter reports count together: a rank whose core another program takes for a moment is not slow.
+_LEAST_SECONDS = 1.0
 _SLOW, _RECOVERED = 1.5, 1.25
 # A rank that costs the others less than this share of a step is not worth a line.
 _SHARE = 0.1
@@ -32,8 +34,16 @@ def _median_without(ordered: Sequence[float], value: float) -> float:
     return (low + high) / 2
 
 
+def _mean_of(reports: Sequence[tuple[int, Sequence[float]]]) -> Sequence[float]:
+    """Return the seconds of each rank in a step, of reports of several steps each."""
+    if len(reports) == 1:
+        return reports[0][1]
+    steps, work = zip(*reports, strict=True)
+    return [fmean(seconds, steps) for seconds in zip(*work, strict=True)]
+
+
 class SlowRanks:
-    """Compares the work of each rank with the median of its peers' over the last five reports.
+    """Compares the work of each rank with the median of its peers' over the last five reports of at least a second.
 
     A rank without a peer, as each stage of a pipeline alone, is compared with its own first five reports, and with more
     where the median of the other ranks takes longer than in theirs. Slow: half as long again as expected, and a tenth
@@ -46,19 +56,28 @@ class SlowRanks:
         self.alone = not self._peers
         """Whether no rank has a peer."""
         self._first: Sequence[float] = ()
+        self._short: list[tuple[int, Sequence[float]]] = []
+        self._lasted = 0.0
         self._reports = deque[Sequence[float]](maxlen=_REPORTS)
         self._seen = 0
         self.slow: dict[int, SlowRank] = {}
         """The ranks that are slow now."""
 
-    def update(self, work: Sequence[float], step_seconds: float) -> tuple[list[SlowRank], list[int]]:
-        """Add a report; return the ranks that have become slow, and those that are no longer.
+    def update(
+        self, work: Sequence[float], step_seconds: float, steps: int = 1
+    ) -> tuple[list[SlowRank], list[int]]:
+        """Add a report of some steps; return the ranks that have become slow, and those that are no longer.
 
         work: the seconds of each rank's own work in a step. step_seconds: of a whole step.
         """
+        self._short.append((steps, work))
+        self._lasted += steps * step_seconds
+        if self._lasted < _LEAST_SECONDS:
+            return [], []
         self._seen += 1
         if self._seen > _WARM_UP:
-            self._reports.append(work)
+            self._reports.append(_mean_of(self._short))
+        self._short, self._lasted = [], 0.0
         if len(self._reports) < _REPORTS:
             return [], []
         usual = [median(seconds) for seconds in zip(*self._reports, strict=True)]

@@ -121,7 +121,7 @@ class RankMeasures:
             if min(undisturbed) > 0:
                 each = [seconds / count for seconds, count in zip(work, undisturbed, strict=True)]
                 self._judge(
-                    each, [seconds / times.steps for seconds in data], max(steps) / times.steps, report
+                    each, [seconds / times.steps for seconds in data], max(steps), times.steps, report
                 )
         return report
 
@@ -139,11 +139,16 @@ class RankMeasures:
         numbers = self._mesh.sum_over_world(numbers)
         return [numbers[start : start + width] for start in range(0, len(numbers), width)]
 
-    def _judge(self, work: list[float], data: list[float], step_seconds: float, report: RankReport) -> None:
-        """Add what is known of slow ranks to a report, on rank 0. work, data: the seconds of each rank in a step."""
+    def _judge(
+        self, work: list[float], data: list[float], seconds: float, steps: int, report: RankReport
+    ) -> None:
+        """Add what is known of slow ranks to a report, on rank 0.
+
+        work, data: the seconds of each rank in a step. seconds: of all steps.
+        """
         if self._mesh.rank > 0:
             return
-        began, ended = self._slow.update(work, step_seconds)
+        began, ended = self._slow.update(work, seconds / steps, steps)
         report.warnings.extend(self._text(slow, data[slow.rank]) for slow in began)
         report.notes.extend(
             f"{self._name(rank)} is as fast as {'at the start' if self._slow.alone else 'the other ranks of its stage'}"

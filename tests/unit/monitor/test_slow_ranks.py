@@ -13,12 +13,15 @@ def slow(rank: int, factor: float = 3.0) -> tuple[float, ...]:
 
 
 def changes(
-    reports: list[tuple[float, ...]], step_seconds: float = 3.0, groups: list[tuple[int, ...]] = STAGES
+    reports: list[tuple[float, ...]],
+    step_seconds: float = 3.0,
+    groups: list[tuple[int, ...]] = STAGES,
+    steps: int = 1,
 ) -> list[tuple[int, str, int]]:
     """Return (report, "slow" or "recovered", rank) of each change, reports counted from 1."""
     ranks, changed = SlowRanks(groups), []
     for number, work in enumerate(reports, start=1):
-        began, ended = ranks.update(work, step_seconds)
+        began, ended = ranks.update(work, step_seconds, steps)
         changed += [(number, "slow", rank.rank) for rank in began]
         changed += [(number, "recovered", rank) for rank in ended]
     return changed
@@ -48,6 +51,25 @@ def test_the_factor_is_over_the_peers_of_its_stage() -> None:
 def test_a_rank_that_costs_a_small_part_of_the_step_is_no_alarm() -> None:
     assert changes([slow(0)] * 10, step_seconds=30.0) == []
     assert changes([slow(0)] * 10, step_seconds=10.0) == [(7, "slow", 0)]
+
+
+def test_a_moment_of_short_steps_is_no_alarm() -> None:
+    """Steps of an eighth of a second: eight of them are one report."""
+    even, late = (0.05, 0.05), (0.05, 0.125)
+
+    def changes_of(reports: list[tuple[float, ...]], steps: int = 1) -> list[tuple[int, str, int]]:
+        return changes(reports, step_seconds=0.125, groups=[(0, 1)], steps=steps)
+
+    assert changes_of([even] * 40 + [late] * 16 + [even] * 40) == []
+    assert changes_of([even] * 56 + [late] * 24 + [even] * 24) == [(80, "slow", 1), (104, "recovered", 1)]
+    assert changes_of([even] * 14 + [late] * 6 + [even] * 6, 4) == [(20, "slow", 1), (26, "recovered", 1)]
+
+
+def test_short_reports_together_are_the_mean_of_their_steps() -> None:
+    ranks = SlowRanks([(0, 1)])
+    for _ in range(10):
+        ranks.update((1.0, 9.0), 0.125)
+        assert ranks.update((1.0, 1.0), 0.125, steps=20) == ([], [])
 
 
 def changes_alone(reports: list[tuple[float, ...]]) -> list[tuple[int, str, int]]:
