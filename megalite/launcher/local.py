@@ -40,6 +40,7 @@ from megalite.launcher.process import (
     identity,
     is_stopped,
     keep_freed_memory,
+    leave_closed_terminal,
     session,
 )
 from megalite.launcher.rank.detect import RankInfo, local_rank_infos
@@ -57,13 +58,13 @@ _AFTER_CAUSE_SECONDS, _AFTER_CONSEQUENCE_SECONDS = 0.3, 1.5
 # Ranks that stop together end within this time: one that does not has lost the others, which were told alone.
 _STOP_SECONDS = 15.0
 
-# Batch systems send these before they end a job.
-_BATCH = (signal.SIGTERM, signal.SIGUSR1)
-_WATCHED = (signal.SIGINT, *_BATCH, signal.SIGCHLD)
+# Batch systems send the first two before they end a job; a terminal that closes sends the last.
+ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+_WATCHED = (signal.SIGINT, *ENDING, signal.SIGCHLD)
 
 
 class Terminated(BaseException):
-    """SIGTERM or SIGUSR1 where there is nothing to save, as KeyboardInterrupt is SIGINT."""
+    """SIGTERM, SIGUSR1 or SIGHUP where there is nothing to save, as KeyboardInterrupt is SIGINT."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def run_local_ranks(
     """Run every rank of `layout` on this machine as `worker(info, *arguments)` and return the exit code.
 
     The exit code is 0 if all ranks returned 0, else 75 or 76 as the ranks returned, if no rank failed by itself. After
-    SIGTERM or SIGUSR1 to this process, it is 143 if a rank ended without saving. These signals and the first SIGINT are
+    SIGTERM, SIGUSR1 or SIGHUP to this process, it is 143 if a rank ended without saving. They and the first SIGINT are
     passed on to the ranks, which may take their time to save; a second SIGINT kills them. Must be called from the main
     thread, for signals. A single rank runs in this process, as in `run_rank`, unless it is to run apart.
 
@@ -131,19 +132,19 @@ def run_local_ranks(
 
 
 class JobSignals:
-    """Counts SIGINT, and notes SIGTERM and SIGUSR1, in the `with` block; these and the end of a child wake `wait`."""
+    """Counts SIGINT, and notes what else ends a job, in the `with` block; these and the end of a child wake `wait`."""
 
     def __init__(self) -> None:
         self.interrupts = 0
         self.terminations: list[signal.Signals] = []
-        """Those of SIGTERM and SIGUSR1 that came, in order."""
+        """Those of SIGTERM, SIGUSR1 and SIGHUP that came, in order."""
         self._interrupted = -math.inf
 
     def __enter__(self) -> "JobSignals":
         self._receiver, self._sender = os.pipe()
         for end in (self._receiver, self._sender):
             os.set_blocking(end, False)
-        # nohup and a shell's & have SIGINT ignored, which stays so.
+        # nohup has SIGHUP ignored, and a shell's & SIGINT, which stays so.
         watched = [number for number in _WATCHED if signal.getsignal(number) is not signal.SIG_IGN]
         self._previous = {number: signal.signal(number, self._count) for number in watched}
         # A full pipe wakes `wait` too, so there is no need for the warning.
@@ -168,7 +169,9 @@ class JobSignals:
                 os.read(self._receiver, 4096)
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        if number in _BATCH:
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
+        if number in ENDING:
             self.terminations.append(signal.Signals(number))
         if number == signal.SIGINT and time.monotonic() - self._interrupted >= SAME_PRESS_SECONDS:
             self.interrupts, self._interrupted = self.interrupts + 1, time.monotonic()

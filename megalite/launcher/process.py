@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import select
 import signal
+import stat
 import sys
 import threading
 import time
@@ -66,6 +68,30 @@ def end_process(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         within(_FLUSH_SECONDS, stream.flush, None)
     os._exit(code)
+
+
+def leave_closed_terminal() -> bool:
+    """Drop what this process prints from now on where a write would fail, which would end a run that saves.
+
+    That is a terminal that has closed, and a pipe: its reader, such as `tee` or the ssh of a launcher, ends as well or
+    loses the same terminal. Files go on. To be called after SIGHUP, also in its handler; returns whether stdout is
+    dropped.
+    """
+    dropped = False
+    for descriptor in (2, 1):
+        try:
+            mode = os.fstat(descriptor).st_mode
+        except OSError:
+            continue
+        look = select.poll()
+        look.register(descriptor, 0)
+        closed = any(event & (select.POLLHUP | select.POLLERR) for _, event in look.poll(0))
+        dropped = closed or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)
+        if dropped:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+    return dropped
 
 
 def adopt_orphans(adopt: bool) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: the run saves a checkpoint before it ends, and says how to resume."""
+"""SIGTERM, SIGUSR1, SIGHUP and Ctrl-C: the run saves a checkpoint before it ends, and says how to resume."""
 
 import os
 import select
@@ -16,16 +16,14 @@ from megalite.checkpoint.folder import find_latest, progress_of_saves
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import CheckpointError
 from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, SAME_PRESS_SECONDS, STOPPED, TERMINATED
-from megalite.launcher.local import Terminated
-from megalite.launcher.process import caught_signals
+from megalite.launcher.local import ENDING, Terminated
+from megalite.launcher.process import caught_signals, leave_closed_terminal
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import meets_others
 from megalite.monitor.console import announce
 
 # Ctrl-C first: a launcher may send both.
-NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGUSR1: "SIGUSR1"}
-# Batch systems send these, several of them and several times.
-_BATCH = (signal.SIGTERM, signal.SIGUSR1)
+NAMES = {signal.SIGINT: "Ctrl-C", **{each: each.name for each in ENDING}}
 # A launcher passes a signal on that the terminal has sent to each rank already.
 _PASSED_ON_SECONDS = 1.0
 # For ranks to meet that are being started together; short, as launchers send SIGTERM after a failure too.
@@ -38,16 +36,18 @@ _LONGEST_LOOK_SECONDS = 20.0
 def _raise(number: int, frame: FrameType | None) -> None:
     # Batch systems repeat a signal: the clean-up behind the first one goes on.
     ignore_repeated_signals()
+    if number == signal.SIGHUP:
+        leave_closed_terminal()
     raise Terminated
 
 
 @contextmanager
 def termination_raised(info: RankInfo | None) -> Iterator[None]:
-    """Let SIGTERM and SIGUSR1 raise Terminated where no launcher started this process.
+    """Let SIGTERM, SIGUSR1 and SIGHUP raise Terminated where no launcher started this process.
 
     The process trains alone or starts the ranks; a launcher's rank has StopSignals instead.
     """
-    ours = _replaceable(_BATCH) if info is None else []
+    ours = _replaceable(ENDING) if info is None else []
     for number in ours:
         signal.signal(number, _raise)
     try:
@@ -60,8 +60,8 @@ def termination_raised(info: RankInfo | None) -> Iterator[None]:
 
 @contextmanager
 def signals_restored() -> Iterator[None]:
-    """Give SIGTERM and SIGUSR1 back to the caller after the `with` block, as they were before."""
-    before = {number: signal.getsignal(number) for number in _BATCH}
+    """Give SIGTERM, SIGUSR1 and SIGHUP back to the caller after the `with` block, as they were before."""
+    before = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield
     finally:
@@ -71,8 +71,8 @@ def signals_restored() -> Iterator[None]:
 
 
 def ignore_repeated_signals() -> None:
-    """Ignore further SIGTERM and SIGUSR1, unless the user handles them: this process has been told and is ending."""
-    for number in _replaceable(_BATCH):
+    """Ignore further SIGTERM, SIGUSR1 and SIGHUP, unless the user handles them: this process is ending."""
+    for number in _replaceable(ENDING):
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -101,14 +101,15 @@ class RankStart(Enum):
 
 
 class StopSignals:
-    """Notes SIGTERM, SIGUSR1 and SIGINT in the `with` block of a rank's whole life.
+    """Notes SIGTERM, SIGUSR1, SIGHUP and SIGINT in the `with` block of a rank's whole life.
 
     Called between two steps, it returns the first signal that has arrived, or None. Before the end of the first step
     there is nothing to save, so a signal ends the rank at once: with exit code 76 (SIGINT: 130), or by Terminated
-    (KeyboardInterrupt) where the process trains alone. SIGTERM and SIGUSR1 count once, since batch systems repeat them;
-    a second Ctrl-C ends the rank at once. A rank is also ended when its grace time passes without the end of the run
-    and without progress of a save. Signals that the user handles or ignores are left alone; so are all outside of the
-    main thread. After a signal, SIGTERM and SIGUSR1 stay ignored: the process is ending.
+    (KeyboardInterrupt) where the process trains alone. A second Ctrl-C ends the rank at once; other signals count once,
+    since batch systems repeat them. After SIGHUP nothing is printed to a terminal that has closed. A rank is also ended
+    when its grace time passes without the end of the run and without progress of a save. Signals that the user handles
+    or ignores are left alone; so are all outside of the main thread. After a signal, all but SIGINT stay ignored: the
+    process is ending.
     """
 
     def __init__(
@@ -176,7 +177,7 @@ class StopSignals:
         if not self._ours:
             return
         for number, handler in self._previous.items():
-            ends = self._noted is not None and number in _BATCH
+            ends = self._noted is not None and number in ENDING
             signal.signal(number, signal.SIG_IGN if ends else handler)
         signal.set_wakeup_fd(self._previous_sender)
         self._over.set()
@@ -186,6 +187,8 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """Raise in the main thread where nobody waits for this process; else the thread does all."""
+        if number == signal.SIGHUP:
+            leave_closed_terminal()
         ends = self._alone and self._phase is _Phase.FIRST_STEP
         if number == signal.SIGINT and (ends or self._phase is _Phase.SAVED):
             raise KeyboardInterrupt
@@ -207,6 +210,10 @@ class StopSignals:
             arrived = [signal.Signals(number) for number in numbers if number in self._ours]
             if not numbers:
                 return
+            if (
+                signal.SIGHUP in arrived
+            ):  # the main thread, whose handler does so too, may hang in a collective
+                leave_closed_terminal()
             if arrived and self._noted is None:
                 self._first = self._alive = time.monotonic()
                 self._noted = arrived[0]

@@ -111,9 +111,9 @@ class Trainer:
     def run(self, source: str) -> int:
         """As `train`; the exit code of the job. `source`: where the user wrote the settings, for messages.
 
-        A run that SIGINT (KeyboardInterrupt), SIGTERM or SIGUSR1 ends says where it can be resumed. After SIGTERM or
-        SIGUSR1 the code is 75 with a checkpoint of the last step, 76 before the end of the first step of this start,
-        and 143 if the run could not save; both signals are ignored from then on, since batch systems repeat them.
+        A run that SIGINT (KeyboardInterrupt), SIGTERM, SIGUSR1 or SIGHUP ends says where it can be resumed. After all
+        but SIGINT the code is 75 with a checkpoint of the last step, 76 before the end of the first step of this start,
+        and 143 if the run could not save; they are ignored from then on, since batch systems repeat them.
         """
         _require_main_guard()
         started = time.monotonic()

@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import MegaliteError, RankFailure
-from megalite.launcher.local import LocalStart, Worker, run_local_ranks
+from megalite.launcher.local import ENDING, LocalStart, Worker, run_local_ranks
 from megalite.launcher.process import die_with_parent
 from megalite.launcher.rank.detect import local_rank_infos
 from megalite.launcher.rank.environment import prepare_process
@@ -173,12 +173,16 @@ def train_ranks(worker: Worker, scratch: Path, job: Any, start: LocalStart) -> N
 
 @contextmanager
 def ended_by_term() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt in the `with` block, as Ctrl-C does, so that scratch folders are removed."""
-    before = signal.signal(signal.SIGTERM, _leave)
+    """Let SIGTERM and its like raise KeyboardInterrupt in the `with` block, so that scratch folders are removed."""
+    ours = [
+        number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN
+    ]  # nohup's stays ignored
+    before = {number: signal.signal(number, _leave) for number in ours}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def apart(work: Callable[..., T], *arguments: Any) -> T:

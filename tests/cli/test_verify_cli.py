@@ -107,13 +107,19 @@ def test_a_run_folder_is_answered_with_what_to_name_in_it(
     assert f"--from: {run} is a run folder; name its export, {export}" in capsys.readouterr().err
 
 
-def test_sigterm_leaves_no_scratch_folder_wherever_it_comes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_scratch_folder_wherever_it_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
     run_file = Job.write(tmp_path).run_file
     # As where the command itself imports torch, and nothing runs for it.
-    monkeypatch.setattr(Verifier, "certified", lambda *arguments: os.kill(os.getpid(), signal.SIGTERM))
-    assert main(["verify", str(run_file)]) == 130
+    monkeypatch.setattr(Verifier, "certified", lambda *arguments: os.kill(os.getpid(), number))
+    unhandled: list[int] = []
+    before = signal.signal(number, lambda got, frame: unhandled.append(got))
+    try:
+        assert main(["verify", str(run_file)]) == 130 and not unhandled
+    finally:
+        signal.signal(number, before)
     assert not list((tmp_path / "scratch").iterdir())

@@ -6,6 +6,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from functools import partial
@@ -17,7 +19,7 @@ import pytest
 from megalite.checkpoint.folder import find_latest
 from megalite.launcher.process import descendants, forked_ranks, is_stopped
 from megalite.verify.chaos.inject import flip_checkpoint_bit
-from tests.support.jobs import Job, curve, running, tensor_hashes
+from tests.support.jobs import ROOT, Job, curve, running, tensor_hashes
 from tests.support.waiting import PATIENCE, soon, wait_until
 
 AGAIN = "the same command, or a requeue of the job, resumes from it"
@@ -220,6 +222,18 @@ def test_an_interrupted_run_saves_and_says_where_it_goes_on(tmp_path, ranks, res
     name = "Ctrl-C" if number == signal.SIGINT else number.name
     assert output.count(f"{name}: the run saves and ends after this step; ") == 1
     assert f"stopped after step {curve(folder)[-1][0]}: {name}" in output
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.extended
+def test_a_run_whose_terminal_closes_saves(tmp_path, ranks):
+    """Also where the live view is drawn: nothing can be written to the terminal any more."""
+    job, folder = Job.write(tmp_path, tensor=ranks, pipeline=1), tmp_path / "run"
+    command = job.command(folder, "--training.steps", "100000", "--checkpoint.every", "50000")
+    closing = [sys.executable, "-m", "tests.support.closing_terminal", str(folder / "metrics.jsonl"), "4"]
+    done = subprocess.run([*closing, *command], cwd=ROOT, text=True, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 75, done.stdout + done.stderr
+    assert find_latest(folder / "checkpoints").name == f"step-{curve(folder)[-1][0]:06d}"
 
 
 @pytest.mark.extended

@@ -73,7 +73,7 @@ def say(line):
 say(f"of {info.world_size} is here: {sys.argv[2:]}")
 member.agree("here", {}, "")
 signals = []
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, lambda number, frame: signals.append(number))
 (place / f"ready-{info.rank}").write_text(str(os.getpid()))
 if toy == "dies" and info.rank == 3:

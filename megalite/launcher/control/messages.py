@@ -14,7 +14,7 @@ LINE_BYTES = 2**20
 MOST_NAMED = 64
 """The most hosts, or ranges of ranks, that a text names."""
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """The signals that the coordinator passes on to every rank."""
 
 # kind -> field -> type. A message with another kind, a missing field or another type is malformed.

@@ -17,7 +17,7 @@ from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.messages import PASSED_ON, Verdict
 from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, SAME_PRESS_SECONDS, STOPPED
 from megalite.launcher.hosts.backends import Command, Start
-from megalite.launcher.process import adopt_orphans, die_with_parent, kill_descendants
+from megalite.launcher.process import adopt_orphans, die_with_parent, kill_descendants, leave_closed_terminal
 from megalite.launcher.rank.address import source_address
 
 _POLL_SECONDS = 0.05
@@ -33,7 +33,7 @@ _LEFT_SECONDS = 60.0
 class Result:
     """How an attempt ended. text: the first cause, "" if the ranks ended in good order or have told it themselves.
 
-    asked: whether SIGINT, SIGTERM or SIGUSR1 asked for the end.
+    asked: whether SIGINT, SIGTERM, SIGUSR1 or SIGHUP asked for the end.
     """
 
     exit_code: int
@@ -81,9 +81,9 @@ def supervise(
     """Run the commands to their end and return how the job ended; no process that they started on this machine is left.
 
     coordinator: not yet started; None if the ranks are children of a single command, which tells their failures.
-    SIGINT, SIGTERM and SIGUSR1 are passed on to the ranks; a second SIGINT ends the job at once. If this process is
-    killed, its commands are too, and the ranks lose the coordinator. Must be called from the main thread, without other
-    children. Raises LaunchError if a command cannot be started.
+    SIGINT, SIGTERM, SIGUSR1 and SIGHUP are passed on to the ranks; a second SIGINT ends the job at once. If this
+    process is killed, its commands are too, and the ranks lose the coordinator. Must be called from the main thread,
+    without other children. Raises LaunchError if a command cannot be started.
     """
     adopt_orphans(True)
     with _signals() as received:
@@ -279,7 +279,9 @@ def _signals() -> Iterator["deque[int]"]:
     received: deque[int] = deque()
 
     def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
+        # SIGHUP has the ranks drop what they print: to a log it goes on.
+        logged = number == signal.SIGHUP and not leave_closed_terminal()
+        received.append(signal.SIGTERM if logged else number)
 
     watched = [number for number in PASSED_ON if signal.getsignal(number) is not signal.SIG_IGN]
     previous = {number: signal.signal(number, note) for number in watched}

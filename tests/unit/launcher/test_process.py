@@ -1,6 +1,7 @@
 """Process settings requested from the system, if their effect is visible from outside."""
 
 import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -144,3 +145,36 @@ def test_the_device_files_of_a_card_are_known(tmp_path, file, card):
     assert not process.has_accelerator(tmp_path)
     (tmp_path / file).touch()
     assert process.has_accelerator(tmp_path) is card
+
+
+LEAVES = """
+from megalite.launcher.process import leave_closed_terminal
+import sys
+input()
+left = leave_closed_terminal()
+print("printed", flush=True)
+sys.exit(20 + left)
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "left"), [("file", False), ("open terminal", False), ("closed terminal", True), ("pipe", True)]
+)
+def test_a_closed_terminal_and_pipes_are_left_and_files_go_on(tmp_path, output, left):
+    """The pipe's reader is there, and may end at once."""
+    log = tmp_path / "log"
+    reader, writer = pty.openpty() if "terminal" in output else os.pipe()
+    if output == "file":
+        writer = os.open(log, os.O_WRONLY | os.O_CREAT)
+    child = subprocess.Popen([sys.executable, "-c", LEAVES], stdin=subprocess.PIPE, stdout=writer)
+    os.close(writer)
+    if output == "closed terminal":
+        os.close(reader)
+    child.communicate(b"\n", timeout=PATIENCE)
+    assert child.returncode == 20 + left
+    if output == "file":
+        assert log.read_text() == "printed\n"
+    elif output == "open terminal":
+        assert os.read(reader, 100) == b"printed\r\n"
+    elif output == "pipe":
+        assert os.read(reader, 100) == b""

@@ -72,7 +72,7 @@ def test_each_state_of_the_folder(
     assert said(CheckpointError("none is whole; remove it")) == "interrupted: none is whole; remove it\n"
 
 
-BATCH = (signal.SIGTERM, signal.SIGUSR1)
+BATCH = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
