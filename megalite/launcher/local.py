@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +29,7 @@ from megalite.launcher.control.hang import HangPolicy
 from megalite.launcher.control.local_hangs import LocalHangs
 from megalite.launcher.control.progress import Progress, progress
 from megalite.launcher.control.rank_process import RankEnd, run_rank
+from megalite.launcher.control.ranks_folder import ranks_folder
 from megalite.launcher.control.verdicts import describe_job
 from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, SAME_PRESS_SECONDS, STOPPED, TERMINATED
 from megalite.launcher.process import (
@@ -108,12 +108,12 @@ def run_local_ranks(
     start = start or LocalStart()
     folder = FailureFolder(failures, layout, job=identity(os.getpid()))
     folder.clear()
-    with tempfile.TemporaryDirectory(prefix="megalite-ranks-") as scratch:
-        infos = local_rank_infos(layout.world_size, Path(scratch) / "rendezvous")
+    with ranks_folder() as scratch:
+        infos = local_rank_infos(layout.world_size, scratch / "rendezvous")
         if layout.world_size == 1 and not start.apart:
             with exported_rank(infos[0]):
                 return run_rank(worker, RankEnd(infos[0], layout, failures), arguments=arguments)
-        marks = Path(scratch) / "progress"
+        marks = scratch / "progress"
         Progress.create_file(marks, layout.world_size)
         for module in start.preload if start.method == "fork" else ():
             importlib.import_module(module)

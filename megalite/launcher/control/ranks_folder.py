@@ -1,0 +1,53 @@
+"""The temporary folder of local ranks, also where a kill of their starter leaves it behind."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import gettempdir, mkdtemp
+
+# Other than that of earlier versions, which held no lock.
+_PREFIX = "megalite-local-ranks-"
+
+
+@contextmanager
+def ranks_folder() -> Iterator[Path]:
+    """Yield a new folder, locked as long as this process or a rank that it forked lives.
+
+    Folders of this user without a lock are removed: their jobs were killed.
+    """
+    for abandoned in Path(gettempdir()).glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            _remove_unused(abandoned)
+    folder, lock = _locked()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked() -> tuple[Path, int]:
+    while True:
+        folder = Path(mkdtemp(prefix=_PREFIX))
+        # Before the lock another start may remove it.
+        with suppress(FileNotFoundError):
+            lock = os.open(folder, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks, where nobody removes it either
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove a folder. Raises OSError if it is in use, another user's, or a link."""
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(lock).st_uid == os.getuid():
+            shutil.rmtree(folder)
+    finally:
+        os.close(lock)
