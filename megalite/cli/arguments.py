@@ -12,7 +12,8 @@ from typing import Any, Literal, NoReturn, get_origin
 from megalite.cli.results import report_error
 from megalite.config.flags import COMMAND_LINE, split_overrides, with_section
 from megalite.config.foreign_flags import DEEPSPEED, with_deepspeeds_flags
-from megalite.config.sections.describe import setting, type_names
+from megalite.config.sections.describe import section_models, setting, type_names
+from megalite.config.sections.unchecked import closest_name
 from megalite.errors import ConfigError, MegaliteError
 
 _INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)'")
@@ -47,7 +48,8 @@ class Parser(argparse.ArgumentParser):
 
     The description may be the docstring of the command's module: its "megalite COMMAND: " is left out.
     common: of a command with more options than a screen: those that --help shows; `--help all` shows the others too.
-    short: short name -> option, for names that would be read as a setting without its section.
+    short: short name -> option, for names that would be read as a setting without its section. run_settings: whether
+    the command takes --section.key too, for the suggestion in place of an unknown option.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Parser(argparse.ArgumentParser):
         description: str | None = None,
         common: Collection[str] = (),
         short: Mapping[str, str] = MappingProxyType({}),
+        run_settings: bool = False,
         **settings: Any,
     ):
         text = (description or "").removeprefix(f"{prog}: ")
@@ -64,7 +67,7 @@ class Parser(argparse.ArgumentParser):
         settings = {"add_help": not common, "allow_abbrev": False, **settings}
         super().__init__(prog=prog, description=text[:1].upper() + text[1:] or None, **settings)
         self._names: Collection[str] = ()
-        self.common = common
+        self.common, self._run_settings = common, run_settings
         self._short, self._typed = short, dict[str, str]()
         about = "print one JSON document"
         self.add_argument(JSON, action="store_true", help=about)
@@ -133,7 +136,7 @@ class Parser(argparse.ArgumentParser):
         name, _, value = message.removeprefix(_UNKNOWN).partition(" ")[0].partition("=")
         if message.startswith(_UNKNOWN) and name.startswith("--"):
             options, close = dict(self._options()), self._closest_option(name)
-            meant_one = {close: value or True} if close and bool(value) == options[close] else {}
+            meant_one = {close: value or True} if close and bool(value) == options.get(close) else {}
             return name, {name: None, **meant_one}, value or None
         return (option[1] if option else ""), {}, None
 
@@ -144,6 +147,10 @@ class Parser(argparse.ArgumentParser):
         word = name.removeprefix("--")
         longer = [option for option in options if len(word) > 1 and option.startswith(word)]
         close = longer[0] if len(set(longer)) == 1 else closest(word, options)
+        if close is None and self._run_settings:
+            homes = section_models().items()
+            known = (f"{home}.{key}" for home, model in homes for key in model.model_fields)
+            close = closest_name(word.replace("-", "_"), known)
         return f"--{close}" if close and name.startswith("--") else None
 
     def _options(self) -> Iterator[tuple[str, bool]]:

@@ -142,7 +142,7 @@ def _divided(arguments: Sequence[str]) -> tuple[list[str], tuple[str, ...]]:
 
 
 def command_parser() -> Parser:
-    parser = Parser(prog="megalite launch", add_help=False)
+    parser = Parser(prog="megalite launch", add_help=False, run_settings=True)
     parser.add_argument("run_file", type=Path, metavar="RUN.toml")
     parser.add_argument("--hostfile", type=Path)
     parser.add_argument("--include", default="")

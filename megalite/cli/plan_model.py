@@ -95,6 +95,11 @@ def base_flags(options: argparse.Namespace) -> PlanBase:
     if options.model in PRESETS:
         model: dict[str, Any] = {"preset": options.model}
         longest = PRESETS[options.model].get("max_position_embeddings", _LENGTH)
+    elif (own := path / "run.toml").is_file() and not (path / "config.json").is_file():
+        remedy = f"name its run file, {own}"
+        raise ConfigError(
+            [Problem("MODEL", f"{path} is a folder", remedy, {"MODEL": str(own)}, value=options.model)]
+        )
     elif path.exists():
         mixture = read_mixture(path)
         model = {"hf_config": str(path)} if mixture is None else _dense_sizes(mixture)

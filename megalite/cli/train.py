@@ -81,7 +81,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def command_parser() -> Parser:
-    parser = Parser(prog="megalite train", add_help=False)
+    parser = Parser(prog="megalite train", add_help=False, run_settings=True)
     parser.add_argument("run_file", type=Path, nargs="?", metavar="RUN.toml")
     return parser
 

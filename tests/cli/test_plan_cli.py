@@ -143,11 +143,16 @@ def test_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (CARD, "MODEL: is needed"),
         (["small"], "--card: is needed"),
         (["small", *CARD, "--write", "nowhere/run.toml"], "--write: nowhere is no folder"),
+        (["{run}", *CARD], "MODEL: {run} is a folder; name its run file, {run}/run.toml"),
         (["small", "--card", "h100"], 'there is no card "h100"; use one of H100 80GB HBM3'),
     ],
 )
-def test_wrong_input(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in said(capsys, *arguments, code=2)
+def test_wrong_input(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").touch()
+    words = [word.format(run=tmp_path) for word in arguments]
+    assert message.format(run=tmp_path) in said(capsys, *words, code=2)
 
 
 @pytest.mark.parametrize(

@@ -146,3 +146,9 @@ def test_an_orderly_end_is_no_failure_to_the_backend_of_megalite_launch(
     else:
         with pytest.raises(KeyboardInterrupt):
             train.run([str(path)])
+
+
+def test_a_misspelt_option_is_answered_with_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        train.run(["--stesp", "5"])
+    assert "--stesp; did you mean --training.steps? megalite train --help" in capsys.readouterr().err
