@@ -231,7 +231,7 @@ def prepare_samples(prefixes: Sequence[Path], order: MegatronOrder, folder: Path
     except OSError as error:
         raise DataError(
             f"{place}: the order of the samples cannot be written or read ({error.strerror or error}); "
-            "check its permissions and the free space"
+            "check its permissions, the free space and the limit of file sizes (ulimit -f)"
         ) from error
     except (ValueError, EOFError) as error:
         raise DataError(f"{place} is damaged ({error}); delete it, and it is built again") from error
