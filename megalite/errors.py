@@ -1,7 +1,9 @@
 """The errors that a user reads, each with the exit code of the process."""
 
 import errno
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,12 @@ class CheckpointError(MegaliteError):
     exit_code = 2
 
 
+class DiskError(MegaliteError):
+    """A disk has no space for a file, or the file may not be opened."""
+
+    exit_code = 2
+
+
 class KernelError(MegaliteError):
     """A compiled operator is missing or does not support its input."""
 
@@ -132,6 +140,44 @@ def write_remedy(error: OSError, *, full: str, forbidden: str = "") -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return full
     return forbidden if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) else ""
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Give the OSError of a full disk inside of the `with` block, which names no file, the name of this one."""
+    try:
+        yield
+    except OSError as error:
+        if write_remedy(error, full="known"):
+            error.filename = error.filename or str(path)
+        raise
+
+
+def disk_error(error: OSError) -> DiskError | None:
+    """Return what a user reads about a disk that refuses a file; None for an error with another cause."""
+    if "temporary directory" in (error.strerror or ""):  # of the module tempfile, which tells no other way
+        return DiskError(f"{error.strerror}; free space, or set TMPDIR to a folder that can be written")
+    where = error.filename2 or error.filename
+    # Without a file it is a port or a process that is forbidden.
+    forbidden = "check its permissions, or name another place" if where else ""
+    full = "free space there, or name a place on another disk"
+    if not (remedy := write_remedy(error, full=full, forbidden=forbidden)):
+        return None
+    unnamed = (
+        "standard output" if not where and stdout_refuses() else "a file of this command, maybe in TMPDIR"
+    )
+    return DiskError(f"{where or unnamed}: {error.strerror}; {remedy}")
+
+
+def stdout_refuses() -> bool:
+    """Whether standard output takes no more text, as on a full disk; else it has an empty line more."""
+    try:
+        # Without a buffer nothing is left of the text that was refused.
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def closest_path(path: Path) -> str:

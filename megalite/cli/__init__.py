@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-_INTERRUPTED = 130
+_INTERRUPTED = 130  # as in megalite.launcher.exit_codes, whose import Ctrl-C could interrupt
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -19,7 +19,7 @@ from megalite.config.flags import COMMAND_LINE
 from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from megalite.config.smaller_layout import smaller_layout
-from megalite.errors import ConfigError, Problem, listed
+from megalite.errors import ConfigError, Problem, listed, named
 from megalite.launcher.exit_codes import INTERRUPTED
 from megalite.launcher.local import JobSignals
 from megalite.launcher.rank.environment import variables
@@ -216,9 +216,10 @@ def _write(
     title = f"{options.run_file.name}: {len(recoveries)} faults" + (
         f", goodput {goodput.share:.1%}" if goodput else ""
     )
-    (folder / "chaos.json").write_text(json.dumps(facts, default=str, indent=1) + "\n", encoding="utf-8")
-    (folder / "chaos.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (folder / "chaos.svg").write_text(chaos_svg(title, lines[:2], attempts, recoveries), encoding="utf-8")
+    with named(folder):
+        (folder / "chaos.json").write_text(json.dumps(facts, default=str, indent=1) + "\n", encoding="utf-8")
+        (folder / "chaos.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        (folder / "chaos.svg").write_text(chaos_svg(title, lines[:2], attempts, recoveries), encoding="utf-8")
     print(
         *lines,
         *(f"  {folder / name}" for name in ("chaos.json", "chaos.txt", "chaos.svg")),

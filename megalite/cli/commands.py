@@ -6,10 +6,12 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TextIO
 
 from megalite.cli import results
 from megalite.cli.arguments import EVERYTHING, JSON, closest, meant
-from megalite.errors import MegaliteError, Problem
+from megalite.errors import MegaliteError, Problem, disk_error, stdout_refuses
+from megalite.launcher.exit_codes import INTERRUPTED
 from megalite.launcher.rank.local_rank import without_local_rank
 from megalite.version import __version__
 
@@ -41,7 +43,6 @@ COMMANDS = {
     "timeline": "",
 }
 
-_INTERRUPTED = 130
 _PIPE_CLOSED = 141
 _USER_ERROR = 2
 
@@ -60,9 +61,27 @@ def run_command(argv: Sequence[str] | None) -> int:
 
 def _run(words: Sequence[str]) -> int:
     try:
-        name, *rest = without_local_rank(words) or ["--help"]
+        code = _called(words)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader, such as `head`, closed the pipe.
+        _discard(sys.stdout)
+        return _PIPE_CLOSED
+    except OSError as error:
+        if (refused := disk_error(error)) is None:
+            raise
+        if error.filename is None and stdout_refuses():
+            _discard(sys.stdout)
+        return _refused(refused)
     except MegaliteError as error:
         return _refused(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return code
+
+
+def _called(words: Sequence[str]) -> int:
+    name, *rest = without_local_rank(words) or ["--help"]
     if name == "help" and rest:
         name, rest = rest[0], _as_help(rest)
     if name in ("-h", "--help", "help"):
@@ -83,24 +102,22 @@ def _run(words: Sequence[str]) -> int:
         print(f"error: {problem.message}; {problem.remedy}", file=sys.stderr)
         results.report_error((problem,), problem.message, _USER_ERROR)
         return _USER_ERROR
-    try:
-        code: int = import_module(f"megalite.cli.{name}").run(rest)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader, such as `head`, closed the pipe. At exit Python would flush stdout again and fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _PIPE_CLOSED
-    except MegaliteError as error:
-        return _refused(error)
-    except KeyboardInterrupt:
-        return _INTERRUPTED
+    code: int = import_module(f"megalite.cli.{name}").run(rest)
     return code
 
 
 def _refused(error: MegaliteError) -> int:
-    print(f"error: {error}", file=sys.stderr)
+    try:
+        print(f"error: {error}", file=sys.stderr)
+    except OSError:  # it is in a file on the same full disk
+        _discard(sys.stderr)
     results.error_of(error)
     return error.exit_code
+
+
+def _discard(stream: TextIO) -> None:
+    """Send the rest of a stream to nowhere: at exit Python would flush it again and fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _as_help(words: Sequence[str]) -> list[str]:

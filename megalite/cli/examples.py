@@ -7,7 +7,7 @@ from pathlib import Path
 import megalite
 from megalite.cli.arguments import Parser
 from megalite.cli.results import report
-from megalite.errors import ConfigError, Problem
+from megalite.errors import ConfigError, Problem, disk_error, named
 
 FOLDERS = ("examples", "launch")
 _OF_THE_CHECKOUT = ("setup.sh", "container.sh", "Dockerfile*", "megalite.def")
@@ -29,13 +29,20 @@ def run(arguments: Sequence[str]) -> int:
         )
         raise ConfigError([problem], "megalite examples")
     for name in FOLDERS:
-        shutil.copytree(
-            source / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", *_OF_THE_CHECKOUT)
-        )
+        left_out = shutil.ignore_patterns("__pycache__", *_OF_THE_CHECKOUT)
+        shutil.copytree(source / name, folder / name, ignore=left_out, copy_function=_copy)
     report(folder=folder, folders=FOLDERS)
     print(f"{folder}: {', '.join(f'{name}/' for name in FOLDERS)}")
     print(f"next: cd {folder} && megalite train examples/quickstart/run.toml")
     return 0
+
+
+def _copy(source: str, copy: str) -> None:
+    try:
+        with named(Path(copy)):
+            shutil.copy2(source, copy)
+    except OSError as error:  # copytree would collect the texts of such errors, and go on with the next file
+        raise disk_error(error) or error from error
 
 
 def command_parser() -> Parser:

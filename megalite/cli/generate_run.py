@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from megalite.cli.results import report, wanted
+from megalite.errors import named
 from megalite.generation.request import Request
 from megalite.generation.source import ModelSource
 from megalite.generation.token_text import TokenText
@@ -139,7 +140,7 @@ def _output(job: GenerationJob, mesh: "ParallelMesh") -> Iterator[TextIO | None]
     elif job.output is None:
         yield sys.stdout
     else:
-        with job.output.open("w", encoding="utf-8") as file:
+        with named(job.output), job.output.open("w", encoding="utf-8") as file:
             yield file
 
 

@@ -14,7 +14,7 @@ from megalite.cli.plan_lines import fit_lines, plan_lines, plan_report, table_li
 from megalite.cli.plan_model import PLANNED_ROWS, PlanBase, base_flags, run_file
 from megalite.cli.results import report
 from megalite.config.sections.derived import vocabulary
-from megalite.errors import ConfigError, Problem
+from megalite.errors import ConfigError, Problem, named
 from megalite.launcher.rank.environment import variables
 from megalite.planner.calibration import DEFAULT_FILE
 from megalite.planner.cluster import Cluster, Machine, card_named
@@ -71,7 +71,8 @@ def run(arguments: Sequence[str]) -> int:
     if not found.fitting:
         return 1
     if options.write is not None:
-        options.write.write_text(run_file(base, found.fitting[0], config), encoding="utf-8")
+        with named(options.write):
+            options.write.write_text(run_file(base, found.fitting[0], config), encoding="utf-8")
         source = "" if base.file is not None else "set data.source, then "
         show = f"megalite config show {options.write} --world-size {cluster.cards}"
         print(f"written to {options.write}: {source}{show}")

@@ -1,7 +1,7 @@
 """The one place that decides between text for a person and one JSON document for a program (`--json`).
 
 With --json all that a command prints goes to stderr, and its facts to one document on stdout. Ranks that are forked
-from this process report into the same file.
+from this process report into a file; its own facts are kept in memory, where no full disk loses them.
 """
 
 import json
@@ -13,11 +13,13 @@ from io import UnsupportedOperation
 from pathlib import Path
 from typing import IO, Any
 
-from megalite.errors import MegaliteError, Problem
+from megalite.errors import MegaliteError, Problem, disk_error
 
 _BROKEN_PIPE, _WRITTEN = 141, "_written"
-# While a command runs with --json: the facts so far, a JSON object a line, and the real stdout.
+# While a command runs with --json: the facts of forked ranks, a JSON object a line, and the real stdout.
 _streams: tuple[IO[str], IO[str]] | None = None
+# The facts of the process with this id.
+_own: tuple[int, dict[str, Any]] = (0, {})
 
 
 def wanted() -> bool:
@@ -27,7 +29,9 @@ def wanted() -> bool:
 
 def report(**facts: Any) -> None:
     """Add facts to the document of --json; do nothing for a person, who reads what the command prints."""
-    if _streams is not None:
+    if _streams is not None and os.getpid() == _own[0]:
+        _own[1].update(json.loads(_dumped(facts)))
+    elif _streams is not None:
         print(_dumped(facts), file=_streams[0], flush=True)
 
 
@@ -46,11 +50,9 @@ def report_error(problems: tuple[Problem, ...], message: str, exit_code: int) ->
 
 def with_document(work: Callable[[], int]) -> int:
     """Run a command with its texts on stderr and its one document on stdout; return its exit code."""
-    from tempfile import TemporaryFile  # costs milliseconds, which a person does not pay
-
-    global _streams
-    with _texts_on_stderr() as out, TemporaryFile("w+", encoding="utf-8") as facts:
-        _streams = facts, out
+    global _streams, _own
+    with _texts_on_stderr() as out, _ranks_file() as facts:
+        _streams, _own = (facts, out), (os.getpid(), {})
         try:
             return _end(_finished(work))
         except Exception as error:  # a fault of megalite: its traceback follows on stderr
@@ -59,6 +61,15 @@ def with_document(work: Callable[[], int]) -> int:
             raise
         finally:
             _streams = None
+
+
+def _ranks_file() -> IO[str]:
+    """Return a new file for the facts of ranks: in memory where the system has such files, as Linux does."""
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("megalite-json"), "w+", encoding="utf-8")
+    from tempfile import TemporaryFile
+
+    return TemporaryFile("w+", encoding="utf-8")
 
 
 def _end(code: int) -> int:
@@ -87,16 +98,22 @@ def _facts() -> dict[str, Any]:
     file.seek(0)
     for line in file:
         merged |= json.loads(line)
-    return merged
+    return merged | _own[1]
 
 
 def _write(document: dict[str, Any]) -> int:
-    """Write a document as one line; return 141 where the reader has gone."""
+    """Write a document as one line; return 141 where the reader has gone, and 2 where the disk is full."""
     assert _streams is not None
     try:
         print(_dumped(document), file=_streams[1], flush=True)
     except BrokenPipeError:
         return _BROKEN_PIPE
+    except OSError as error:
+        error.filename = "standard output"
+        if (refused := disk_error(error)) is None:
+            raise
+        print(f"error: {refused}", file=sys.stderr)
+        return refused.exit_code
     return 0
 
 
@@ -129,5 +146,5 @@ def _texts_on_stderr() -> Iterator[IO[str]]:
             os.dup2(kept, 1)
             os.close(kept)
             if own_is_1:
-                with suppress(BrokenPipeError):
+                with suppress(OSError):
                     out.close()

@@ -15,7 +15,7 @@ from megalite.cli.arguments import Parser, add_value, number_above_zero, options
 from megalite.cli.results import report
 from megalite.cli.sweep import refuse_launcher, study_folder_of, train_runs
 from megalite.config.flags import COMMAND_LINE
-from megalite.errors import ConfigError, Problem, counted
+from megalite.errors import ConfigError, Problem, counted, named
 from megalite.launcher.process import available_cores
 from megalite.studies.chart import short_number
 from megalite.studies.ladder import (
@@ -286,13 +286,14 @@ def _write(ladder: _Ladder, fit: ScalingFit, flops: float) -> dict[str, Any]:
         ],
         "processor_seconds": sum(outcome.processor_seconds for outcome in outcomes.values()),
     }
-    (ladder.folder / "scaling.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     ordered = [outcomes[size.name] for size in ladder.sizes]
-    (ladder.folder / "scaling.csv").write_text(outcomes_csv(ordered, _KEYS), encoding="utf-8")
     formula = next(_law_lines(fit, flops))
     tested = _prediction(ladder, fit) if measured is None else f"held out: {_verdict(ladder, fit)}"
     picture = scaling_svg(f"Scaling law of {counted(len(fit.points), 'run')}", [formula, tested], fit, point)
-    (ladder.folder / "scaling.svg").write_text(picture, encoding="utf-8")
+    with named(ladder.folder):
+        (ladder.folder / "scaling.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (ladder.folder / "scaling.csv").write_text(outcomes_csv(ordered, _KEYS), encoding="utf-8")
+        (ladder.folder / "scaling.svg").write_text(picture, encoding="utf-8")
     return content
 
 

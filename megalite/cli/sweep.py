@@ -13,7 +13,7 @@ from megalite.cli.arguments import Parser, add_value, options_and_settings, whol
 from megalite.cli.examples import shared_folder
 from megalite.cli.results import report
 from megalite.config.flags import COMMAND_LINE
-from megalite.errors import ConfigError, Problem, counted
+from megalite.errors import ConfigError, Problem, counted, named
 from megalite.launcher.exit_codes import INTERRUPTED, STOPPED
 from megalite.launcher.rank.detect import rank_info
 from megalite.studies.array_script import array_script
@@ -138,11 +138,11 @@ def _write_array(
 def _write_results(folder: Path, keys: Sequence[str], runs: Sequence[StudyRun], record: StudyRecord) -> None:
     outcomes = record.by_loss()
     record.write({"keys": list(keys)})
-    (folder / "sweep.csv").write_text(outcomes_csv(outcomes, keys), encoding="utf-8")
     title = f"sweep of {', '.join(keys)}: {counted(len(runs), 'run')}"
-    (folder / "sweep.svg").write_text(
-        sweep_svg(title, record.measure, keys, outcomes, runs), encoding="utf-8"
-    )
+    picture = sweep_svg(title, record.measure, keys, outcomes, runs)
+    with named(folder):
+        (folder / "sweep.csv").write_text(outcomes_csv(outcomes, keys), encoding="utf-8")
+        (folder / "sweep.svg").write_text(picture, encoding="utf-8")
     print(f"by {record.measure}")
     for line in table_lines(outcomes, keys):
         print(line)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from megalite.errors import ConfigError, Problem
+from megalite.errors import ConfigError, Problem, named
 from megalite.topology.adapter import PROJECTIONS, Lora
 from megalite.topology.shape import ModelShape
 
@@ -173,7 +173,8 @@ class Calibration:
 
 
 def write_calibration(calibration: Calibration, file: Path) -> None:
-    file.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
+    with named(file):
+        file.write_text(json.dumps(asdict(calibration), indent=1) + "\n", encoding="utf-8")
 
 
 def calibration_of(content: Any) -> Calibration:

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from megalite.checkpoint.folder import published_checkpoints
-from megalite.errors import ConfigError, Problem
+from megalite.errors import ConfigError, Problem, named
 from megalite.monitor.jsonl import read_metrics
 from megalite.studies.run_pool import SAVED_CODES, EndedRun
 from megalite.studies.study_runs import StudyRun
@@ -92,10 +92,11 @@ class StudyRecord:
         """Write the record. more: further values of the file."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         partial = self._path.with_name(f"{self._path.name}.partial")
-        partial.write_text(
-            json.dumps({**self.document(), **(more or {})}, indent=2) + "\n",
-            encoding="utf-8",
-        )
+        with named(partial):
+            partial.write_text(
+                json.dumps({**self.document(), **(more or {})}, indent=2) + "\n",
+                encoding="utf-8",
+            )
         partial.replace(self._path)
 
     def by_loss(self) -> list[RunOutcome]:

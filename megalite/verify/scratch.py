@@ -4,7 +4,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megalite.errors import CheckpointError, DataError, MegaliteError, RankFailure, write_remedy
+from megalite.errors import (
+    CheckpointError,
+    DataError,
+    MegaliteError,
+    RankFailure,
+    stdout_refuses,
+    write_remedy,
+)
 
 _FOLDER, _KEY = "the temporary folder of this verification", "TMPDIR"
 
@@ -45,4 +52,6 @@ def _problem(error: OSError) -> str:
     except OSError as none:
         return f"{_FOLDER} cannot be made: {none.strerror}; set TMPDIR to a folder that can be written"
     remedy = write_remedy(error, full=f"free space there, or {another}", forbidden=another)
-    return f"{_FOLDER} in {folder} (TMPDIR) cannot be written: {error.strerror}; {remedy}" if remedy else ""
+    if not remedy or (error.filename is None and stdout_refuses()):
+        return ""
+    return f"{_FOLDER} in {folder} (TMPDIR) cannot be written: {error.strerror}; {remedy}"

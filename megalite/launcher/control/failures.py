@@ -1,5 +1,6 @@
 """Failure reports: each failed rank writes one, and the first cause is separated from its consequences."""
 
+import errno
 import json
 import os
 import signal
@@ -10,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
-from megalite.errors import LaunchError, MegaliteError
+from megalite.errors import LaunchError, MegaliteError, disk_error
 from megalite.launcher.control.progress import Activity, Progress, progress
 from megalite.launcher.rank.detect import RankInfo
 from megalite.topology.axes import Layout
@@ -183,6 +185,7 @@ class FailureFolder:
     def of_exception(self, info: RankInfo, error: BaseException) -> FailureReport:
         """Return the report of an exception that ended this rank."""
         cause, secondary = _cause_of(error)
+        cause = (isinstance(cause, OSError) and disk_error(cause)) or cause
         # Nobody has lost a peer before the first collective: the ranks could not connect to each other.
         unconnected = secondary and not progress.last_collective
         expected = isinstance(cause, MegaliteError) or (unconnected and isinstance(cause, RuntimeError))
@@ -326,6 +329,10 @@ def _unconnected(error: BaseException) -> str:
     if "address already in use" in lower or "eaddrinuse" in lower:
         remedy = (
             "another process listens on this port: end it, or set MASTER_PORT to a free port on every rank"
+        )
+    elif os.strerror(errno.ENOSPC).lower() in lower or os.strerror(errno.EFBIG).lower() in lower:
+        remedy = (
+            f"the ranks meet in {gettempdir()}: free space there, or set TMPDIR to a folder on another disk"
         )
     elif "[127." in lower or "127.0." in lower:
         remedy = (

@@ -1,5 +1,6 @@
 """Which of several failures is the cause, for the exceptions that torch and the pipeline are known to raise."""
 
+import errno
 import os
 import signal
 from collections.abc import Iterator
@@ -234,6 +235,7 @@ def test_a_report_has_the_place_in_the_run(folder, info):
             RuntimeError(f"{NOT_CONNECTED}, remote=[10.0.0.3]:22"),
             "MASTER_ADDR is the address of rank 0's host",
         ),
+        (DistNetworkError("No space left on device"), "or set TMPDIR to a folder on another disk"),
     ],
 )
 def test_before_the_first_collective_a_connection_error_is_a_cause_with_a_remedy(folder, info, error, remedy):
@@ -302,3 +304,9 @@ def test_a_table_that_is_no_report_is_refused(folder, info, change):
 def test_a_report_is_never_too_long_for_a_message(folder, info):
     report = report_of(folder, info, ValueError("tensor " * 10**6))
     assert len(report.message) + len(report.traceback) < 250_000
+
+
+def test_a_full_disk_under_a_rank_is_one_line_with_a_remedy(folder, info):
+    report = report_of(folder, info, OSError(errno.ENOSPC, "No space left on device", "/full/file"))
+    assert report.expected and not report.frames
+    assert report.headline.startswith("/full/file: No space left on device; free space there")
