@@ -17,7 +17,7 @@ from megalite.config.output.summary import parameters_line
 from megalite.config.sections.describe import section_models
 from megalite.config.sections.toml import format_value
 from megalite.config.sections.unchecked import SettingsDraft
-from megalite.errors import ConfigError, Problem
+from megalite.errors import ConfigError, Problem, write_remedy
 from megalite.planner.memory import needs_line
 
 _COMMENT_COLUMN, _LONGEST_LINE = 32, 100
@@ -47,7 +47,8 @@ def run(arguments: Sequence[str]) -> int:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(_lines(draft, path)) + "\n", encoding="utf-8")
     except OSError as error:
-        problem = Problem("RUN.toml", f"{path} cannot be written ({error.strerror})", "name another file")
+        remedy = write_remedy(error, full="") or "name another file"
+        problem = Problem("RUN.toml", f"{path} cannot be written ({error.strerror})", remedy)
         raise ConfigError([problem], "megalite init") from error
     config = load_run(path).config
     report(run_file=path, settings=draft.values, next=["megalite", "train", str(path)])

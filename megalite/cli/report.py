@@ -8,7 +8,7 @@ from megalite.cli.arguments import Parser, add_value
 from megalite.cli.results import report, wanted
 from megalite.cli.run_status import RunFolderReader, run_folders
 from megalite.cli.timeline import picture_of
-from megalite.errors import ConfigError, MegaliteError, Problem
+from megalite.errors import ConfigError, MegaliteError, Problem, write_remedy
 from megalite.planner.traces import read_step, traced_steps
 from megalite.report.curves import RunCurves
 from megalite.report.page import PageRun, report_data, report_page
@@ -82,7 +82,6 @@ def _write(output: Path, page: str) -> None:
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        problem = Problem(
-            "--output", f"{output} cannot be written ({error.strerror})", "name another file with --output"
-        )
+        remedy = write_remedy(error, full="") or "name another file with --output"
+        problem = Problem("--output", f"{output} cannot be written ({error.strerror})", remedy)
         raise ConfigError([problem], "the command line") from error

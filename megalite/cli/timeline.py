@@ -17,7 +17,7 @@ from megalite.cli.timeline_picture import (
     trace_events,
     wait_text,
 )
-from megalite.errors import ConfigError, Problem, counted
+from megalite.errors import ConfigError, Problem, counted, write_remedy
 from megalite.launcher.control.step_trace import TRACES, step_folder
 from megalite.planner.timeline import MessageWait, PipelineTimeline, pipeline_timelines
 from megalite.planner.traces import TracedStep, read_step
@@ -76,9 +76,8 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        problem = Problem(
-            "--out", f"{path} cannot be written ({error.strerror})", "name another file with --out"
-        )
+        remedy = write_remedy(error, full="") or "name another file with --out"
+        problem = Problem("--out", f"{path} cannot be written ({error.strerror})", remedy)
         raise ConfigError([problem], "the command line") from error
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from megalite.config.flags import COMMAND_LINE
 from megalite.config.sections.schema import RunConfig
-from megalite.errors import ConfigError, Problem, listed
+from megalite.errors import ConfigError, Problem, listed, write_remedy
 from megalite.verify.findings import (
     INITIAL,
     LOSS,
@@ -161,7 +161,8 @@ def require_place(path: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    problem = Problem("--output", f"{path} cannot be written ({error.strerror})", "name another file")
+    remedy = write_remedy(error, full="") or "name another file"
+    problem = Problem("--output", f"{path} cannot be written ({error.strerror})", remedy)
     return ConfigError([problem], COMMAND_LINE)
 
 

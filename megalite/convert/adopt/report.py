@@ -9,7 +9,7 @@ from typing import Any
 from megalite.config.sections.describe import section_models
 from megalite.config.sections.toml import format_table, format_value, shown
 from megalite.convert.adopt.account import Account, KeyAnswer, Outcome
-from megalite.errors import ConfigError, Problem
+from megalite.errors import ConfigError, Problem, write_remedy
 
 _COUNTED = (Outcome.TAKEN, Outcome.NO_EFFECT)
 _ORDER = (*_COUNTED, Outcome.CHANGED, Outcome.REFUSED)
@@ -128,7 +128,8 @@ def write_run_file(account: Account, path: Path, sources: str) -> None:
         partial.write_text(run_file_text(account, sources), encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        problem = Problem(str(path), f"cannot be written: {error.strerror}", "name another --output")
+        remedy = write_remedy(error, full="") or "name another --output"
+        problem = Problem(str(path), f"cannot be written: {error.strerror}", remedy)
         raise ConfigError([problem], "megalite adopt") from None
 
 

@@ -74,11 +74,11 @@ class LaunchedJob:
 
     def _read(self, log: Path) -> None:
         assert self._process.stdout is not None
-        with log.open("ab") as file:
+        with log.open("ab", buffering=0) as file:
             for line in self._process.stdout:
                 self._lines.append((time.monotonic(), line.decode(errors="replace").rstrip("\n")))
-                file.write(line)
-                file.flush()
+                with suppress(OSError):  # a full disk; the job waits where nobody reads
+                    file.write(line)
 
 
 def _runs(process: int) -> bool:

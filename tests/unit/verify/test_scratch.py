@@ -1,6 +1,7 @@
 """A temporary folder that takes no files is no verdict on a layout: one line says so, and the exit code is 2."""
 
 import errno
+import io
 import json
 import os
 import resource
@@ -55,6 +56,13 @@ def test_a_full_disk_asks_for_another_folder(explained: bool) -> None:
         if explained:
             raise DataError("the data cannot be written; choose another run.folder") from full
         raise full
+
+
+def test_standard_output_on_a_full_disk_is_not_the_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="No space left"), Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(full, write_through=True))
+        with scratch_explained():
+            print("compared")
 
 
 def test_no_temporary_folder_at_all_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
