@@ -1,6 +1,6 @@
 """Find the weight files of a Hugging Face folder and read their headers. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megalite.checkpoint.strict_json import parse
@@ -71,9 +71,12 @@ def header_of(path: Path) -> Mapping[str, HeaderEntry]:
         raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from error
 
 
-def headers(folder: Path) -> dict[str, Mapping[str, HeaderEntry]]:
-    """Return file -> tensor -> entry. Raises CheckpointError if a file is damaged or two files have the same tensor."""
-    by_file = {name: header_of(folder / name) for name in weight_files(folder)}
+def headers(folder: Path, files: Sequence[str] | None = None) -> dict[str, Mapping[str, HeaderEntry]]:
+    """Return file -> tensor -> entry; files: only these of the folder's.
+
+    Raises CheckpointError if a file is damaged or two files have the same tensor.
+    """
+    by_file = {name: header_of(folder / name) for name in files or weight_files(folder)}
     seen: dict[str, str] = {}
     for file, entries in by_file.items():
         for name in entries:
