@@ -26,7 +26,7 @@ _MODES = {"checkpoint": "--checkpoint", "folder": "--from"}
 # Mode -> the options that only this mode has; "": a run file.
 _OPTIONS = {
     "checkpoint": ("--tolerance", "--hf-config", "--vocab-size"),
-    "folder": ("--text",),
+    "folder": ("--text", "--layers"),
     "": (*_SHORT, "--full-size"),
 }
 _COMMON = "run_file --matrix --from --checkpoint --compared-steps --compared-precision --full-size --help"
@@ -55,8 +55,8 @@ def _verified(options: Namespace, flags: Sequence[str]) -> int:
     if options.folder is not None:
         output = options.output or Path(f"{Path(options.folder).resolve().name}.verify.json")
         require_place(output)
-        found = verify_folder(options.folder, options.run_file, flags, text=options.text, say=_say)
-        return _tell(found, output)
+        own = {"text": options.text, "layers": options.layers}
+        return _tell(verify_folder(options.folder, options.run_file, flags, **own, say=_say), output)
     if options.run_file is None:
         problem = Problem("RUN.toml", "is missing", "name the run file to verify")
         raise ConfigError([problem], COMMAND_LINE)
@@ -84,6 +84,8 @@ def command_parser() -> Parser:
     about = "compare a Hugging Face folder, or org/name, with transformers: logits, loss, gradients, in any layout"
     modes.add_argument("--from", dest="folder", metavar="FOLDER", help=about)
     add_value(parser, "--text", Path, "FILE", "with --from: text to compare on (default: random tokens)")
+    about = "with --from: compare the first N layers alone; the others are not read (default: all)"
+    add_value(parser, "--layers", whole_number(1), "N", about)
     add_checkpoint_flags(parser, modes)
     about, steps = "training steps to compare (2); --steps for short", whole_number(1)
     add_value(parser, "--compared-steps", steps, "N", about)

@@ -8,24 +8,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from io import StringIO
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from megalite.config.flags import COMMAND_LINE
 from megalite.config.load import load_run
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sources.huggingface import shape_of_folder
 from megalite.convert.huggingface.files import local_folder
+from megalite.convert.huggingface.first_layers import write_first_layers
 from megalite.data.files.token_file import TokenWriter, bin_path, idx_path
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, ConfigError, Problem
 from megalite.launcher.local import LocalStart
 from megalite.launcher.process import available_memory_bytes
 from megalite.launcher.rank.detect import local_rank_infos
 from megalite.launcher.rank.environment import prepare_process
 from megalite.monitor.preparation import PreparationConsole
-from megalite.topology.parameters import parameter_count
+from megalite.topology.parameters import model_parameters, parameter_count
 from megalite.topology.shape import ModelShape
 from megalite.verify.certificate import Certificate, config_sha256, versions, worst_of
 from megalite.verify.findings import INITIAL, LOSS, NORM, OUTPUT, OWN, SUMMED, Departure, Worst
@@ -38,8 +41,8 @@ if TYPE_CHECKING:
     from megalite.verify.record import RecordJob
 
 _SEQUENCE, _TOKENS = 64, 1 << 16
-# transformers' weights and gradients, ours, what is recorded of both, and float64 copies while they are compared.
-_BYTES_A_PARAMETER = 44
+# At the peak, while records are compared: those of both sides, float64 copies of the largest tensor, and torch itself.
+_BYTES_A_PARAMETER, _BYTES_OF_THE_LARGEST, _BYTES_OF_TORCH = 40, 32, 400 << 20
 # A setting that another program's model has not, or that a single step has no use for.
 _PLAIN = {
     "training": {
@@ -67,10 +70,9 @@ class FolderCertificate(Certificate):
     def lines(self) -> Iterator[str]:
         """Yield the certificate for people."""
         first, *others = super().lines()
-        computes = (
-            f"{self.layout} computes the loss and gradients that transformers computes of {self.folder}"
-        )
-        yield f"holds: {computes}, in {self.precision}" if self.holds else first
+        part = "" if self.full_size else "the first layers of "
+        computes = f"{self.layout} computes the loss and gradients that transformers computes of {part}"
+        yield f"holds: {computes}{self.folder}, in {self.precision}" if self.holds else first
         yield from others
 
 
@@ -80,31 +82,41 @@ def verify_folder(
     flags: Sequence[str] = (),
     *,
     text: Path | None = None,
+    layers: int | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> FolderCertificate:
     """Compare the weights, logits, loss and gradients of a folder, or of org/name on the Hub, and certify them.
 
     run_file, flags: the layout, and all else that is set but what the comparison needs otherwise. text: a file of
-    samples, read with the folder's tokenizer; None: random tokens. Raises ConfigError, CheckpointError, and
-    MegaliteError as training does.
+    samples, read with the folder's tokenizer; None: random tokens. layers: compare a model of only so many first
+    layers. Raises ConfigError, CheckpointError, and MegaliteError as training does.
     """
     started = time.monotonic()
     folder = local_folder(named)
     if not folder.is_dir():
         raise CheckpointError(f"{named} is not a folder; name one with config.json and safetensors files")
     _refuse_run_folder(folder)
-    shape = shape_of_folder(str(folder))
-    _require_memory(shape, named)
+    whole = shape_of_folder(str(folder))
+    shape = replace(whole, num_hidden_layers=min(layers or whole.num_hidden_layers, whole.num_hidden_layers))
     with scratch_explained(), TemporaryDirectory(prefix="megalite-verify-") as name:
         scratch = Path(name)
         tokens = None if text else _random_tokens(shape, scratch)
         places = [f"--model.weights={folder}", f"--data.source={text or tokens}"]
         places.append(f"--run.folder={scratch / 'run'}")
         config = _config(shape, run_file, flags, places)
+        findings: dict[str, Any] = {"folder": named}
+        least = _require_layers(config, whole, shape.num_hidden_layers)
+        _require_memory(config, shape, named, least)
+        if shape != whole:
+            findings |= _changes(config, whole, shape.num_hidden_layers)
+            write_first_layers(folder, shape, folder := scratch / "first-layers")
+            cut = [f"--model.weights={folder}", f"--model.num_hidden_layers={shape.num_hidden_layers}"]
+            config = _config(shape, run_file, flags, [*places, *cut, "--parallel.layers_per_stage=unset"])
         threads = prepare_process(config.training.threads, local_ranks=config.layout.world_size)
         certificate = _certified(config, apart(_inputs, config, folder, tokens), scratch, threads, say)
-    seconds = time.monotonic() - started
-    return FolderCertificate(**{**vars(certificate), "folder": named, "seconds": seconds})
+    findings["seconds"] = time.monotonic() - started
+    findings["unchecked"] = [*findings.get("unchecked", ()), *certificate.unchecked]
+    return FolderCertificate(**{**vars(certificate), **findings})
 
 
 def _refuse_run_folder(folder: Path) -> None:
@@ -244,12 +256,56 @@ def _random_tokens(shape: ModelShape, scratch: Path) -> Path:
     return prefix
 
 
-def _require_memory(shape: ModelShape, named: str) -> None:
-    """Raise CheckpointError where this machine has too little memory free for both models and their gradients."""
-    needed, free = parameter_count(shape) * _BYTES_A_PARAMETER, available_memory_bytes()
-    if free is not None and needed > free:
-        raise CheckpointError(
-            f"{named} has {parameter_count(shape):,} parameters: comparing their gradients takes about"
-            f" {needed / 2**30:.0f} GiB, and {free / 2**30:.0f} GiB are free; use a machine with more memory, or a"
-            " smaller model of the same family"
-        )
+def _require_layers(config: RunConfig, whole: ModelShape, layers: int) -> int:
+    """Return how many first layers the run's layout and its experts need; raise ConfigError for fewer."""
+    chunks = len(config.split.layers)
+    experts = next((layer + 1 for layer in range(whole.num_hidden_layers) if whole.has_experts(layer)), 1)
+    least, rule = chunks, f"{layers} is less than the {chunks} chunks of {config.layout.text}"
+    if experts > chunks:
+        least, rule = experts, f"{layers} leaves no layer with experts: the first {experts - 1} have none"
+    if layers < least:
+        raise ConfigError([Problem.reset("--layers", rule, f"use {least} or more", least)], COMMAND_LINE)
+    return least
+
+
+def _require_memory(config: RunConfig, shape: ModelShape, named: str, least: int) -> None:
+    """Raise CheckpointError where this machine has too little memory free; least: layers that can be compared."""
+    needed, free = _bytes_needed(config, shape), available_memory_bytes()
+    if free is None or needed <= free:
+        return
+    layers, cure = shape.num_hidden_layers, {}
+    last = needed - _bytes_needed(config, replace(shape, num_hidden_layers=layers - 1))
+    fewer = layers - ceil((needed - free) / last)
+    remedy = "use a machine with more memory, or a smaller model of the same family"
+    if fewer >= least:
+        remedy = f"compare its first layers alone with --layers {fewer}, or {remedy}"
+        cure = {"--layers": fewer}
+    raise CheckpointError(
+        f"{layers} layers of {named} have {parameter_count(shape):,} parameters: comparing their gradients takes about"
+        f" {needed / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB are free; {remedy}",
+        key="--layers",
+        set=cure,
+    )
+
+
+def _bytes_needed(config: RunConfig, shape: ModelShape) -> int:
+    """Return the memory of a comparison; ranks that share samples or sequences each hold a copy."""
+    sizes, layout = [parameter.numel for parameter in model_parameters(shape)], config.layout
+    copies = max(1, layout.data * layout.context // layout.expert)
+    return copies * sum(sizes) * _BYTES_A_PARAMETER + max(sizes) * _BYTES_OF_THE_LARGEST + _BYTES_OF_TORCH
+
+
+def _changes(config: RunConfig, whole: ModelShape, layers: int) -> dict[str, Any]:
+    """Return what a certificate of the first layers says of the whole."""
+    kinds = [
+        (whole.window_of(layer) is None, whole.rotates(layer), whole.has_experts(layer))
+        for layer in range(whole.num_hidden_layers)
+    ]
+    every = max(map(kinds.index, kinds)) + 1
+    left_out = f"the last {len(kinds) - layers} of {len(kinds)} layers"
+    if every > layers:
+        left_out += f", with kinds of layers that the first {layers} lack: --layers {every} has one of each"
+    changed = [f"model.num_hidden_layers: {len(kinds)} -> {layers}"]
+    if (stages := config.parallel.layers_per_stage) is not None:
+        changed.append(f"parallel.layers_per_stage: {list(stages)} -> unset")
+    return {"full_size": False, "changed": changed, "unchecked": [left_out]}

@@ -70,6 +70,11 @@ def test_a_planted_fault_is_named_with_its_operation_and_ranks(tmp_path: Path) -
         (["verify", "{run}", "--output", "proof.txt"], "use proof.json"),
         (["verify", "{run}", "--output", "{run}/proof.json"], "cannot be written"),
         (["verify", "{run}", "--tolerance", "1"], "--tolerance: has no effect without --checkpoint"),
+        (["verify", "{run}", "--layers", "2"], "--layers: has no effect without --from"),
+        (
+            ["verify", "--from", "folder", "--layers", "0"],
+            "argument --layers: '0' is not a whole number of 1",
+        ),
         (["verify", "{run}", "--text", "book.txt"], "--text: has no effect without --from"),
         (
             ["verify", "{run}", "--matrix", "2", "--parallel.tensor=1"],

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from megalite.convert.huggingface.export import as_family_tensor
-from megalite.errors import CheckpointError
+from megalite.errors import CheckpointError, ConfigError
 from megalite.families.registry import family_tensors, hf_config
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
@@ -78,6 +79,49 @@ def test_transformers_and_any_layout_agree(tmp_path: Path, name: str) -> None:
     assert Path(tmp_path / "folder.verify.txt").read_text().startswith("holds: ")
 
 
+# With 2 of 4 layers: a pattern that is cut short, a dense layer before the experts, stages of uneven layers.
+FIRST_LAYERS = {
+    "a window in every layer that is left": (FAMILY_SHAPES["gemma3"], ()),
+    "a dense layer before the experts": (MIXTURE_SHAPES["deepseek_v3"], ()),
+    "a window in one of two layers": (MIXTURE_SHAPES["gpt_oss"], ()),
+    "norms of heads": (FAMILY_SHAPES["qwen3"], ("--parallel.tensor", "2")),
+    "stages": (tiny_shape(), ("--parallel.pipeline", "2", "--parallel.layers_per_stage", "[3, 1]")),
+}
+
+
+@pytest.mark.parametrize(
+    "name", cases([*FIRST_LAYERS], core=["a window in every layer that is left", "stages"])
+)
+def test_the_first_layers_alone_agree_and_the_certificate_names_the_others(tmp_path: Path, name: str) -> None:
+    shape, flags = FIRST_LAYERS[name]
+    code, document = verified(written(tmp_path / "folder", shape), "--layers", "2", *flags)
+    assert code == 0 and document["holds"], document["departure"]
+    assert document["worst"]["initial weights"]["tensors"] == len(
+        canonical_tensors(replace(shape, num_hidden_layers=2))
+    )
+    assert document["changed"][0] == "model.num_hidden_layers: 4 -> 2" and not document["full_size"]
+    assert ("parallel.layers_per_stage: [3, 1] -> unset" in document["changed"]) == (name == "stages")
+    left_out = document["unchecked"][0]
+    assert left_out.startswith("the last 2 of 4 layers")
+    # Every third layer of this Gemma 3 has no window.
+    assert ("--layers 3 has one of each" in left_out) == (shape.family == "gemma3_text")
+    assert "computes of the first layers of " in Path(tmp_path / "folder.verify.txt").read_text()
+
+
+def test_as_many_layers_as_the_model_has_change_nothing(tmp_path: Path) -> None:
+    code, document = verified(written(tmp_path / "folder", tiny_shape(layers=1)), "--layers", "2")
+    assert code == 0 and document["holds"] and document["full_size"] and document["changed"] == []
+
+
+def test_too_few_layers_for_stages_or_experts_are_refused(tmp_path: Path) -> None:
+    folder = str(written(tmp_path / "folder", MIXTURE_SHAPES["deepseek_v3"]))
+    with pytest.raises(ConfigError, match=r"--layers: 1 leaves no layer with experts: .*; use 2 or more"):
+        verify_folder(folder, layers=1)
+    stages = ("--parallel.pipeline=3", "--training.micro_batches=3")
+    with pytest.raises(ConfigError, match=r"--layers: 2 is less than the 3 chunks of .*; use 3 or more"):
+        verify_folder(folder, flags=stages, layers=2)
+
+
 def test_swapped_norms_are_named(tmp_path: Path) -> None:
     code, document = verified(written(tmp_path / "folder", tiny_shape(layers=2)), planted=SWAPPED)
     assert code == 1 and not document["holds"]
@@ -103,9 +147,19 @@ def test_without_transformers_the_command_says_so(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_the_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = written(tmp_path / "folder", tiny_shape(layers=1))
-    monkeypatch.setattr("megalite.verify.from_folder.available_memory_bytes", lambda: 1000)
-    with pytest.raises(CheckpointError, match="parameters: comparing their gradients takes about"):
+    folder = written(tmp_path / "folder", tiny_shape())
+    free = "megalite.verify.from_folder.available_memory_bytes"
+    monkeypatch.setattr(free, lambda: 1000)
+    with pytest.raises(
+        CheckpointError, match=r"parameters: .* takes about .* are free; use a machine with more"
+    ):
         verify_folder(str(folder))
+    # Its 82,000 parameters need 3.5 MB beside 400 MiB for torch, and a layer 0.7 MB.
+    monkeypatch.setattr(free, lambda: (400 << 20) + 2_100_000)
+    with pytest.raises(CheckpointError, match=r"4 layers of .* have .* with --layers 2, or use") as refused:
+        verify_folder(str(folder))
+    assert refused.value.problems[0].set == {"--layers": 2}
+    with pytest.raises(CheckpointError, match="free; use a machine with more memory, or a smaller model"):
+        verify_folder(str(folder), flags=("--parallel.pipeline=3", "--training.micro_batches=3"))
     with pytest.raises(CheckpointError, match="is not a folder"):
         verify_folder(str(tmp_path / "nowhere"))
