@@ -79,8 +79,10 @@ def study_folder_of(source: StudySource, first: Sequence[str], kind: str) -> Pat
     """Return the folder of the study of a source, whose settings are checked with the flags of its first run."""
     try:
         return study_folder(source.config(*first), kind)
-    except ConfigError:
-        # The check of all runs says more: here only the name is needed.
+    except ConfigError as error:
+        # The check of all runs says more, but of the folder, which they do not use.
+        if any(problem.key == "run.folder" for problem in error.problems):
+            raise
         return Path("runs") / f"default-{kind}"
 
 

@@ -126,6 +126,16 @@ def test_all_problems_of_all_runs_are_said_before_the_first_starts(
     assert not (run_file.parent / "runs").exists()
 
 
+def test_a_study_whose_folder_cannot_be_written_goes_to_no_other(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run_file.parent)
+    folder = f"{run_file}/study"
+    said = refused(capsys, run_file, "--over", f"{RATE}=1e-3,1e-2", "--run.folder", folder, "--slurm")
+    assert f'run.folder: "{folder}" cannot be written: {run_file} is a file' in said
+    assert not (run_file.parent / "runs").exists()
+
+
 def test_the_array_script_trains_the_run_of_its_task(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
