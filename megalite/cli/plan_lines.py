@@ -12,11 +12,12 @@ from megalite.planner.cluster import GIB, Cluster, Machine
 from megalite.planner.experts import context_bytes, exchanged_values
 from megalite.planner.fit import BAND_LENGTH, card_fits, memory_bands, on_one_card
 from megalite.planner.memory import kinds_text, stage_memory
-from megalite.planner.operations import ParameterCount, token_operations
+from megalite.planner.parameter_count import ParameterCount
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.search import LayoutSearch, PlannedLayout, context_methods, needs_too_much
 from megalite.planner.step_time import step_time
 from megalite.topology.experts import MixtureShape
+from megalite.topology.flops import flops_per_token
 from megalite.topology.shape import ModelShape
 
 _SHOWN = 5
@@ -26,7 +27,7 @@ def plan_lines(
     found: LayoutSearch, config: RunConfig, rows: int, cluster: Machine, options: argparse.Namespace
 ) -> Iterator[str]:
     shape, length, batch = config.shape(rows), config.training.sequence_length, config.batch.global_batch_size
-    operations, count = token_operations(shape, length).model, ParameterCount.of(shape)
+    operations, count = flops_per_token(shape, length), ParameterCount.of(shape)
     active = f", {count.active:,} of them active" if count.active < count.total else ""
     flops = f"{operations / 1e9:,.{1 if operations > 1e10 else 3}f} GFLOP a token"
     yield f"{_model_text(config, shape)}: {count.total:,} parameters{active}, {flops}"

@@ -14,7 +14,7 @@ from megalite.config.sections.toml import format_table
 from megalite.config.sources.presets import PRESETS
 from megalite.errors import ConfigError, Problem
 from megalite.planner.mixture_config import MixtureRun, read_mixture
-from megalite.planner.operations import ParameterCount
+from megalite.planner.parameter_count import ParameterCount
 from megalite.planner.search import PlannedLayout
 from megalite.topology.experts import MixtureShape
 

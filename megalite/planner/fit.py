@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from megalite.config.sections.schema import RunConfig
 from megalite.config.sections.training_section import LEAST_MICRO_BATCH, ComputeSettings, RecomputeMode
 from megalite.planner.memory import CARD_BASE_BYTES, RankMemory, stage_memory
-from megalite.planner.operations import ParameterCount
+from megalite.planner.parameter_count import ParameterCount
 from megalite.planner.planned_run import PlannedRun
 from megalite.topology.axes import Layout
 from megalite.topology.schedules import SCHEDULES

@@ -32,7 +32,7 @@ from megalite.monitor.step_tracer import StepTracer
 from megalite.monitor.throughput import Throughput, gemm_flops_per_second
 from megalite.monitor.work import Work, working
 from megalite.parallel.mesh import ParallelMesh
-from megalite.planner.operations import ParameterCount
+from megalite.planner.parameter_count import ParameterCount
 from megalite.planner.planned_run import PlannedRun
 from megalite.planner.prediction import RunPrediction, calibration_here, predict_run
 from megalite.topology.flops import flops_per_token

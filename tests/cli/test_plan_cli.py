@@ -13,7 +13,7 @@ from megalite.config.load import load_run
 from megalite.errors import ConfigError
 from megalite.planner.calibration import write_calibration
 from megalite.planner.cluster import Cluster
-from megalite.planner.operations import ParameterCount
+from megalite.planner.parameter_count import ParameterCount
 from megalite.planner.search import search
 from megalite.topology.context import CONTEXT_METHODS
 from tests.support.mixture_configs import CONFIGS, shape_of

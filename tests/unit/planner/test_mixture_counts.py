@@ -14,8 +14,9 @@ from megalite.config.sources.huggingface import shape_of_folder
 from megalite.errors import ConfigError
 from megalite.families.registry import FAMILIES, hf_config
 from megalite.planner.mixture_config import MIXTURES, mixture_shape, read_mixture
-from megalite.planner.operations import ParameterCount, token_operations
+from megalite.planner.parameter_count import ParameterCount
 from tests.support.mixture_configs import CONFIGS, Config, shape_of
+from tests.support.published_operations import token_operations
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES
 

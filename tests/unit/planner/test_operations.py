@@ -6,11 +6,12 @@ import pytest
 
 from megalite.config.sections.schema import ModelConfig
 from megalite.config.sources.presets import PRESETS
-from megalite.planner.operations import ParameterCount, published_batch_operations, token_operations
+from megalite.planner.parameter_count import ParameterCount
 from megalite.topology.adapter import Lora
 from megalite.topology.parameters import model_parameters
 from megalite.topology.shape import ModelShape
 from tests.support.parity import UTILISATION_RTOL, about
+from tests.support.published_operations import published_batch_operations, token_operations
 from tests.support.selection import cases
 
 ROWS, LENGTH = 51200, 2048

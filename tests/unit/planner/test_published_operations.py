@@ -10,9 +10,10 @@ import pytest
 
 from megalite.config.sections.schema import ModelConfig
 from megalite.config.sources.presets import PRESETS
-from megalite.planner.operations import ParameterCount, published_batch_operations, token_operations
+from megalite.planner.parameter_count import ParameterCount
 from megalite.topology.shape import ModelShape
 from tests.support.mixture_configs import CONFIGS, shape_of
+from tests.support.published_operations import published_batch_operations, token_operations
 from tests.support.selection import cases
 from tests.unit.planner.test_operations import gpt
 

@@ -1,6 +1,6 @@
-"""Parameters and floating-point operations of a model, by the conventions that people compare by.
+"""Floating-point operations of a token by the conventions that people compare by.
 
-The house's convention is topology/flops.py: 6 per active matrix parameter, the head's included and the embedding's not,
+megalite's convention is topology/flops.py: 6 per active matrix parameter, the head's included and the embedding's not,
 and causal attention's 6 x layers x hidden x sequence. Others count all of attention's scores, and the products that
 recomputation repeats.
 """
@@ -8,41 +8,15 @@ recomputation repeats.
 from dataclasses import dataclass
 
 from megalite.config.sections.training_section import RecomputeMode
-from megalite.topology.flops import active_numel, attention_flops, flops_per_token, forward_flops
-from megalite.topology.parameters import EMBEDDING, HEAD, POSITIONS, model_parameters
+from megalite.topology.flops import attention_flops, flops_per_token, forward_flops
 from megalite.topology.shape import ModelShape
-
-
-@dataclass(frozen=True)
-class ParameterCount:
-    """total: every value of the model with its adapter. tables: of embedding, positions and head. trained: updated.
-
-    active: those that one token meets: of a mixture the experts that it is sent to, and all else, the tables too.
-    """
-
-    total: int
-    tables: int
-    trained: int
-    active: int
-
-    @classmethod
-    def of(cls, shape: ModelShape) -> "ParameterCount":
-        parameters = model_parameters(shape)
-        return cls(
-            sum(parameter.numel for parameter in parameters),
-            sum(
-                parameter.numel for parameter in parameters if parameter.name in (EMBEDDING, POSITIONS, HEAD)
-            ),
-            sum(parameter.numel for parameter in parameters if parameter.trained),
-            sum(active_numel(parameter, shape) for parameter in parameters),
-        )
 
 
 @dataclass(frozen=True)
 class TokenOperations:
     """The operations of the forward and the backward of one token.
 
-    model: the house's convention. full_attention: as if every token saw the whole sequence, as Megatron-LM counts.
+    model: megalite's convention. full_attention: as if every token saw the whole sequence, as Megatron-LM counts.
     hardware: the same with what recomputation repeats.
     """
 
