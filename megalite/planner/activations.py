@@ -2,7 +2,7 @@
 
 Read off model/layer.py, attention.py, mlp.py, head.py and the autograd nodes of ops/ and parallel/: a norm saves its
 input, a linear its input if its weight is trained, attention query, key, value and output, a gated activation gate and
-up. planner/published_activations.py has the published formulas.
+up.
 """
 
 from collections.abc import Mapping, Sequence
