@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from itertools import chain, product
 
 from megalite.topology.schedules import SCHEDULES, Action
-from megalite.topology.stages import PipelineSplit
 
 _DURATIONS = {"F": "forward", "B": "backward", "I": "input_gradient", "W": "weight_gradient"}
 
@@ -85,7 +84,7 @@ def play(orders: Sequence[Sequence[Action]], costs: Costs = UNIT) -> Timeline:
     every = list(chain.from_iterable(orders))
     chunks = 1 + max(action.chunk for action in every)
     micro_batches = 1 + max(action.micro_batch for action in every)
-    if unfinished := list(_unfinished(orders, chunks, micro_batches)):
+    if unfinished := list(unfinished_work(orders, chunks, micro_batches)):
         raise ValueError("; ".join(unfinished))
     starts: dict[tuple[int, Action], float] = {}
     ends: dict[tuple[str, int, int], float] = {}
@@ -130,28 +129,7 @@ def _needs(action: Action, chunks: int) -> tuple[tuple[str, int, int], ...]:
     return (own, ("I", chunk + 1, micro_batch)) if chunk < chunks - 1 else (own,)
 
 
-def check_order(orders: Sequence[Sequence[Action]], split: PipelineSplit, micro_batches: int) -> list[str]:
-    """Return the problems of the stages' orders; an empty list if they are right.
-
-    They are right if every chunk of the split runs on its own stage, once forward and once backward (B, or I and W)
-    for every micro batch, without a deadlock.
-    """
-    wrong = [
-        f"stage {stage} runs {action}, which is not on this stage"
-        for stage, order in enumerate(orders)
-        for action in order
-        if action.chunk not in split.chunks_of(stage) or action.micro_batch >= micro_batches
-    ]
-    wrong += _unfinished(orders, len(split.layers), micro_batches)
-    if not wrong:
-        try:
-            play(orders)
-        except ValueError as error:
-            wrong.append(str(error))
-    return wrong
-
-
-def _unfinished(orders: Sequence[Sequence[Action]], chunks: int, micro_batches: int) -> Iterator[str]:
+def unfinished_work(orders: Sequence[Sequence[Action]], chunks: int, micro_batches: int) -> Iterator[str]:
     """Yield a message for each (chunk, micro batch) that does not run exactly once forward and once backward."""
     ran: dict[tuple[int, int], str] = {}
     for kind, chunk, micro_batch in chain.from_iterable(orders):
@@ -168,15 +146,10 @@ def in_flight_chunks(order: Sequence[Action]) -> int:
 
     An activation lives from F to B, or to W if the backward is split.
     """
-    return max(len(alive) for alive in _alive(order))
+    return max(len(alive) for alive in alive_chunks(order))
 
 
-def in_flight_peak(order: Sequence[Action]) -> int:
-    """Return the peak number of micro batches whose activations a stage holds."""
-    return max(len({micro_batch for _, micro_batch in alive}) for alive in _alive(order))
-
-
-def _alive(order: Sequence[Action]) -> Iterator[set[tuple[int, int]]]:
+def alive_chunks(order: Sequence[Action]) -> Iterator[set[tuple[int, int]]]:
     """Yield after each action the set of (chunk, micro batch) whose activations are in memory."""
     alive: set[tuple[int, int]] = set()
     for action in order:

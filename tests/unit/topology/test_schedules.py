@@ -15,16 +15,15 @@ from megalite.topology.schedule_timeline import (
     UNIT,
     Costs,
     Timeline,
-    check_order,
     ideal_timeline,
     in_flight_chunks,
-    in_flight_peak,
     orders_of,
     play,
 )
 from megalite.topology.schedules import SCHEDULES, Action
 from megalite.topology.stages import pipeline_split
 from tests.support.parity import about
+from tests.support.schedule_checks import check_order, in_flight_peak
 
 LARGEST = {"stages": 8, "micro_batches": 24, "chunks": 4}
 SIZES = list(product(*(range(1, size + 1) for size in LARGEST.values())))
