@@ -80,19 +80,3 @@ class OptimizerState(Protocol):
     def load(self, scalars: Mapping[str, Any]) -> None:
         """Apply the values that were copied into `shards()`, and these scalars; called on every rank."""
         ...
-
-
-class NoOptimizer:
-    """The state of a model without an optimizer: weights only."""
-
-    def weights(self) -> None:
-        return None
-
-    def shards(self) -> Iterator[StateShard]:
-        yield from ()
-
-    def scalars(self) -> dict[str, Any]:
-        return {}
-
-    def load(self, scalars: Mapping[str, Any]) -> None:
-        pass

@@ -16,8 +16,7 @@ from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.adapter import Lora
 from megalite.topology.parameters import trained_tensors
 from megalite.topology.stages import pipeline_split
-from megalite.topology.state import NoOptimizer
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import NoOptimizer, save_checkpoint
 
 
 def peft_folder(folder: Path, base: Path, lora: Lora, *, seed: int = 0, spread: float = 0.3) -> Path:

@@ -1,13 +1,29 @@
 """Write a checkpoint at once, as a run does in parts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from megalite.checkpoint.manifest import Base
 from megalite.checkpoint.save import RunRecord, draft_checkpoint, write_draft
 from megalite.model.replica import Replica
-from megalite.topology.state import OptimizerState
+from megalite.topology.state import OptimizerState, StateShard
+
+
+class NoOptimizer:
+    """The state of a model without an optimizer: weights only."""
+
+    def weights(self) -> None:
+        return None
+
+    def shards(self) -> Iterator[StateShard]:
+        yield from ()
+
+    def scalars(self) -> dict[str, Any]:
+        return {}
+
+    def load(self, scalars: Mapping[str, Any]) -> None:
+        pass
 
 
 def save_checkpoint(

@@ -25,9 +25,8 @@ from megalite.families.registry import FAMILIES, family_tensors
 from megalite.topology.axes import Layout
 from megalite.topology.parameters import canonical_tensors
 from megalite.topology.shape import ModelShape
-from megalite.topology.state import NoOptimizer
 from tests.support import reported_faults as faults
-from tests.support.checkpoints import save_checkpoint
+from tests.support.checkpoints import NoOptimizer, save_checkpoint
 from tests.support.museum import exhibit
 from tests.support.selection import cases
 from tests.support.tiny import FAMILY_SHAPES, MIXTURE_SHAPES

@@ -12,8 +12,8 @@ from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
-from megalite.topology.state import NoOptimizer, OptimizerState
-from tests.support.checkpoints import save_checkpoint
+from megalite.topology.state import OptimizerState
+from tests.support.checkpoints import NoOptimizer, save_checkpoint
 
 
 def lively_stage(shape: ModelShape, *, scale: float = 5.0) -> Stage:
