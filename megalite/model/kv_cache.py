@@ -139,11 +139,6 @@ class CachedStep:
     adapters: Selection | None = None
     ids: tuple[int, ...] = ()
 
-    @classmethod
-    def of_one(cls, cache: KeyValueCache, start: int, count: int) -> "CachedStep":
-        """Return a step of `count` tokens in slot 0, which holds `start` tokens."""
-        return cls(cache, segments=(PromptSegment(0, start, count, start + count),))
-
     def gathered(self, values: Tensor) -> Tensor:
         """Return the values [1, all tokens, ...] of the tokens of all ranks, each once, from those of this rank."""
         if all(segment.share is None for segment in self.segments):

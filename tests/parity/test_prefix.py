@@ -31,7 +31,7 @@ from megalite.topology.stages import pipeline_split
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.parity.test_transformers import _canonical, _in_their_names, _transformers_model
 from tests.support.checkpoints import save_checkpoint
-from tests.support.generation import generate_ids, one_slot
+from tests.support.generation import generate_ids, one_slot, prompt_step
 from tests.support.huggingface import names_in_files
 from tests.support.mutations import PREFIX_FAULTS, planted_fault
 from tests.support.options import Dropout, Recompute
@@ -336,7 +336,7 @@ def test_cached_decoding_equals_the_full_forward(family, prefix):
     for new in (4, 2, *[1] * (ids.shape[1] - 6)):
         span = slice(length, length + new)
         decodes = new == 1 and length % 2 == 0
-        step = CachedStep(cache, (length,)) if decodes else CachedStep.of_one(cache, length, new)
+        step = CachedStep(cache, (length,)) if decodes else prompt_step(cache, length, new)
         with torch.no_grad():
             hidden = chunk.decode(
                 ids[:, span], torch.arange(length, length + new)[None], StepContext(cache=step)

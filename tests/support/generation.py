@@ -13,7 +13,7 @@ from megalite.convert.weights import open_weights
 from megalite.generation.loaded import build_model
 from megalite.generation.request import GREEDY, Request, Sampling, check_request
 from megalite.generation.token_engine import PREFILL_CHUNK, TokenEngine
-from megalite.model.kv_cache import CacheSize, KeyValueCache
+from megalite.model.kv_cache import CachedStep, CacheSize, KeyValueCache, PromptSegment
 from megalite.model.replica import Replica
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
@@ -21,6 +21,11 @@ from megalite.topology.axes import Layout
 
 # Tokens of a prompt and its new tokens.
 LONGEST = 48
+
+
+def prompt_step(cache: KeyValueCache, start: int, count: int) -> CachedStep:
+    """Return a step of `count` tokens in slot 0, which holds `start` tokens."""
+    return CachedStep(cache, segments=(PromptSegment(0, start, count, start + count),))
 
 
 def one_slot(stage: Stage, tokens: int) -> KeyValueCache:

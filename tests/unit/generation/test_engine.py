@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM
 from megalite.convert.huggingface.export import export
 from megalite.errors import ConfigError
 from megalite.model.context import StepContext
-from megalite.model.kv_cache import CachedStep
 from megalite.model.replica import Replica
 from megalite.topology.shape import ModelShape, RopeScaling
-from tests.support.generation import generate_ids, load_model, one_slot
+from tests.support.generation import generate_ids, load_model, one_slot, prompt_step
 from tests.support.parity import FLOAT32_RTOL, assert_close
 from tests.support.tiny import tiny_shape
 from tests.unit.convert.exporting import lively_stage, our_logits, save_stage
@@ -98,7 +97,7 @@ def test_generation_past_the_original_length_is_that_of_transformers(
         ids = [prompt, *([each] for each in ours[:-1])]
         for new, expected in zip(ids, theirs.logits, strict=True):
             positions = torch.arange(length, length + len(new))[None]
-            step = CachedStep.of_one(cache, length, len(new))
+            step = prompt_step(cache, length, len(new))
             with torch.no_grad():
                 hidden = stage.whole.decode(torch.tensor([new]), positions, StepContext(cache=step))
                 logits = stage.whole.logits(hidden[:, -1:])[:, 0]
