@@ -63,17 +63,13 @@ FAMILY = Family(
         "norm_topk_prob": (False, None),
         "scoring_func": ("softmax",),
     },
-    absent={
+    absent=sizes(
+        *(4096, 11008, 32, 32, None, 2048),
         **ABSENT,
-        "vocab_size": 102400,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "n_shared_experts": 2,
-        "moe_intermediate_size": 1407,
-    },
+        vocab_size=102400,
+        n_shared_experts=2,
+        moe_intermediate_size=1407,
+    ),
     presets={
         "deepseek-v2-lite": sizes(2048, 10944, 27, 16, 16, 163840, **_LITE),
         "deepseek-v2": sizes(5120, 12288, 60, 128, 128, 163840, **_WHOLE),

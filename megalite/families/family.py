@@ -206,17 +206,17 @@ def sizes(
     intermediate_size: int,
     num_hidden_layers: int,
     num_attention_heads: int,
-    num_key_value_heads: int,
+    num_key_value_heads: int | None,
     max_position_embeddings: int,
     **others: Any,
 ) -> dict[str, Any]:
-    """Return a preset: the sizes of a published model, and other settings of [model]."""
+    """Return the settings of [model], or the keys of config.json, of these sizes, and others. None: left out."""
     return {
         "hidden_size": hidden_size,
         "intermediate_size": intermediate_size,
         "num_hidden_layers": num_hidden_layers,
         "num_attention_heads": num_attention_heads,
-        "num_key_value_heads": num_key_value_heads,
+        **({} if num_key_value_heads is None else {"num_key_value_heads": num_key_value_heads}),
         "max_position_embeddings": max_position_embeddings,
         **others,
     }

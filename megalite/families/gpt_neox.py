@@ -70,17 +70,13 @@ FAMILY = Family(
         "hidden_act": "gelu",
     },
     dropouts={**ATTENTION_DROPOUT, "hidden_dropout": ("residual_dropout", "embedding_dropout")},
-    absent={
-        "vocab_size": 50432,
-        "hidden_size": 6144,
-        "intermediate_size": 24576,
-        "num_hidden_layers": 44,
-        "num_attention_heads": 64,
-        "max_position_embeddings": 2048,
-        "layer_norm_eps": 1e-5,
-        "rotary_pct": 0.25,
-        "attention_bias": True,
-    },
+    absent=sizes(
+        *(6144, 24576, 44, 64, None, 2048),
+        vocab_size=50432,
+        layer_norm_eps=1e-5,
+        rotary_pct=0.25,
+        attention_bias=True,
+    ),
     has_padding_row=False,
     names=TensorNames(
         modules={

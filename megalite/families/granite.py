@@ -40,16 +40,9 @@ FAMILY = Family(
     keys={**SIZES, **MULTIPLIERS},
     words=(Rope(), AttentionMultiplier(), ATTENTION_BIAS, MLP_BIAS),
     required=SILU,
-    absent={
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "attention_multiplier": 1.0,
-    },
+    absent=sizes(
+        *(4096, 11008, 32, 32, None, 2048), vocab_size=32000, rms_norm_eps=1e-6, attention_multiplier=1.0
+    ),
     presets={
         "granite-3.0-2b": sizes(
             *(2048, 8192, 40, 32, 8, 4096), **_GRANITE_3, logits_scaling=8.0, attention_multiplier=0.015625

@@ -36,17 +36,13 @@ FAMILY = Family(
         ExpertCount(_COUNT, 8, config_keys=(_COUNT,)),
     ),
     required=SILU,
-    absent={
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "attention_multiplier": 1.0,
-        "num_experts_per_tok": 2,
-    },
+    absent=sizes(
+        *(4096, 11008, 32, 32, None, 2048),
+        vocab_size=32000,
+        rms_norm_eps=1e-6,
+        attention_multiplier=1.0,
+        num_experts_per_tok=2,
+    ),
     names=TensorNames(
         modules={
             "mlp.gate": "block_sparse_moe.router.layer",

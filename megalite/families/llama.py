@@ -14,15 +14,7 @@ FAMILY = Family(
     published="2023-02",
     words=(Rope(), ATTENTION_BIAS, MLP_BIAS),
     required=SILU,
-    absent={
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-    },
+    absent=sizes(4096, 11008, 32, 32, None, 2048, vocab_size=32000, rms_norm_eps=1e-6),
     presets={
         "llama-2-7b": sizes(4096, 11008, 32, 32, 32, 4096, vocab_size=32000),
         "llama-2-13b": sizes(5120, 13824, 40, 40, 40, 4096, vocab_size=32000),

@@ -10,17 +10,7 @@ FAMILY = Family(
     published="2023-09",
     words=(Rope(), EveryLayer()),
     required=SILU,
-    absent={
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 4096,
-    },
+    absent=sizes(*(4096, 14336, 32, 32, 8, 131072), vocab_size=32000, rms_norm_eps=1e-6, sliding_window=4096),
     presets={
         "mistral-7b-v0.1": sizes(4096, 14336, 32, 32, 8, 32768, vocab_size=32000, sliding_window=4096),
         "mistral-7b-v0.3": sizes(4096, 14336, 32, 32, 8, 32768, vocab_size=32768, rope_theta=1000000.0),

@@ -23,17 +23,9 @@ FAMILY = Family(
         ExpertCount("num_local_experts", 8),
     ),
     required={**SILU, "router_jitter_noise": (0.0, None)},
-    absent={
-        "vocab_size": 32000,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 131072,
-        "rope_theta": 1000000.0,
-        "num_experts_per_tok": 2,
-    },
+    absent=sizes(
+        *(4096, 14336, 32, 32, 8, 131072), vocab_size=32000, rope_theta=1000000.0, num_experts_per_tok=2
+    ),
     names=TensorNames(
         modules={
             "mlp.gate": "block_sparse_moe.gate",

@@ -13,15 +13,7 @@ FAMILY = Family(
     words=(Rope(), ATTENTION_BIAS),
     fixed={"norm_placement": "output", "qk_norm": "full"},
     required=SILU,
-    absent={
-        "vocab_size": 50304,
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-5,
-    },
+    absent=sizes(4096, 11008, 32, 32, None, 2048, vocab_size=50304, rms_norm_eps=1e-5),
     presets={
         "olmo-2-1b": sizes(2048, 8192, 16, 16, 16, 4096, **_OLMO_2),
         "olmo-2-7b": sizes(4096, 11008, 32, 32, 32, 4096, **_OLMO_2),

@@ -19,15 +19,7 @@ FAMILY = Family(
     fixed={"qk_norm": "full"},
     unset={"norm_topk_prob": False},
     required={**SILU, "clip_qkv": (None,)},
-    absent={
-        "vocab_size": 50304,
-        "hidden_size": 2048,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 16,
-        "max_position_embeddings": 4096,
-        "num_experts_per_tok": 8,
-    },
+    absent=sizes(2048, 2048, 16, 16, None, 4096, vocab_size=50304, num_experts_per_tok=8),
     presets={
         "olmoe-1b-7b": sizes(
             *(2048, 1024, 16, 16, 16, 4096),

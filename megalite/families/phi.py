@@ -35,16 +35,9 @@ FAMILY = Family(
         "resid_pdrop": ("residual_dropout",),
         "embd_pdrop": ("embedding_dropout",),
     },
-    absent={
-        "vocab_size": 51200,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 2048,
-        "layer_norm_eps": 1e-5,
-        "partial_rotary_factor": 0.5,
-    },
+    absent=sizes(
+        *(2048, 8192, 24, 32, None, 2048), vocab_size=51200, layer_norm_eps=1e-5, partial_rotary_factor=0.5
+    ),
     names=TensorNames(
         modules={
             "model.norm": "model.final_layernorm",

@@ -52,16 +52,12 @@ FAMILY = Family(
     required=SILU,
     # transformers reads embd_pdrop nowhere.
     dropouts={**ATTENTION_DROPOUT, "resid_pdrop": ("residual_dropout",)},
-    absent={
-        "vocab_size": 32064,
-        "hidden_size": 3072,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "max_position_embeddings": 4096,
-        "original_max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-5,
-    },
+    absent=sizes(
+        *(3072, 8192, 32, 32, None, 4096),
+        vocab_size=32064,
+        original_max_position_embeddings=4096,
+        rms_norm_eps=1e-5,
+    ),
     names=TensorNames(fusions=(Fused("self_attn.qkv_proj", QKV), Fused("mlp.gate_up_proj", GATE_UP))),
     presets={
         "phi-3-mini-4k": sizes(3072, 8192, 32, 32, 32, 4096, vocab_size=32064, sliding_window=2047),

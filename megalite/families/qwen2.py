@@ -13,17 +13,9 @@ FAMILY = Family(
     words=(Rope(), AfterFirst()),
     fixed={"attention_bias": True},
     required=SILU,
-    absent={
-        "vocab_size": 151936,
-        "hidden_size": 4096,
-        "intermediate_size": 22016,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 32,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "sliding_window": 4096,
-    },
+    absent=sizes(
+        *(4096, 22016, 32, 32, 32, 32768), vocab_size=151936, rms_norm_eps=1e-6, sliding_window=4096
+    ),
     presets={
         "qwen2.5-0.5b": sizes(896, 4864, 24, 14, 2, 32768, **_QWEN_25, tie_word_embeddings=True),
         "qwen2.5-1.5b": sizes(1536, 8960, 28, 12, 2, 131072, **_QWEN_25, tie_word_embeddings=True),

@@ -65,19 +65,14 @@ FAMILY = Family(
     published="2025-07",
     words=(Rope(), NoRopeLayers(), NoRopeWindows(), ATTENTION_BIAS, MLP_BIAS),
     required=SILU,
-    absent={
-        "vocab_size": 128256,
-        "hidden_size": 2048,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 32768,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 2000000.0,
-        "no_rope_layer_interval": 4,
-        "tie_word_embeddings": True,
-    },
+    absent=sizes(
+        *(2048, 11008, 36, 16, 4, 32768),
+        vocab_size=128256,
+        rms_norm_eps=1e-6,
+        rope_theta=2000000.0,
+        no_rope_layer_interval=4,
+        tie_word_embeddings=True,
+    ),
     presets={
         "smollm3-3b": sizes(
             *(2048, 11008, 36, 16, 4, 65536),

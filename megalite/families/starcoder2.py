@@ -26,19 +26,14 @@ FAMILY = Family(
         "residual_dropout": ("residual_dropout",),
         "embedding_dropout": ("embedding_dropout",),
     },
-    absent={
-        "vocab_size": 49152,
-        "hidden_size": 3072,
-        "intermediate_size": 12288,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 24,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "norm_epsilon": 1e-5,
-        "initializer_range": 0.018042,
-        "tie_word_embeddings": True,
-        "use_bias": True,
-    },
+    absent=sizes(
+        *(3072, 12288, 30, 24, 2, 4096),
+        vocab_size=49152,
+        norm_epsilon=1e-5,
+        initializer_range=0.018042,
+        tie_word_embeddings=True,
+        use_bias=True,
+    ),
     names=TensorNames(modules={"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}),
     presets={
         "starcoder2-3b": sizes(
