@@ -104,18 +104,13 @@ def column_linear(
     return output
 
 
-class ColumnParallelLinear(nn.Module):
-    """Y = X W^T with the output features split over tp.
-
-    weight: [this rank's output features, in_features], bias: [this rank's output features]; fused outputs
-    (query-key-value, gate-up) are split part by part. X must be equal on every rank of tp, or split by positions;
-    Y stays split, for a RowParallelLinear to consume.
-    """
+class _ParallelLinear(nn.Module):
+    """The weight [this rank's outputs, its inputs] of a linear that is split over tp, and the bias of its outputs."""
 
     def __init__(
         self,
-        in_features: int,
-        local_out_features: int,
+        inputs: int,
+        outputs: int,
         *,
         mesh: ParallelMesh,
         dtype: torch.dtype,
@@ -124,10 +119,19 @@ class ColumnParallelLinear(nn.Module):
     ):
         super().__init__()
         self.mesh, self.gradients = mesh, gradients
-        self.weight = nn.Parameter(torch.empty(local_out_features, in_features, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(local_out_features, dtype=dtype)) if bias else None
-        self.lora: ColumnLora | None = None
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+        self.lora: ColumnLora | RowLora | None = None
         self.bank: LoraBank | None = None
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """Y = X W^T with the output features split over tp.
+
+    weight: [this rank's output features, in_features], bias: [this rank's output features]; fused outputs
+    (query-key-value, gate-up) are split part by part. X must be equal on every rank of tp, or split by positions;
+    Y stays split, for a RowParallelLinear to consume.
+    """
 
     def forward(
         self,
@@ -216,30 +220,13 @@ def row_linear(
     return output
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ParallelLinear):
     """Y = X W^T with the input features split over tp; the partial products are summed.
 
     Y is equal on every rank of tp, or split by positions.
 
     weight: [out_features, this rank's input features]; bias: [out_features], replicated.
     """
-
-    def __init__(
-        self,
-        local_in_features: int,
-        out_features: int,
-        *,
-        mesh: ParallelMesh,
-        dtype: torch.dtype,
-        bias: bool = False,
-        gradients: WeightGradients = BY_AUTOGRAD,
-    ):
-        super().__init__()
-        self.mesh, self.gradients = mesh, gradients
-        self.weight = nn.Parameter(torch.empty(out_features, local_in_features, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype)) if bias else None
-        self.lora: RowLora | None = None
-        self.bank: LoraBank | None = None
 
     def forward(
         self, hidden_states: Tensor, mask: Mask | None = None, adapters: Selection | None = None
