@@ -3,7 +3,6 @@
 import argparse
 import json
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from socket import gethostname
 
@@ -12,6 +11,7 @@ from megalite.errors import ConfigError, Problem
 from megalite.launcher.rank.environment import prepare_process
 from megalite.planner.calibrated_step import CalibratedMachine
 from megalite.planner.calibration import DEFAULT_FILE, Calibration, read_calibration, write_calibration
+from megalite.version import package_version
 
 # Option -> its default; they say what a measured machine has measured.
 _ASSUMED = {
@@ -96,11 +96,8 @@ def _differences(calibration: Calibration) -> list[str]:
         notes.append(
             f"note: measured on {calibration.machine}; the plan is for that machine, not for this one"
         )
-    try:
-        installed = version("torch")
-    except PackageNotFoundError:
-        return notes
-    if calibration.torch.split("+")[0] != installed.split("+")[0]:
+    installed = package_version("torch")
+    if installed and calibration.torch.split("+")[0] != installed.split("+")[0]:
         notes.append(
             f"note: measured with torch {calibration.torch}; here is torch {installed}: calibrate again"
         )

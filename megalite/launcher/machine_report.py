@@ -1,6 +1,5 @@
 """Describes this machine for `megalite doctor`: cores, memory, programs, packages. No heavy imports."""
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -9,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalite.launcher.process import available_cores
+from megalite.version import package_version
 
 # name -> (purpose, consequence if it is missing)
 PACKAGES = {
@@ -77,7 +77,7 @@ def nvidia_cards(folder: Path = NVIDIA_CARDS) -> tuple[str, ...]:
 
 
 def packages() -> list[MachineFinding]:
-    return [MachineFinding(name, _version(name), *words) for name, words in PACKAGES.items()]
+    return [MachineFinding(name, package_version(name), *words) for name, words in PACKAGES.items()]
 
 
 def programs() -> list[MachineFinding]:
@@ -91,14 +91,7 @@ def apex() -> MachineFinding:
         return MachineFinding("apex", "", purpose, without)
     if importlib.util.find_spec("amp_C") is None:
         return MachineFinding("apex", "", purpose, f"the installed one has no compiled parts; {without}")
-    return MachineFinding("apex", _version("apex") or "built from source", purpose, without)
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    return MachineFinding("apex", package_version("apex") or "built from source", purpose, without)
 
 
 def _processor() -> str:

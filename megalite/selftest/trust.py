@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +22,7 @@ from pydantic import TypeAdapter
 from megalite.launcher.rank.environment import trust_folder
 from megalite.ops import apex, extension
 from megalite.ops.choice import TORCH
+from megalite.version import package_version
 
 SLOWER = 1.05
 """An implementation counts as slower above this multiple of torch's best time; less is noise."""
@@ -149,7 +149,7 @@ def agreed(choices: Sequence[OperatorChoice]) -> OperatorChoice:
 
 def machine(device: torch.device) -> dict[str, str]:
     """Return the facts that findings depend on: another card, driver, torch or library needs a new self-test."""
-    packages = [f"{name} {release}" for name in PACKAGES if (release := _installed(name))]
+    packages = [f"{name} {release}" for name in PACKAGES if (release := package_version(name))]
     return {
         "device": device.type,
         "card": card_name(device),
@@ -195,13 +195,6 @@ def library_digest() -> str:
     return (
         f"{extension.built().sources[:16]} {hashlib.sha256(extension.LIBRARY.read_bytes()).hexdigest()[:16]}"
     )
-
-
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def trust_file(facts: Mapping[str, str]) -> Path:

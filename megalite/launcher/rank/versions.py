@@ -1,11 +1,10 @@
 """The software of this rank, told without importing it: versions of packages, and what the compiled library is."""
 
-import importlib.metadata
 import json
 import platform
 from pathlib import Path
 
-from megalite.version import __version__
+from megalite.version import __version__, package_version
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "tokenizers", "safetensors")
 _RECORD = Path(__file__).parents[2] / "ops" / "libmegalite.json"
@@ -16,16 +15,9 @@ def software() -> dict[str, str]:
     return {
         "megalite": __version__,
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: package_version(name) or "not installed" for name in _PACKAGES},
         "compiled operators": _library(),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _library() -> str:
