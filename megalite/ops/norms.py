@@ -119,26 +119,18 @@ def _traced_rms_norm(x: Tensor, weight: Tensor, eps: float, zero_centered_gamma:
     return (fp32 * inverse_rms).to(x.dtype) * weight
 
 
-def add_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float,
-    zero_centered_gamma: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Return x + residual in the memory of x, and its norm, in plain torch."""
-    return add_then(norm)(x, residual, weight, bias, eps, zero_centered_gamma)
-
-
 def add_then(normalise: Norm) -> AddNorm:
-    """Return the function that adds as `add_norm` does, and normalises by `normalise`."""
+    """Return the function that adds the residual in the memory of x, and normalises the sum by `normalise`."""
 
     def add(x: Tensor, residual: Tensor, *form: Any) -> tuple[Tensor, Tensor]:
         total = x.add_(residual)
         return total, normalise(total, *form)
 
     return add
+
+
+add_norm: AddNorm = add_then(norm)
+"""x + residual in the memory of x, and its norm, in plain torch."""
 
 
 def compiled_norm(
