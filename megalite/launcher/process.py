@@ -304,8 +304,4 @@ def _prctl(option: int, value: int) -> None:
 
 def is_stopped(pid: int) -> bool:
     """Return whether a process is stopped, by SIGSTOP or a debugger; False where the system does not tell."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in "Tt"
+    return _status(pid)[:1] in (["T"], ["t"])
