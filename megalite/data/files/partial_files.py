@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -108,7 +108,7 @@ def publish(files: PartialFiles, facts: dict[str, Any]) -> None:
     prefix = files.prefix
     json_partial = partial(json_path(prefix))
     try:
-        _write(json_partial, _as_json(facts))
+        _write(json_partial, as_json(facts))
         json_path(prefix).unlink(missing_ok=True)
         idx_path(prefix).unlink(missing_ok=True)
         partial(bin_path(prefix)).replace(bin_path(prefix))
@@ -128,13 +128,13 @@ def replace_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file atomically; two processes at once cannot tear it, the later one is kept. Raises OSError."""
     own = path.with_name(f".{path.name}.{os.getpid()}.{uuid.uuid4().hex}.partial")
     try:
-        _write(own, _as_json(content))
+        _write(own, as_json(content))
         own.replace(path)
     finally:
         own.unlink(missing_ok=True)
 
 
-def _as_json(content: dict[str, Any]) -> bytes:
+def as_json(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from megalite.data.files.partial_files import lock_held, partial, replace_file
+from megalite.data.files.partial_files import as_json, lock_held, partial, replace_file
 from megalite.errors import DataError, closest_path, write_remedy
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -83,7 +83,7 @@ def save_tokenizer(
         # tokenizer.json is last: if it exists, the folder is complete.
         if sentencepiece is not None:
             replace_file(folder / SENTENCEPIECE_FILE, sentencepiece)
-        replace_file(folder / "tokenizer_config.json", _as_json(config))
+        replace_file(folder / "tokenizer_config.json", as_json(config))
         replace_file(folder / "tokenizer.json", backend.to_str(pretty=True).encode() + b"\n")
 
 
@@ -99,7 +99,7 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
         config = _config(source / "tokenizer_config.json")
         rebuilding = ("auto_map", "add_prefix_space", "legacy", "tokenizer_file", "vocab_file", "merges_file")
         kept = {key: value for key, value in config.items() if key not in rebuilding}
-        contents["tokenizer_config.json"] = _as_json({**kept, "tokenizer_class": _AS_WRITTEN})
+        contents["tokenizer_config.json"] = as_json({**kept, "tokenizer_class": _AS_WRITTEN})
         # tokenizer.json is last: if it exists, the folder is complete.
         for name in sorted(contents, key="tokenizer.json".__eq__):
             replace_file(folder / name, contents[name])
@@ -220,7 +220,3 @@ def _config(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise DataError(f"{file} is not a JSON object; save it again with save_pretrained")
     return content
-
-
-def _as_json(config: Mapping[str, Any]) -> bytes:
-    return json.dumps(config, indent=2).encode() + b"\n"
