@@ -196,19 +196,12 @@ def _stream(content: Mapping[str, Any] | None) -> Stream | None:
     return Stream(files, tuple(map(tuple, content["lanes"])))
 
 
-# Names of ModelShape's fields in older checkpoints -> names today.
-_RENAMED = {"norm_offset": "zero_centered_gamma"}
-
-
 def _model(content: Mapping[str, Any]) -> ModelShape:
     scaling_fields = content.get("rope_scaling")
     scaling = None
     if scaling_fields is not None:
         scaling = _checked(RopeScaling(**{name: _as_tuple(value) for name, value in scaling_fields.items()}))
-    fields = {_RENAMED.get(name, name): value for name, value in content.items()}
-    if fields.get("qk_norm") in (True, False):
-        fields["qk_norm"] = "head" if fields["qk_norm"] else None
-    fields |= {"rope_scaling": scaling, "adapter": _adapter(fields.get("adapter"))}
+    fields = {**content, "rope_scaling": scaling, "adapter": _adapter(content.get("adapter"))}
     if "experts" in fields:
         blocks = {"experts": _experts(fields["experts"]), "latent": _latent(fields.get("latent"))}
         model: ModelShape = _checked(MixtureShape(**{**fields, **blocks}))
