@@ -202,5 +202,6 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun, which takes an s."""
-    return f"{number:,} {noun}{'s' * (number != 1)}"
+    """Return a number with its noun, which takes an s or es."""
+    plural = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{plural * (number != 1)}"

@@ -10,6 +10,7 @@ from megalite.cli.arguments import Parser, add_setting, add_value, whole_number
 from megalite.cli.results import report
 from megalite.cli.tokenizer import add_source_options
 from megalite.config.sections.describe import setting, type_names
+from megalite.errors import counted
 
 if TYPE_CHECKING:
     from megalite.data.chat.conversation_encoding import ChatEncoding
@@ -57,7 +58,7 @@ def _prepare(options: argparse.Namespace) -> int:
     from megalite.data.prepare.split import Split
     from megalite.data.tokenizers.tokenizer import load_tokenizer
     from megalite.launcher.process import available_cores
-    from megalite.monitor.preparation import PreparationConsole, counted, megabytes
+    from megalite.monitor.preparation import PreparationConsole, megabytes
 
     split = Split(tuple(options.split), options.seed)
     opened = CORPUS_OF[options.kind].open(

@@ -19,7 +19,7 @@ from megalite.data.files.token_file import TokenFile
 from megalite.data.files.trained_tokens import ids_of, is_trained
 from megalite.data.prepare.length_summary import length_counts, repeated_documents
 from megalite.data.tokenizers.tokenizer import load_tokenizer
-from megalite.monitor.preparation import counted
+from megalite.errors import counted
 from megalite.monitor.work import working
 
 _SHOWN_CHARACTERS = 200

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megalite.cli.arguments import Parser, add_setting
 from megalite.cli.results import report
+from megalite.errors import counted
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -21,7 +22,7 @@ def _train(options: argparse.Namespace) -> int:
     from megalite.data.text.corpus import Corpus
     from megalite.data.tokenizers.tokenizer import END_OF_DOCUMENT, load_tokenizer
     from megalite.data.tokenizers.tokenizer_training import fitting_vocab_size, train_into
-    from megalite.monitor.preparation import PreparationConsole, counted, megabytes
+    from megalite.monitor.preparation import PreparationConsole, megabytes
 
     _refuse_standing(options)
     corpus = Corpus.open(options.source, text_column=options.text_column, pattern=options.pattern)

@@ -29,8 +29,8 @@ from megalite.data.prepare.token_ids import largest_id, require_ids
 from megalite.data.text.corpus import Corpus
 from megalite.data.tokenizers.run_tokenizer import TokenizerRequest, run_tokenizer
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
-from megalite.errors import DataError
-from megalite.monitor.preparation import PreparationConsole, counted, megabytes
+from megalite.errors import DataError, counted
+from megalite.monitor.preparation import PreparationConsole, megabytes
 
 
 @dataclass(frozen=True)

@@ -109,8 +109,3 @@ class PreparationConsole:
 def megabytes(size_bytes: int) -> str:
     """Return a size as text, in MB, or in kB below 0.1 MB."""
     return f"{size_bytes / 1e6:,.1f} MB" if size_bytes >= 1e5 else f"{size_bytes / 1e3:,.1f} kB"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a number with its noun: "1 file", "2 files"."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

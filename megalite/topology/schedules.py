@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Literal, NamedTuple
 
+from megalite.errors import counted
+
 ActionKind = Literal["F", "B", "I", "W"]
 FORWARD: ActionKind = "F"
 BACKWARD: ActionKind = "B"
@@ -67,15 +69,15 @@ class Schedule:
     def problem(self, stages: int, micro_batches: int, chunks: int) -> str | None:
         """Return why the schedule does not run with these numbers, or None if it runs."""
         if not self.takes_chunks(chunks):
-            return f"{self.name} runs {_counted(self.only_chunks or 1, 'chunk')} per stage, not {chunks}"
-        counted = _counted(micro_batches, "micro batch", "es")
+            return f"{self.name} runs {counted(self.only_chunks or 1, 'chunk')} per stage, not {chunks}"
+        batches = counted(micro_batches, "micro batch")
         least = self.least_micro_batches * stages
         if micro_batches < least:
             verb = "is" if micro_batches == 1 else "are"
-            return f"{counted} {verb} fewer than the {least} that {self.name} needs for {stages} stages"
+            return f"{batches} {verb} fewer than the {least} that {self.name} needs for {stages} stages"
         rounds = _rounds(stages, micro_batches)
         if self.whole_rounds and micro_batches % rounds:
-            return f"{counted} do not make {rounds} equal rounds, as {self.name} needs for {stages} stages"
+            return f"{batches} do not make {rounds} equal rounds, as {self.name} needs for {stages} stages"
         return None
 
     def nearest_micro_batches(self, stages: int, micro_batches: int, chunks: int) -> int:
@@ -111,10 +113,6 @@ _FILL_STEADY_DRAIN = 3  # rounds
 
 def _rounds(stages: int, micro_batches: int) -> int:
     return max(1, micro_batches // stages)
-
-
-def _counted(number: int, word: str, plural: str = "s") -> str:
-    return f"{number} {word}{plural * (number != 1)}"
 
 
 def gpipe_order(stage: int, stages: int, micro_batches: int, chunks: int = 1) -> tuple[Action, ...]:

@@ -15,7 +15,7 @@ from megalite.config.output.summary import (
 )
 from megalite.config.sections.schema import RunConfig
 from megalite.data.batches.stream_files import StreamFile
-from megalite.errors import listed
+from megalite.errors import counted, listed
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import watched_by_launcher
 from megalite.monitor.preparation import megabytes
@@ -30,7 +30,7 @@ def start_lines(config: RunConfig, info: RankInfo | None, threads: int) -> Itera
     facts = {
         "model": shape_line(config),
         "parameters": "; ".join(filter(None, (parameters_line(config), rank_share_line(config)))),
-        "processes": f"{_processes(config, info)}, {_counted(threads, 'thread')}{' each' * (ranks > 1)}",
+        "processes": f"{_processes(config, info)}, {counted(threads, 'thread')}{' each' * (ranks > 1)}",
         "layout": layout_line(config),
         "context": context_line(config),
         "batch": batch_line(config),
@@ -52,14 +52,14 @@ def data_line(config: RunConfig, *, samples: int, held_out: int, steps: int) -> 
     """
     length, batch = config.training.sequence_length, config.batch.global_batch_size
     per_epoch, up_to = ceil(samples / batch), "up to " if config.data.length_buckets else ""
-    line = f"data: {_counted(samples, 'sequence')} of {up_to}{length:,} tokens, "
-    line += f"{_counted(per_epoch, 'step')} per epoch; "
-    line += f"{_counted(steps, 'step')} {'is' if steps == 1 else 'are'} {steps * batch / samples:.3g} epochs"
+    line = f"data: {counted(samples, 'sequence')} of {up_to}{length:,} tokens, "
+    line += f"{counted(per_epoch, 'step')} per epoch; "
+    line += f"{counted(steps, 'step')} {'is' if steps == 1 else 'are'} {steps * batch / samples:.3g} epochs"
     line += _validated(held_out)
     if batch >= 2 * samples:
         line += (
             f"\nnote: each step reads the data {round(batch / samples):,} times: training.global_batch_size = "
-            f"{batch:,}, and the data has {_counted(samples, 'sequence')}"
+            f"{batch:,}, and the data has {counted(samples, 'sequence')}"
         )
     return line
 
@@ -68,12 +68,12 @@ def stream_line(config: RunConfig, files: Sequence[StreamFile], *, held_out: int
     """Return what a run streams. held_out: sequences of a validation."""
     size = megabytes(sum(file.size_bytes for file in files))
     lanes = config.batch.global_batch_size
-    line = f"data: streams {size} in {_counted(len(files), 'file')}, {_counted(lanes, 'part')} at once (data.streaming)"
+    line = f"data: streams {size} in {counted(len(files), 'file')}, {counted(lanes, 'part')} at once (data.streaming)"
     return line + _validated(held_out)
 
 
 def _validated(held_out: int) -> str:
-    return f"; validation on {_counted(held_out, 'sequence')}" if held_out else ""
+    return f"; validation on {counted(held_out, 'sequence')}" if held_out else ""
 
 
 def meeting_line(config: RunConfig, hosts: Sequence[str], meets_at: str, interface: str) -> str:
@@ -90,11 +90,6 @@ def meeting_line(config: RunConfig, hosts: Sequence[str], meets_at: str, interfa
 def _processes(config: RunConfig, info: RankInfo | None) -> str:
     ranks = config.layout.world_size
     if info is None:
-        return f"{_counted(ranks, 'process')} on this machine"
+        return f"{counted(ranks, 'process')} on this machine"
     by = "megalite launch" if watched_by_launcher() else info.launcher
-    return f"{_counted(ranks, 'process')} on {_counted(info.hosts, 'host')}, started by {by}"
-
-
-def _counted(number: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{number:,} {noun if number == 1 else plural}"
+    return f"{counted(ranks, 'process')} on {counted(info.hosts, 'host')}, started by {by}"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megalite.config.sections.hub_dataset import HUB_FORMS, HubDataset
 from megalite.config.sources.hub import one_at_a_time
-from megalite.errors import DataError
+from megalite.errors import DataError, listed
 
 _REVISION = "refs/convert/parquet"
 _PARTIAL = "partial-"
@@ -96,19 +96,14 @@ def _folder_of(name: HubDataset, files: Sequence[str]) -> str:
     if not splits:
         problem = "needs its configuration" if name.config is None else f"has no configuration {config}"
         example = f"{name.base}/{configs[0]}:{name.split}"
-        raise DataError(f"{name} {problem}; there is {_listed(configs)}: write for example {example}")
+        raise DataError(f"{name} {problem}; there is {listed(configs, _SHOWN)}: write for example {example}")
     if f"{_PARTIAL}{name.split}" in splits:
         raise DataError(
             f"{name}: of so large a data set the Hub has only the first 5 GB as parquet; download its own files "
             f"(hf download {name.repository} --repo-type dataset --local-dir FOLDER) and name their folder, or take "
             f"the first part: {name.base}/{config}:{_PARTIAL}{name.split}"
         )
-    raise DataError(f"{name} has no split {name.split}; there is {_listed(splits)}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    raise DataError(f"{name} has no split {name.split}; there is {listed(splits, _SHOWN)}")
 
 
 def _not_fetched(name: HubDataset, reason: str) -> str:

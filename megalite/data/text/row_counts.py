@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megalite.monitor.preparation import counted
+from megalite.errors import counted
 
 _SHOWN = 8
 

@@ -22,8 +22,8 @@ from megalite.data.tokenizers.tokenizer import (
 )
 from megalite.data.tokenizers.tokenizer_import import ForeignTokenizer, foreign_tokenizer, import_tokenizer
 from megalite.data.tokenizers.tokenizer_training import fitting_vocab_size, train_into
-from megalite.errors import DataError
-from megalite.monitor.preparation import PreparationConsole, counted, megabytes
+from megalite.errors import DataError, counted
+from megalite.monitor.preparation import PreparationConsole, megabytes
 
 _RECORD = "trained_from.json"
 

@@ -2,12 +2,13 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from math import gcd
 from pathlib import Path
 from typing import Literal
 
+from megalite.errors import listed
 from megalite.launcher.process import available_cores
 from megalite.launcher.rank.detect import RankInfo
 from megalite.topology.axes import AXES, Layout
@@ -146,7 +147,7 @@ def placement_warning(layout: Layout, hosts: Sequence[str], exchanged: str = "")
 def _warning(layout: Layout, axis: str, together: int, hosts: Sequence[str], exchanged: str = "") -> str:
     """Describe the groups along `axis` that span hosts. together: the consecutive ranks that belong on one host."""
     apart, name = groups_across_hosts(layout, axis, hosts), AXES.get(axis, "expert")
-    places = _listed(f"{rank} on {hosts[rank]}" for rank in apart[0])
+    places = listed([f"{rank} on {hosts[rank]}" for rank in apart[0]], 4)
     count = f"{len(apart)} of {len(_groups(layout, axis))} {name}-parallel groups"
     amount = f" ({exchanged})" if exchanged else ""
     text = f"{count} span hosts (ranks {places}), so that every layer waits for the network{amount}; "
@@ -163,8 +164,3 @@ def _warning(layout: Layout, axis: str, together: int, hosts: Sequence[str], exc
     fitting = gcd(together, *Counter(hosts).values()) // inner
     smaller = f"use parallel.{name} = {fitting}, or " if fitting > 1 else ""
     return f"{text}{smaller}start a multiple of {together} ranks on each host"
-
-
-def _listed(items: Iterable[str], most: int = 4) -> str:
-    words = list(items)
-    return ", ".join(words[:most]) + (" ..." if len(words) > most else "")
