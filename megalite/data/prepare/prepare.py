@@ -122,19 +122,6 @@ class Preparation:
         return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
 
-def prepare(
-    corpus: Corpus,
-    tokenizer: Tokenizer,
-    prefix: Path,
-    *,
-    workers: int = 0,
-    progress: Callable[[PreparationProgress], None] | None = None,
-) -> PreparedFacts:
-    """Run `prepare_outputs` with a single output, `prefix`.bin and .idx."""
-    [facts] = prepare_outputs(Preparation(corpus, tokenizer, (prefix,)), workers=workers, progress=progress)
-    return facts
-
-
 def prepare_outputs(
     preparation: Preparation,
     *,

@@ -18,12 +18,12 @@ from megalite.config.sections.schema import RunConfig
 from megalite.data.ensure import ensure_data
 from megalite.data.files.prepared import prepared_facts
 from megalite.data.files.token_file import TokenFile
-from megalite.data.prepare.prepare import prepare
 from megalite.data.text.corpus import Corpus
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer
 from megalite.errors import DataError
 from tests.support.museum import exhibit
 from tests.support.planted import Planted, instead
+from tests.support.prepared_text import prepare
 from tests.support.tiny import tiny_corpus
 from tests.support.waiting import PATIENCE
 from tests.unit.data.tokenizers.test_sentencepiece_model import VARIANTS, model

@@ -18,7 +18,6 @@ from tokenizers import models, pre_tokenizers
 from megalite.data.files import partial_files
 from megalite.data.files.prepared import prepared_facts
 from megalite.data.files.token_file import TokenFile, TokenWriter
-from megalite.data.prepare.prepare import prepare
 from megalite.data.text.corpus import PIECE_CHARACTERS, Corpus
 from megalite.data.tokenizers.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from megalite.data.tokenizers.tokenizer_training import train_bpe
@@ -26,6 +25,7 @@ from megalite.errors import DataError
 from megalite.monitor.preparation import PreparationProgress
 from tests.support import reported_faults as faults
 from tests.support.museum import exhibit
+from tests.support.prepared_text import prepare
 from tests.support.tiny import tiny_corpus
 from tests.support.waiting import wait_until
 
@@ -211,7 +211,7 @@ def test_a_real_full_file_system_cleans_up(tmp_path: Path, corpus: Corpus, token
         import resource, signal
         from pathlib import Path
         from megalite.data.text.corpus import Corpus
-        from megalite.data.prepare.prepare import prepare
+        from tests.support.prepared_text import prepare
         from megalite.data.tokenizers.tokenizer import load_tokenizer
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -269,7 +269,7 @@ def test_killed_it_publishes_nothing_and_the_next_run_succeeds(
         import time
         from pathlib import Path
         from megalite.data.text.corpus import Corpus
-        from megalite.data.prepare.prepare import prepare
+        from tests.support.prepared_text import prepare
         from megalite.data.tokenizers.tokenizer import load_tokenizer
         corpus = Corpus.open({list(corpus.sources)})
         tokenizer = load_tokenizer({str(tokenizer.file)!r})
@@ -335,7 +335,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, tokenizer: Tokeniz
             import resource
             from pathlib import Path
             from megalite.data.text.corpus import Corpus
-            from megalite.data.prepare.prepare import prepare
+            from tests.support.prepared_text import prepare
             from megalite.data.tokenizers.tokenizer import load_tokenizer
             prepare(Corpus.open([{str(path)!r}]), load_tokenizer({str(tokenizer.file)!r}), Path({str(path)!r} + ".out"))
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
