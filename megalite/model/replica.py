@@ -10,7 +10,7 @@ from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
 from megalite.topology.parameters import Parameter
 from megalite.topology.shape import ModelShape
-from megalite.topology.stages import PipelineSplit, pipeline_split
+from megalite.topology.stages import PipelineSplit
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,6 @@ class Replica:
         if shapes != expected:
             differing = sorted(dict(shapes.items() ^ expected.items()))
             raise AssertionError(f"stage and topology disagree: {', '.join(differing)}")
-
-    @classmethod
-    def whole(cls, stage: Stage) -> "Replica":
-        """Return the replica of a stage that one process holds whole."""
-        device = next(stage.parameters()).device
-        return cls(
-            stage.shape, pipeline_split(stage.shape.num_hidden_layers), ParallelMesh.single(device), stage
-        )
 
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalite.model.replica import Replica
 from megalite.topology.axes import Layout
 from tests.parity.test_layouts import _assert_equal_to_one_process
 from tests.support.generation import generate_ids
 from tests.support.kernels import needs_library
 from tests.support.options import Dropout, Recompute
 from tests.support.parity import LAYOUT_RTOL, ZERO_RTOL
+from tests.support.replicas import whole_replica
 from tests.support.tiny import FAMILY_SHAPES
 from tests.support.training import Job, train_on_rank
 from tests.unit.convert.exporting import lively_stage, our_logits
@@ -61,7 +61,7 @@ def test_tokens_from_the_cache_are_those_of_the_whole_sequence(family):
     """Greedy, beyond the window, so that a layer without one sees what the others no longer do."""
     stage = lively_stage(FAMILY_SHAPES[family], scale=12.0)
     ids = [5, 6, 7]
-    new = list(generate_ids(Replica.whole(stage), ids, new_tokens=12))
+    new = list(generate_ids(whole_replica(stage), ids, new_tokens=12))
     whole = our_logits(stage, torch.tensor([ids + new]))
     assert new == whole[0, len(ids) - 1 : -1].argmax(dim=-1).tolist()
     assert len(set(new)) > 3, "a model that repeats itself would hide a broken cache"

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from megalite.model.replica import Replica
 from megalite.model.stages import build_replica
 from megalite.model.transformer import Stage
 from megalite.parallel.mesh import ParallelMesh
@@ -14,6 +13,7 @@ from megalite.topology.shape import ModelShape
 from megalite.topology.stages import pipeline_split
 from megalite.topology.state import OptimizerState
 from tests.support.checkpoints import NoOptimizer, save_checkpoint
+from tests.support.replicas import whole_replica
 
 
 def lively_stage(shape: ModelShape, *, scale: float = 5.0) -> Stage:
@@ -44,7 +44,7 @@ def save_stage(
     """One checkpoint in a run's folder."""
     return save_checkpoint(
         run / "checkpoints",
-        Replica.whole(stage),
+        whole_replica(stage),
         optimizer or NoOptimizer(),
         trainer_state={"step": step, "samples": 8 * step, "tokens": 96 * step},
         config=config or {"optimizer": {"learning_rate": 1e-3}, "data": {"source": "stdlib"}},

@@ -13,11 +13,11 @@ from megalite.generation.detokenise import Detokeniser, StopScan
 from megalite.generation.loaded import LoadedModel
 from megalite.generation.request import GREEDY, Request, Sampling, sampling_problems
 from megalite.generation.source import ModelSource
-from megalite.model.replica import Replica
 from tests.support import reported_faults as faults
 from tests.support.generation import generate_ids, mixed_requests
 from tests.support.museum import exhibit
 from tests.support.parity import FLOAT32_RTOL, assert_close
+from tests.support.replicas import whole_replica
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage, our_logits
 
@@ -31,7 +31,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     file = tiny_tokenizer(folder)
     source = ModelSource(folder, "checkpoint", shape, tokenizer=file)
     stage = lively_stage(shape, scale=8.0)
-    return LoadedModel(Replica.whole(stage), load_tokenizer(file), source)
+    return LoadedModel(whole_replica(stage), load_tokenizer(file), source)
 
 
 def run(engine: BatchEngine) -> dict[int, list[Event]]:

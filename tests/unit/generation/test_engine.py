@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM
 from megalite.convert.huggingface.export import export
 from megalite.errors import ConfigError
 from megalite.model.context import StepContext
-from megalite.model.replica import Replica
 from megalite.topology.shape import ModelShape, RopeScaling
 from tests.support.generation import generate_ids, load_model, one_slot, prompt_step
 from tests.support.parity import FLOAT32_RTOL, assert_close
+from tests.support.replicas import whole_replica
 from tests.support.tiny import tiny_shape
 from tests.unit.convert.exporting import lively_stage, our_logits, save_stage
 
@@ -38,7 +38,7 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
     shape = tiny_shape()
     stage = lively_stage(shape)
     ids = [3, 14, 15]
-    for chosen in generate_ids(Replica.whole(stage), [3, 14, 15], new_tokens=30):
+    for chosen in generate_ids(whole_replica(stage), [3, 14, 15], new_tokens=30):
         assert chosen == int(our_logits(stage, torch.tensor([ids]))[0, -1].argmax())
         ids.append(chosen)
     assert len(ids) == 33
@@ -46,21 +46,21 @@ def test_the_cache_changes_nothing(tmp_path: Path) -> None:
 
 def test_a_stop_token_is_the_last(tmp_path: Path) -> None:
     stage = lively_stage(tiny_shape())
-    free = list(generate_ids(Replica.whole(stage), [7], new_tokens=30))
+    free = list(generate_ids(whole_replica(stage), [7], new_tokens=30))
     stop = free[4]
     assert (
-        list(generate_ids(Replica.whole(stage), [7], new_tokens=30, stop_ids={stop}))
+        list(generate_ids(whole_replica(stage), [7], new_tokens=30, stop_ids={stop}))
         == free[: free.index(stop) + 1]
     )
 
 
 def test_a_request_beyond_the_models_positions_is_refused() -> None:
     stage = lively_stage(tiny_shape())
-    assert len(list(generate_ids(Replica.whole(stage), [7] * 60, new_tokens=4))) == 4
+    assert len(list(generate_ids(whole_replica(stage), [7] * 60, new_tokens=4))) == 4
     with pytest.raises(ConfigError, match=r"60 tokens of the prompt and 5 new ones .* = 64; use at most 4"):
-        generate_ids(Replica.whole(stage), [7] * 60, new_tokens=5)
+        generate_ids(whole_replica(stage), [7] * 60, new_tokens=5)
     with pytest.raises(ConfigError, match="prompt: is empty"):
-        generate_ids(Replica.whole(stage), [], new_tokens=5)
+        generate_ids(whole_replica(stage), [], new_tokens=5)
 
 
 _FACTORS = {"short_factor": (1.0, 1.2, 1.5), "long_factor": (1.0, 3.0, 9.0)}

@@ -18,7 +18,7 @@ from megalite.generation.loaded import LoadedModel, load
 from megalite.generation.prompts import prompt_ids
 from megalite.generation.request import Request, Sampling
 from megalite.generation.source import ModelSource
-from megalite.model.replica import Replica
+from tests.support.replicas import whole_replica
 from tests.support.tiny import tiny_shape, tiny_tokenizer
 from tests.unit.convert.exporting import lively_stage
 
@@ -34,7 +34,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     file = tiny_tokenizer(folder)
     stage = lively_stage(shape, scale=3.0)
     return LoadedModel(
-        Replica.whole(stage), load_tokenizer(file), ModelSource(folder, "checkpoint", shape, tokenizer=file)
+        whole_replica(stage), load_tokenizer(file), ModelSource(folder, "checkpoint", shape, tokenizer=file)
     )
 
 
