@@ -1,16 +1,13 @@
-"""The network interfaces of this host and their addresses, from getifaddrs(3)."""
+"""The network interfaces of this host and their addresses."""
 
-import ctypes
 import socket
-import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
-
-# From <net/if.h>.
-_IFF_UP = 0x1
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,46 +32,19 @@ class InterfaceAddress:
         return Path("/sys/class/net", self.interface, "bridge").exists()
 
 
-class _Ifaddrs(ctypes.Structure):
-    pass
-
-
-_Ifaddrs._fields_ = [
-    ("next", ctypes.POINTER(_Ifaddrs)),
-    ("name", ctypes.c_char_p),
-    ("flags", ctypes.c_uint),
-    ("address", ctypes.c_void_p),
-    ("netmask", ctypes.c_void_p),
-    ("destination", ctypes.c_void_p),
-    ("data", ctypes.c_void_p),
-]
-
-
 def interface_addresses() -> tuple[InterfaceAddress, ...]:
-    """Return the IPv4 and IPv6 addresses of the interfaces that are up, in the kernel's order."""
-    library = ctypes.CDLL(None, use_errno=True)
-    first = ctypes.POINTER(_Ifaddrs)()
-    if library.getifaddrs(ctypes.byref(first)) != 0:
-        return ()
-    try:
-        return tuple(_walk(first))
-    finally:
-        library.freeifaddrs(first)
+    """Return the addresses of the interfaces that are up, IPv4 first, else in the kernel's order."""
+    import psutil  # type: ignore[import-untyped]
 
-
-def _walk(entry: "ctypes._Pointer[_Ifaddrs]") -> Iterator[InterfaceAddress]:
-    while entry:
-        interface = entry.contents
-        name = (interface.name or b"").decode(errors="replace")
-        if interface.address and interface.flags & _IFF_UP:
-            # struct sockaddr: the family is a host integer of two bytes on Linux.
-            family = int.from_bytes(ctypes.string_at(interface.address, 2), sys.byteorder)
-            if family == socket.AF_INET:
-                yield InterfaceAddress(
-                    name, socket.inet_ntop(family, ctypes.string_at(interface.address + 4, 4))
-                )
-            elif family == socket.AF_INET6:
-                address = socket.inet_ntop(family, ctypes.string_at(interface.address + 8, 16))
-                local = ip_address(address).is_link_local
-                yield InterfaceAddress(name, f"{address}%{name}" if local else address)
-        entry = interface.next
+    states: Mapping[str, Any] = {}
+    with suppress(OSError):  # a sandbox may hide /proc
+        states = psutil.net_if_stats()
+    return tuple(
+        InterfaceAddress(name, each.address)
+        for family in (socket.AF_INET, socket.AF_INET6)
+        for name, addresses in psutil.net_if_addrs().items()
+        # A further address has the name of its interface with a colon: eth0:1.
+        if (state := states.get(name.partition(":")[0])) is None or "up" in state.flags.split(",")
+        for each in addresses
+        if each.family == family
+    )
