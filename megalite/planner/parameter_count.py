@@ -1,21 +1,20 @@
-"""The numbers of parameters of a model: all, of tables, trained, and active for one token."""
+"""The numbers of parameters of a model: all, trained, and active for one token."""
 
 from dataclasses import dataclass
 
 from megalite.topology.flops import active_numel
-from megalite.topology.parameters import EMBEDDING, HEAD, POSITIONS, model_parameters
+from megalite.topology.parameters import model_parameters
 from megalite.topology.shape import ModelShape
 
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """total: every value of the model with its adapter. tables: of embedding, positions and head. trained: updated.
+    """total: every value of the model with its adapter. trained: updated.
 
     active: those that one token meets: of a mixture the experts that it is sent to, and all else, the tables too.
     """
 
     total: int
-    tables: int
     trained: int
     active: int
 
@@ -24,9 +23,6 @@ class ParameterCount:
         parameters = model_parameters(shape)
         return cls(
             sum(parameter.numel for parameter in parameters),
-            sum(
-                parameter.numel for parameter in parameters if parameter.name in (EMBEDDING, POSITIONS, HEAD)
-            ),
             sum(parameter.numel for parameter in parameters if parameter.trained),
             sum(active_numel(parameter, shape) for parameter in parameters),
         )
