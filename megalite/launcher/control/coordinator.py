@@ -289,10 +289,10 @@ class Coordinator:
     def _accept(self) -> None:
         with suppress(OSError):  # nobody waits any more
             for _ in range(_ACCEPTED_AT_ONCE):
-                accepted, peer = self._listener.accept()
+                accepted, _ = self._listener.accept()
                 accepted.setblocking(False)
                 watch_link(accepted, self._limits.heartbeat_seconds)
-                connection = RankConnection(accepted, str(peer[0]), time.monotonic())
+                connection = RankConnection(accepted, time.monotonic())
                 self._connections[connection] = self._strangers[connection] = None
                 self._selector.register(accepted, selectors.EVENT_READ, connection)
 

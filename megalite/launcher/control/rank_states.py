@@ -49,7 +49,6 @@ class CoordinatedJob:
 @dataclass(eq=False)
 class RankConnection:
     socket: socket.socket
-    peer: str
     since: float
     reader: LineReader = field(default_factory=LineReader)
     unsent: bytes = b""
