@@ -84,7 +84,7 @@ def command_parser() -> Parser:
     about = "compare a Hugging Face folder, or org/name, with transformers: logits, loss, gradients, in any layout"
     modes.add_argument("--from", dest="folder", metavar="FOLDER", help=about)
     add_value(parser, "--text", Path, "FILE", "with --from: text to compare on (default: random tokens)")
-    about = "with --from: compare the first N layers alone; the others are not read (default: all)"
+    about = "with --from: compare the first N layers alone (default: all)"
     add_value(parser, "--layers", whole_number(1), "N", about)
     add_checkpoint_flags(parser, modes)
     about, steps = "training steps to compare (2); --steps for short", whole_number(1)

@@ -4,11 +4,11 @@ Both compute one step in float32 on the same samples. transformers takes the pla
 """
 
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from io import StringIO
-from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -274,10 +274,13 @@ def _require_memory(config: RunConfig, shape: ModelShape, named: str, least: int
     if free is None or needed <= free:
         return
     layers, cure = shape.num_hidden_layers, {}
-    last = needed - _bytes_needed(config, replace(shape, num_hidden_layers=layers - 1))
-    fewer = layers - ceil((needed - free) / last)
+    smaller = range(least, layers)
+    fitting = bisect_right(
+        smaller, free, key=lambda fewer: _bytes_needed(config, replace(shape, num_hidden_layers=fewer))
+    )
     remedy = "use a machine with more memory, or a smaller model of the same family"
-    if fewer >= least:
+    if fitting:
+        fewer = smaller[fitting - 1]
         remedy = f"compare its first layers alone with --layers {fewer}, or {remedy}"
         cure = {"--layers": fewer}
     raise CheckpointError(

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -161,5 +161,39 @@ def test_a_model_that_does_not_fit_the_memory_is_refused(
     assert refused.value.problems[0].set == {"--layers": 2}
     with pytest.raises(CheckpointError, match="free; use a machine with more memory, or a smaller model"):
         verify_folder(str(folder), flags=("--parallel.pipeline=3", "--training.micro_batches=3"))
+    monkeypatch.setattr(free, lambda: 1000)
+    with pytest.raises(CheckpointError, match=r"1 layers of .* free; use a machine with more"):
+        verify_folder(str(folder), layers=1)
     with pytest.raises(CheckpointError, match="is not a folder"):
         verify_folder(str(tmp_path / "nowhere"))
+
+
+class FitsError(Exception):
+    """The comparison would begin."""
+
+
+def begins(*_: object) -> NoReturn:
+    raise FitsError
+
+
+def test_so_many_layers_as_fit_are_named_where_layers_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = 8
+    shape = MIXTURE_SHAPES["qwen3_moe, dense layers, windows, biases"]
+    folder = str(written(tmp_path / "folder", replace(shape, num_hidden_layers=layers)))
+    monkeypatch.setattr("megalite.verify.from_folder.write_first_layers", begins)
+    named = set()
+    for free in range((400 << 20) + 1_000_000, (400 << 20) + 10_000_000, 300_000):
+        monkeypatch.setattr("megalite.verify.from_folder.available_memory_bytes", lambda free=free: free)
+        with pytest.raises((CheckpointError, FitsError)) as refused:
+            verify_folder(folder, layers=layers - 1)
+        if isinstance(refused.value, FitsError):
+            continue
+        if (fitting := refused.value.problems[0].set.get("--layers")) is not None:
+            named.add(fitting)
+            with pytest.raises(FitsError):
+                verify_folder(folder, layers=fitting)
+            with pytest.raises(CheckpointError):
+                verify_folder(folder, layers=fitting + 1)
+    assert len(named) > 2
