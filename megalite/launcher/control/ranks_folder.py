@@ -6,10 +6,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from socket import gethostname
 from tempfile import gettempdir, mkdtemp
 
-# Other than that of earlier versions, which held no lock.
-_PREFIX = "megalite-local-ranks-"
+# Other than that of earlier versions, which held no lock. Those of NFS may count on one host alone.
+_PREFIX = f"megalite-local-ranks-{gethostname()}@"
 
 
 @contextmanager
