@@ -77,6 +77,7 @@ class SlowRanks:
         self._seen += 1
         if self._seen > _WARM_UP:
             self._reports.append(_mean_of(self._short))
+        step_seconds = self._lasted / sum(count for count, _ in self._short)
         self._short, self._lasted = [], 0.0
         if len(self._reports) < _REPORTS:
             return [], []
