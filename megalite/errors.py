@@ -175,8 +175,8 @@ def stdout_refuses() -> bool:
         # Without a buffer nothing is left of the text that was refused.
         sys.stdout.write("\n")
         sys.stdout.flush()
-    except OSError:
-        return True
+    except OSError as error:
+        return bool(write_remedy(error, full="known"))
     return False
 
 

@@ -74,6 +74,10 @@ class LaunchedJob:
 
     def _read(self, log: Path) -> None:
         assert self._process.stdout is not None
+        try:
+            log.touch()
+        except OSError:  # a full disk
+            log = Path(os.devnull)
         with log.open("ab", buffering=0) as file:
             for line in self._process.stdout:
                 self._lines.append((time.monotonic(), line.decode(errors="replace").rstrip("\n")))
