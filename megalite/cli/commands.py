@@ -10,8 +10,9 @@ from typing import TextIO
 
 from megalite.cli import results
 from megalite.cli.arguments import EVERYTHING, JSON, closest, meant
-from megalite.errors import MegaliteError, Problem, disk_error, stdout_refuses
+from megalite.errors import MegaliteError, Problem, disk_error
 from megalite.launcher.exit_codes import INTERRUPTED
+from megalite.launcher.process import terminal_may_close
 from megalite.launcher.rank.local_rank import without_local_rank
 from megalite.version import __version__
 
@@ -62,7 +63,8 @@ def run_command(argv: Sequence[str] | None) -> int:
 def _run(words: Sequence[str]) -> int:
     try:
         code = _called(words)
-        sys.stdout.flush()
+        with terminal_may_close():
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, closed the pipe.
         _discard(sys.stdout)
@@ -70,8 +72,6 @@ def _run(words: Sequence[str]) -> int:
     except OSError as error:
         if (refused := disk_error(error)) is None:
             raise
-        if error.filename is None and stdout_refuses():
-            _discard(sys.stdout)
         return _refused(refused)
     except MegaliteError as error:
         return _refused(error)
@@ -107,10 +107,12 @@ def _called(words: Sequence[str]) -> int:
 
 
 def _refused(error: MegaliteError) -> int:
-    try:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError:  # it is in a file on the same full disk
-        _discard(sys.stderr)
+    for stream, text in ((sys.stdout, ""), (sys.stderr, f"error: {error}\n")):
+        try:
+            stream.write(text)
+            stream.flush()
+        except OSError:  # it is in a file on the same full disk
+            _discard(stream)
     results.error_of(error)
     return error.exit_code
 

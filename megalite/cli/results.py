@@ -4,6 +4,7 @@ With --json all that a command prints goes to stderr, and its facts to one docum
 from this process report into a file; its own facts are kept in memory, where no full disk loses them.
 """
 
+import errno
 import json
 import os
 import sys
@@ -77,7 +78,8 @@ def _end(code: int) -> int:
     facts = _facts()
     if facts.pop(_WRITTEN, False) and "error" not in facts:
         return code
-    return _write({"exit_code": code, **facts}) or code
+    written = _write({"exit_code": code, **facts})
+    return code or written
 
 
 def _finished(work: Callable[[], int]) -> int:
@@ -106,9 +108,9 @@ def _write(document: dict[str, Any]) -> int:
     assert _streams is not None
     try:
         print(_dumped(document), file=_streams[1], flush=True)
-    except BrokenPipeError:
-        return _BROKEN_PIPE
     except OSError as error:
+        if error.errno in (errno.EPIPE, errno.EIO):  # the latter of a terminal that has closed
+            return _BROKEN_PIPE
         error.filename = "standard output"
         if (refused := disk_error(error)) is None:
             raise

@@ -1,6 +1,7 @@
 """Process control: cores, memory, malloc settings, parent death and orphans. No-ops outside of Linux."""
 
 import ctypes
+import errno
 import os
 import select
 import signal
@@ -8,8 +9,8 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -64,7 +65,7 @@ def within(seconds: float, action: Callable[[], T], otherwise: T) -> T:
 
 def end_process(code: int) -> NoReturn:
     """Exit without destructors, which could wait for a dead peer. Output that nobody takes is dropped."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP))
     for stream in (sys.stdout, sys.stderr):
         within(_FLUSH_SECONDS, stream.flush, None)
     os._exit(code)
@@ -92,6 +93,17 @@ def leave_closed_terminal() -> bool:
             os.dup2(nowhere, descriptor)
             os.close(nowhere)
     return dropped
+
+
+@contextmanager
+def terminal_may_close() -> Iterator[None]:
+    """Go on without what is printed in the `with` block where its terminal has closed and SIGHUP is still to come."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        leave_closed_terminal()
 
 
 def adopt_orphans(adopt: bool) -> None:

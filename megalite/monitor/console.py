@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TextIO
 
+from megalite.launcher.process import terminal_may_close
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.run_view import (
@@ -150,10 +151,11 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print a line, above the live view if there is one."""
-        if self._live is None:
-            print(text, file=self._stream, flush=True)
-        else:
-            self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        with terminal_may_close():
+            if self._live is None:
+                print(text, file=self._stream, flush=True)
+            else:
+                self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def warn(self, text: str) -> None:
         """Print a warning."""
@@ -183,7 +185,8 @@ class Console:
         """Stop updating the live view, which stays; `say` still works."""
         if self._live is not None and self._live.is_started:
             self._draw(ends=True)
-            self._live.stop()
+            with terminal_may_close():
+                self._live.stop()
 
     def _draw(self, phase: str = "", *, ends: bool = False) -> None:
         """Draw the live view. phase: what the run does instead of steps. ends: nothing is drawn after it."""
@@ -199,22 +202,25 @@ class Console:
         )
         console = self._live.console
         lines = view_lines(self._history, status, console.width - 1, ascii_only=console.options.ascii_only)
-        self._live.start()
-        console.show_cursor(True)  # otherwise a killed run leaves the terminal without a cursor
         # The empty line at the end has the cursor: the errors of other processes begin there.
         view = Group(styled(lines[1:])) if ends else Group(styled(lines), "")
-        self._live.update(view, refresh=True)
+        with terminal_may_close():
+            self._live.start()
+            console.show_cursor(True)  # otherwise a killed run leaves the terminal without a cursor
+            self._live.update(view, refresh=True)
         self._drawn = time.monotonic()
 
 
 def announce(text: str) -> None:
     """Print a line without a Console: before the run starts, or after it ended."""
-    print(text, flush=True)
+    with terminal_may_close():
+        print(text, flush=True)
 
 
 def complain(text: str) -> None:
     """Print an error to stderr."""
-    print(text, file=sys.stderr, flush=True)
+    with terminal_may_close():
+        print(text, file=sys.stderr, flush=True)
 
 
 def _live(stream: TextIO, mode: ConsoleMode) -> "Live | None":

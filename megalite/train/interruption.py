@@ -210,9 +210,8 @@ class StopSignals:
             arrived = [signal.Signals(number) for number in numbers if number in self._ours]
             if not numbers:
                 return
-            if (
-                signal.SIGHUP in arrived
-            ):  # the main thread, whose handler does so too, may hang in a collective
+            # The main thread, whose handler does so too, may hang in a collective.
+            if signal.SIGHUP in arrived:
                 leave_closed_terminal()
             if arrived and self._noted is None:
                 self._first = self._alive = time.monotonic()

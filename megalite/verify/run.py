@@ -13,12 +13,13 @@ from dataclasses import dataclass, replace
 from io import StringIO
 from multiprocessing import active_children, get_context
 from pathlib import Path
+from types import FrameType
 from typing import Any, Literal, NoReturn, TypeVar
 
 from megalite.config.sections.schema import RunConfig
 from megalite.errors import MegaliteError, RankFailure
 from megalite.launcher.local import ENDING, LocalStart, Worker, run_local_ranks
-from megalite.launcher.process import die_with_parent
+from megalite.launcher.process import die_with_parent, leave_closed_terminal
 from megalite.launcher.rank.detect import local_rank_infos
 from megalite.launcher.rank.environment import prepare_process
 from megalite.monitor.preparation import PreparationConsole
@@ -174,15 +175,15 @@ def train_ranks(worker: Worker, scratch: Path, job: Any, start: LocalStart) -> N
 @contextmanager
 def ended_by_term() -> Iterator[None]:
     """Let SIGTERM and its like raise KeyboardInterrupt in the `with` block, so that scratch folders are removed."""
-    ours = [
-        number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN
-    ]  # nohup's stays ignored
+    # nohup has SIGHUP ignored, which stays so.
+    ours = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _leave) for number in ours}
     try:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is _leave:
+                signal.signal(number, handler)
 
 
 def apart(work: Callable[..., T], *arguments: Any) -> T:
@@ -211,7 +212,12 @@ def apart(work: Callable[..., T], *arguments: Any) -> T:
     raise scratch_error_of(failure) or failure
 
 
-def _leave(*_: object) -> NoReturn:
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    # A shell may send SIGHUP twice: the clean-up behind the first one goes on, and the process ends.
+    for each in ENDING:
+        signal.signal(each, signal.SIG_IGN)
+    if number == signal.SIGHUP:
+        leave_closed_terminal()
     raise KeyboardInterrupt
 
 

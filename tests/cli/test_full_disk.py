@@ -1,6 +1,7 @@
 """A disk that takes no more, under any command: one line names the file and says what to do, also with --json."""
 
 import errno
+import io
 import json
 import os
 import resource
@@ -46,6 +47,34 @@ def test_standard_output_on_a_full_disk(words: Sequence[str], buffer: str) -> No
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"error: standard output: {FULL}"
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_text_that_a_full_disk_refuses_at_the_end_changes_no_exit_code() -> None:
+    """The rest of the buffer cannot be written either: Python would say so, and end with 120."""
+    program = "import sys; from megalite.cli import main; print('text'); sys.exit(main(['plan', 'no-model']))"
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+        )
+    assert done.returncode == 2 and "Exception ignored" not in done.stderr, done.stderr
+
+
+class ClosedTerminal(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+
+@pytest.mark.parametrize(("code", "ends_with"), [(0, 141), (75, 75)])
+def test_a_document_for_a_terminal_that_has_closed_keeps_the_exit_code(
+    monkeypatch: pytest.MonkeyPatch, code: int, ends_with: int
+) -> None:
+    monkeypatch.setattr(sys, "stdout", ClosedTerminal())
+    assert results.with_document(lambda: code) == ends_with
 
 
 def test_a_log_of_both_streams_on_a_full_disk_still_has_an_exit_code() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from megalite.cli import main
 from megalite.config.load import load_config
+from megalite.launcher.local import ENDING
 from megalite.launcher.rank.detect import RankInfo
 from megalite.verify.record import RecordJob, record_rank
 from megalite.verify.run import Verifier, verify
@@ -122,9 +123,12 @@ def test_a_signal_leaves_no_scratch_folder_wherever_it_comes(
     # As where the command itself imports torch, and nothing runs for it.
     monkeypatch.setattr(Verifier, "certified", lambda *arguments: os.kill(os.getpid(), number))
     unhandled: list[int] = []
-    before = signal.signal(number, lambda got, frame: unhandled.append(got))
+    before = {each: signal.signal(each, lambda got, frame: unhandled.append(got)) for each in ENDING}
     try:
         assert main(["verify", str(run_file)]) == 130 and not unhandled
+        # A shell may send SIGHUP twice: the process is ending, and nothing ends it sooner.
+        assert {signal.getsignal(each) for each in ENDING} == {signal.SIG_IGN}
     finally:
-        signal.signal(number, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
     assert not list((tmp_path / "scratch").iterdir())

@@ -237,6 +237,18 @@ def test_a_run_whose_terminal_closes_saves(tmp_path, ranks):
 
 
 @pytest.mark.extended
+def test_a_run_that_ignores_sighup_goes_on_without_its_terminal(tmp_path):
+    """As after `disown`: a write to the terminal fails, and no signal says so."""
+    job, folder = Job.write(tmp_path, tensor=2, pipeline=1), tmp_path / "run"
+    ignoring = ["sh", "-c", "trap '' HUP; exec \"$@\"", "sh"]
+    command = [*ignoring, *job.command(folder, "--training.steps", "40")]
+    closing = [sys.executable, "-m", "tests.support.closing_terminal", str(folder / "metrics.jsonl"), "4"]
+    done = subprocess.run([*closing, *command], cwd=ROOT, text=True, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(curve(folder)) == 40
+
+
+@pytest.mark.extended
 def test_a_rank_that_is_stopped_goes_on_to_save_when_the_job_is_told_to_end(tmp_path):
     job, folder = Job.write(tmp_path, tensor=1, pipeline=1), tmp_path / "run"
     process = job.start(folder, "--training.steps", "100000", "--launch.restarts", "1")
