@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from megalite.verify.record import RecordJob
 
 _SEQUENCE, _TOKENS = 64, 1 << 16
-# At the peak, while records are compared: those of both sides, float64 copies of the largest tensor, and torch itself.
+# At the peak, as records are compared: those of both sides, float64 copies of the largest tensor, torch in each rank.
 _BYTES_A_PARAMETER, _BYTES_OF_THE_LARGEST, _BYTES_OF_TORCH = 40, 32, 400 << 20
 # A setting that another program's model has not, or that a single step has no use for.
 _PLAIN = {
@@ -292,10 +292,13 @@ def _require_memory(config: RunConfig, shape: ModelShape, named: str, least: int
 
 
 def _bytes_needed(config: RunConfig, shape: ModelShape) -> int:
-    """Return the memory of a comparison; ranks that share samples or sequences each hold a copy."""
-    sizes, layout = [parameter.numel for parameter in model_parameters(shape)], config.layout
-    copies = max(1, layout.data * layout.context // layout.expert)
-    return copies * sum(sizes) * _BYTES_A_PARAMETER + max(sizes) * _BYTES_OF_THE_LARGEST + _BYTES_OF_TORCH
+    """Return the memory of a comparison, in which several ranks may hold the same part of the model."""
+    layout, parameters = config.layout, list(model_parameters(shape))
+    copies = {"etp": layout.expert_sizes["edp"]}
+    numbers = sum(each.numel * copies.get(each.spec.axis, layout.copies) for each in parameters)
+    largest = max(each.numel for each in parameters)
+    bytes_of_torch = layout.world_size * _BYTES_OF_TORCH
+    return numbers * _BYTES_A_PARAMETER + largest * _BYTES_OF_THE_LARGEST + bytes_of_torch
 
 
 def _changes(config: RunConfig, whole: ModelShape, layers: int) -> dict[str, Any]:
