@@ -18,9 +18,11 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Read when huggingface_hub is first imported: no test asks the Hub for anything.
 os.environ["HF_HUB_OFFLINE"] = "1"
-# A shell's background jobs inherit an ignored SIGINT, and so would the jobs that tests of Ctrl-C start.
+# A shell's background jobs inherit an ignored SIGINT, those of nohup SIGHUP, and so would the jobs that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 from tests.support.museum import pytest_pycollect_makeitem, pytest_pyfunc_call  # noqa: F401
 from tests.support.ranks import RankPool
