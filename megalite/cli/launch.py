@@ -22,6 +22,7 @@ from megalite.errors import LaunchError, RankFailure
 from megalite.launcher.control.coordinator import Coordinator
 from megalite.launcher.control.messages import counted_ranks
 from megalite.launcher.control.rank_states import CoordinatedJob
+from megalite.launcher.control.starter_folder import starter_folder
 from megalite.launcher.hosts.backends import Job, shell_lines
 from megalite.launcher.hosts.commands import BACKENDS, choose_backend, ssh_options
 from megalite.launcher.hosts.exported_variables import named_variables, shown, travelling, without_secrets
@@ -359,8 +360,8 @@ def _attempt(plan: _Plan, environ: Mapping[str, str]) -> Result:
         address, port = coordinator.address
         meeting = {"MEGALITE_COORDINATOR": f"{address}:{port}/{nonce}"}
         job = replace(job, exported={**job.exported, **meeting})
-    with tempfile.TemporaryDirectory(prefix="megalite-launch-") as scratch:
-        start = BACKENDS[plan.backend](replace(job, scratch=Path(scratch)), plan.programs)
+    with starter_folder() as scratch:
+        start = BACKENDS[plan.backend](replace(job, scratch=scratch), plan.programs)
         return supervise(start, coordinator, backend=plan.backend, environ=environ, say=_say)
 
 

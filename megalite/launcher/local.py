@@ -29,7 +29,7 @@ from megalite.launcher.control.hang import HangPolicy
 from megalite.launcher.control.local_hangs import LocalHangs
 from megalite.launcher.control.progress import Progress, progress
 from megalite.launcher.control.rank_process import RankEnd, run_rank
-from megalite.launcher.control.ranks_folder import ranks_folder
+from megalite.launcher.control.starter_folder import starter_folder
 from megalite.launcher.control.verdicts import describe_job
 from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, SAME_PRESS_SECONDS, STOPPED, TERMINATED
 from megalite.launcher.process import (
@@ -108,7 +108,7 @@ def run_local_ranks(
     start = start or LocalStart()
     folder = FailureFolder(failures, layout, job=identity(os.getpid()))
     folder.clear()
-    with ranks_folder() as scratch:
+    with starter_folder() as scratch:
         infos = local_rank_infos(layout.world_size, scratch / "rendezvous")
         if layout.world_size == 1 and not start.apart:
             with exported_rank(infos[0]):

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from megalite.launcher.control.ranks_folder import ranks_folder
+from megalite.launcher.control.starter_folder import starter_folder
 from tests.support.jobs import ROOT
 from tests.support.waiting import PATIENCE
 
 STARTER = """
 import os, sys
-from megalite.launcher.control.ranks_folder import ranks_folder
-with ranks_folder() as folder:
+from megalite.launcher.control.starter_folder import starter_folder
+with starter_folder() as folder:
     (folder / "rendezvous").touch()
     print(folder, flush=True)
     sys.stdin.read()
@@ -45,7 +45,7 @@ def test_the_next_start_removes_the_folder_of_a_killed_one_alone(scratch: Path) 
     killed.kill()
     killed.communicate(timeout=PATIENCE)
     assert (abandoned / "rendezvous").exists()
-    with ranks_folder() as own:
+    with starter_folder() as own:
         assert own.is_dir() and not abandoned.exists()
         assert (used / "rendezvous").exists() and link.is_symlink() and foreign.is_dir()
     assert not own.exists()
@@ -64,6 +64,6 @@ def test_a_folder_that_another_start_took_before_the_lock_is_made_anew(
             made[-1].mkdir()
         return str(made[-1])
 
-    monkeypatch.setattr("megalite.launcher.control.ranks_folder.mkdtemp", taken)
-    with ranks_folder() as folder:
+    monkeypatch.setattr("megalite.launcher.control.starter_folder.mkdtemp", taken)
+    with starter_folder() as folder:
         assert folder == made[1] and folder.is_dir()

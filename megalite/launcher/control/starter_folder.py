@@ -1,4 +1,4 @@
-"""The temporary folder of local ranks, also where a kill of their starter leaves it behind."""
+"""The temporary folder of a process that starts ranks, also where a kill leaves it behind."""
 
 import fcntl
 import os
@@ -10,12 +10,12 @@ from socket import gethostname
 from tempfile import gettempdir, mkdtemp
 
 # Other than that of earlier versions, which held no lock. Those of NFS may count on one host alone.
-_PREFIX = f"megalite-local-ranks-{gethostname()}@"
+_PREFIX = f"megalite-starter-{gethostname()}@"
 
 
 @contextmanager
-def ranks_folder() -> Iterator[Path]:
-    """Yield a new folder, locked as long as this process or a rank that it forked lives.
+def starter_folder() -> Iterator[Path]:
+    """Yield a new folder, locked as long as this process or one that it forked lives.
 
     Folders of this user without a lock are removed: their jobs were killed.
     """
