@@ -122,18 +122,18 @@ def _destination(flag: str) -> str:
 
 
 def _tell(certificate: Certificate, output: Path) -> int:
-    text = certificate.write(output)
     for line in certificate.lines():
         print(line)
+    text = certificate.write(output)
     print(f"certificate  {output}, {text}  ({certificate.seconds:.0f} s)")
     report(certificate=output, text=text, **certificate.as_dict())
     return 0 if certificate.holds else 1
 
 
 def _tell_matrix(matrix: MatrixCertificate, output: Path) -> int:
-    text = matrix.write(output)
     for line in matrix.summary():
         print(line)
+    text = matrix.write(output)
     print(f"certificate  {output}, {text}  ({matrix.seconds:.0f} s)")
     report(certificate=output, text=text, **matrix.as_dict())
     if matrix.left:

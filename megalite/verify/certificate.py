@@ -5,6 +5,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from errno import EISDIR
 from importlib.metadata import PackageNotFoundError, version
@@ -127,7 +128,7 @@ class Certificate:
         yield "not checked:"
         yield from (f"  {line}" for line in self.unchecked)
         yield ""
-        yield f"run file: sha256 {self.config_sha256}"
+        yield f"settings: sha256 {self.config_sha256}"
         yield f"operators: {self.kernels}; device: {self.device}"
         yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
 
@@ -135,11 +136,18 @@ class Certificate:
 def write_certificate(path: Path, content: Mapping[str, Any], lines: Iterator[str]) -> Path:
     """Write JSON, and text beside it; return the text's path. ConfigError where that cannot be done."""
     text = path.with_suffix(".txt")
+    contents = {path: json.dumps(content, indent=2), text: "\n".join(lines)}
+    partial = {file: file.with_name(f"{file.name}.partial") for file in contents}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        text.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        for file, written in contents.items():
+            partial[file].write_text(f"{written}\n", encoding="utf-8")
+        for file in contents:
+            partial[file].replace(file)
     except OSError as error:
+        for file in partial.values():
+            with suppress(OSError):
+                file.unlink(missing_ok=True)
         raise _unwritable(path, error) from error
     return text
 
@@ -161,7 +169,7 @@ def require_place(path: Path) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> ConfigError:
-    remedy = write_remedy(error, full="") or "name another file"
+    remedy = write_remedy(error, full="free space there, or name another file") or "name another file"
     problem = Problem("--output", f"{path} cannot be written ({error.strerror})", remedy)
     return ConfigError([problem], COMMAND_LINE)
 

@@ -285,7 +285,7 @@ def _require_memory(config: RunConfig, shape: ModelShape, named: str, least: int
         cure = {"--layers": fewer}
     raise CheckpointError(
         f"{layers} layers of {named} have {parameter_count(shape):,} parameters: comparing their gradients takes about"
-        f" {needed / 2**30:.3g} GiB, and {free / 2**30:.3g} GiB are free; {remedy}",
+        f" {needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; {remedy}",
         key="--layers",
         set=cure,
     )

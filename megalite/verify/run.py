@@ -26,7 +26,7 @@ from megalite.monitor.preparation import PreparationConsole
 from megalite.train.run import prepare_deepspeed, require_kernels
 from megalite.verify.certificate import Certificate
 from megalite.verify.drawn_text import with_drawn_text
-from megalite.verify.scratch import scratch_error_of, scratch_explained
+from megalite.verify.scratch import full_scratch, scratch_error_of, scratch_explained
 from megalite.verify.shrink import Shrunk, alone, shrunk, with_every_expert
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ def train_ranks(worker: Worker, scratch: Path, job: Any, start: LocalStart) -> N
     try:
         code = run_local_ranks(worker, job.config.layout, scratch / "failures", arguments=(job,), start=start)
     except RankFailure as failure:
-        raise scratch_error_of(failure) or failure from None
+        raise scratch_error_of(failure) or full_scratch(scratch) or failure from None
     if code:
         raise KeyboardInterrupt
 

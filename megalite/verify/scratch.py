@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from megalite.errors import (
     CheckpointError,
@@ -43,6 +44,16 @@ def scratch_error_of(failure: MegaliteError) -> ScratchError | None:
         return ScratchError(str(failure))
     _, found, text = str(failure).partition(_FOLDER) if isinstance(failure, RankFailure) else ("", "", "")
     return ScratchError(found + text.partition("\n")[0]) if found else None
+
+
+def full_scratch(folder: Path) -> ScratchError | None:
+    """Return the ScratchError of ranks that died without a report, which may have had no room either."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(1 << 20))
+    except OSError as error:
+        return ScratchError(problem) if (problem := _problem(error)) else None
+    return None
 
 
 def _problem(error: OSError) -> str:

@@ -2,9 +2,6 @@
 
 import gzip
 import json
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +10,7 @@ import pytest
 import torch
 
 from megalite.monitor.profiler import StepProfile
+from tests.support.file_limit import file_size_limit
 
 CPU = torch.device("cpu")
 TABLES = ["rank-00003.memory.txt", "rank-00003.operators.txt"]
@@ -30,17 +28,6 @@ def profiled(folder: Path, device: torch.device = CPU) -> StepProfile:
 
 def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Let no file grow beyond `size` bytes inside of the `with` block, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_a_step_has_a_trace_and_tables_of_time_and_memory(tmp_path: Path) -> None:

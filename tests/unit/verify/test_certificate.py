@@ -13,6 +13,7 @@ from megalite.config.load import load_run
 from megalite.errors import ConfigError
 from megalite.verify.certificate import Certificate, config_sha256
 from megalite.verify.findings import ORDER, OWN, Departure
+from tests.support.file_limit import file_size_limit
 
 CERTIFICATE = Certificate(
     config_sha256="0" * 64,
@@ -76,3 +77,14 @@ def test_a_certificate_that_cannot_be_written_names_the_option(tmp_path: Path) -
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--output"):
         CERTIFICATE.write(tmp_path / "file" / "proof.json")
+
+
+@pytest.mark.parametrize("size", [20, 1400])
+def test_a_full_disk_leaves_the_certificate_that_was_there(tmp_path: Path, size: int) -> None:
+    """The second time the JSON is written, and its text is not."""
+    text = CERTIFICATE.write(tmp_path / "proof.json")
+    before = {file: file.read_text() for file in tmp_path.iterdir()}
+    longer = replace(CERTIFICATE, changed=["x" * 200] * 3)
+    with file_size_limit(size), pytest.raises(ConfigError, match="limit of file sizes"):
+        longer.write(tmp_path / "proof.json")
+    assert {file: file.read_text() for file in tmp_path.iterdir()} == before and len(before[text]) < 1400

@@ -9,11 +9,15 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megalite.errors import DataError, RankFailure
+from megalite.launcher.local import LocalStart
+from megalite.verify.run import train_ranks
 from megalite.verify.scratch import ScratchError, scratch_error_of, scratch_explained
+from tests.support.file_limit import file_size_limit
 from tests.support.jobs import Job
 from tests.support.tiny import tiny_shape
 from tests.unit.verify.test_from_folder import written
@@ -46,6 +50,22 @@ def test_a_full_temporary_folder_is_named_in_one_line(tmp_path: Path, mode: str,
     assert problem["remedy"] == "raise the limit of file sizes (ulimit -f unlimited)"
     assert "Traceback" not in done.stderr and done.stderr.count("File too large") == 1
     assert not list(scratch.glob("megalite-*"))
+
+
+def test_ranks_that_die_without_a_report_have_a_full_folder_to_blame(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report of a rank is a file on the same disk."""
+
+    def dies(*arguments: object, **settings: object) -> int:
+        raise RankFailure("rank 0: ended with exit code 2 and left no report; see what it printed")
+
+    monkeypatch.setattr("megalite.verify.run.run_local_ranks", dies)
+    job = SimpleNamespace(config=SimpleNamespace(layout=None))
+    with pytest.raises(RankFailure, match="left no report"):
+        train_ranks(dies, tmp_path, job, LocalStart())
+    with file_size_limit(4096), pytest.raises(ScratchError, match=r"TMPDIR.* limit of file sizes"):
+        train_ranks(dies, tmp_path, job, LocalStart())
 
 
 @pytest.mark.parametrize("explained", [False, True])
