@@ -12,7 +12,7 @@ from megalite.cli import results
 from megalite.cli.arguments import EVERYTHING, JSON, closest, meant
 from megalite.errors import MegaliteError, Problem, disk_error
 from megalite.launcher.exit_codes import INTERRUPTED
-from megalite.launcher.process import terminal_may_close
+from megalite.launcher.process import unwritten_output_dropped
 from megalite.launcher.rank.local_rank import without_local_rank
 from megalite.version import __version__
 
@@ -61,18 +61,19 @@ def run_command(argv: Sequence[str] | None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    code = 0
     try:
         code = _called(words)
-        with terminal_may_close():
+        with unwritten_output_dropped(of_full_disk=False):
             sys.stdout.flush()
     except BrokenPipeError:
         # The reader, such as `head`, closed the pipe.
         _discard(sys.stdout)
-        return _PIPE_CLOSED
+        return code or _PIPE_CLOSED
     except OSError as error:
         if (refused := disk_error(error)) is None:
             raise
-        return _refused(refused)
+        return _refused(refused, code)
     except MegaliteError as error:
         return _refused(error)
     except KeyboardInterrupt:
@@ -106,7 +107,8 @@ def _called(words: Sequence[str]) -> int:
     return code
 
 
-def _refused(error: MegaliteError) -> int:
+def _refused(error: MegaliteError, code: int = 0) -> int:
+    """Print an error, and return its exit code, or that with which the command had ended before."""
     for stream, text in ((sys.stdout, ""), (sys.stderr, f"error: {error}\n")):
         try:
             stream.write(text)
@@ -114,7 +116,7 @@ def _refused(error: MegaliteError) -> int:
         except OSError:  # it is in a file on the same full disk
             _discard(stream)
     results.error_of(error)
-    return error.exit_code
+    return code or error.exit_code
 
 
 def _discard(stream: TextIO) -> None:

@@ -96,14 +96,18 @@ def leave_closed_terminal() -> bool:
 
 
 @contextmanager
-def terminal_may_close() -> Iterator[None]:
-    """Go on without what is printed in the `with` block where its terminal has closed and SIGHUP is still to come."""
+def unwritten_output_dropped(*, of_full_disk: bool) -> Iterator[None]:
+    """Go on without what is printed in the `with` block where its terminal has closed.
+
+    of_full_disk: also where the log cannot grow, which is no reason to end a run that makes steps.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno != errno.EIO:
+        if error.errno == errno.EIO:  # SIGHUP may still come
+            leave_closed_terminal()
+        elif not of_full_disk or error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        leave_closed_terminal()
 
 
 def adopt_orphans(adopt: bool) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, TextIO
 
-from megalite.launcher.process import terminal_may_close
+from megalite.launcher.process import unwritten_output_dropped
 from megalite.monitor.jsonl import read_metrics
 from megalite.monitor.metrics import SaveMetrics, StepMetrics, ValidationMetrics
 from megalite.monitor.run_view import (
@@ -151,7 +151,7 @@ class Console:
 
     def say(self, text: str) -> None:
         """Print a line, above the live view if there is one."""
-        with terminal_may_close():
+        with unwritten_output_dropped(of_full_disk=True):
             if self._live is None:
                 print(text, file=self._stream, flush=True)
             else:
@@ -185,7 +185,7 @@ class Console:
         """Stop updating the live view, which stays; `say` still works."""
         if self._live is not None and self._live.is_started:
             self._draw(ends=True)
-            with terminal_may_close():
+            with unwritten_output_dropped(of_full_disk=True):
                 self._live.stop()
 
     def _draw(self, phase: str = "", *, ends: bool = False) -> None:
@@ -204,7 +204,7 @@ class Console:
         lines = view_lines(self._history, status, console.width - 1, ascii_only=console.options.ascii_only)
         # The empty line at the end has the cursor: the errors of other processes begin there.
         view = Group(styled(lines[1:])) if ends else Group(styled(lines), "")
-        with terminal_may_close():
+        with unwritten_output_dropped(of_full_disk=True):
             self._live.start()
             console.show_cursor(True)  # otherwise a killed run leaves the terminal without a cursor
             self._live.update(view, refresh=True)
@@ -213,13 +213,13 @@ class Console:
 
 def announce(text: str) -> None:
     """Print a line without a Console: before the run starts, or after it ended."""
-    with terminal_may_close():
+    with unwritten_output_dropped(of_full_disk=False):
         print(text, flush=True)
 
 
 def complain(text: str) -> None:
     """Print an error to stderr."""
-    with terminal_may_close():
+    with unwritten_output_dropped(of_full_disk=False):
         print(text, file=sys.stderr, flush=True)
 
 

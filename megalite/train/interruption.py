@@ -17,7 +17,7 @@ from megalite.config.sections.schema import RunConfig
 from megalite.errors import CheckpointError
 from megalite.launcher.exit_codes import INTERRUPTED, NOT_BEGUN, SAME_PRESS_SECONDS, STOPPED, TERMINATED
 from megalite.launcher.local import ENDING, Terminated
-from megalite.launcher.process import caught_signals, leave_closed_terminal
+from megalite.launcher.process import caught_signals, leave_closed_terminal, unwritten_output_dropped
 from megalite.launcher.rank.detect import RankInfo
 from megalite.launcher.rank.environment import meets_others
 from megalite.monitor.console import announce
@@ -284,7 +284,12 @@ class StopSignals:
 def tell_interruption(config: RunConfig, info: RankInfo | None) -> None:
     """Announce, from rank 0, what is saved and how to resume."""
     if info is None or info.rank == 0:
-        announce(f"interrupted: {what_is_left(config)}")
+        _say(f"interrupted: {what_is_left(config)}")
+
+
+def _say(text: str) -> None:
+    with unwritten_output_dropped(of_full_disk=True):
+        announce(text)
 
 
 def what_is_left(config: RunConfig) -> str:
@@ -305,7 +310,7 @@ def what_is_left(config: RunConfig) -> str:
 def stop_signals(config: RunConfig, info: RankInfo) -> StopSignals:
     """Return the StopSignals of one rank."""
     return StopSignals(
-        announce if info.rank == 0 else lambda _: None,
+        _say if info.rank == 0 else lambda _: None,
         partial(_end_process, config, info),
         grace_seconds=config.launch.grace_seconds,
         start=_start_of(config, info),

@@ -1,7 +1,7 @@
 """Runs a command on a terminal of its own, and closes the terminal under it.
 
 `python -m tests.support.closing_terminal METRICS STEPS COMMAND...` closes it when the file has so many lines, and ends
-with the code of the command.
+with the code of the command, which ends with it.
 """
 
 import os
@@ -11,10 +11,14 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+from megalite.launcher.process import die_with_parent
+
 
 def main(metrics: Path, steps: int, command: list[str]) -> int:
+    own = os.getpid()
     child, terminal = pty.fork()
     if child == 0:
+        die_with_parent(own)
         os.execvp(command[0], command)
     shown = b""
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= steps):

@@ -1,5 +1,6 @@
 """Single lines where there is no terminal, a live view where there is one, and a summary in both."""
 
+import errno
 import fcntl
 import io
 import os
@@ -295,6 +296,24 @@ def test_a_launcher_that_logs_through_a_terminal_gets_lines(
         prepared = logged()
     assert (b"\x1b" in stepped, b"\x1b" in prepared) == (bar, bar)
     assert b"loss 3.0000" in stepped
+
+
+class Refusing(io.StringIO):
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+    def write(self, text: str) -> int:
+        raise OSError(self.number, os.strerror(self.number))
+
+
+def test_a_log_that_cannot_grow_ends_no_run() -> None:
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        console = Console(total_steps=2, stream=Refusing(number))
+        console.step(metrics(1))
+        console.warn("the disk is full")
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        Console(total_steps=2, stream=Refusing(errno.EBADF)).step(metrics(1))
 
 
 def test_the_summary_says_what_was_learned_and_where_things_lie() -> None:
