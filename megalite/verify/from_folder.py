@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 _SEQUENCE, _TOKENS = 64, 1 << 16
 # At the peak, as records are compared: those of both sides, float64 copies of the largest tensor, torch in each rank.
 _BYTES_A_PARAMETER, _BYTES_OF_THE_LARGEST, _BYTES_OF_TORCH = 40, 32, 400 << 20
+# Gradients of queries and keys, where attention has hardly begun to differ from a mean, are small differences of large
+# numbers: on such a model 4 texts of 16 gave more than 3e-5, and 4.5e-5 was the worst.
+_GRADIENT_RTOL = 3e-4
 # A setting that another program's model has not, or that a single step has no use for.
 _PLAIN = {
     "training": {
@@ -182,7 +185,7 @@ def _judged(ours: "RecordJob", theirs: "RecordJob", logits: float) -> Certificat
     torch.set_num_threads(ours.threads)
     config, layout = ours.config, ours.config.layout
     bounds = {INITIAL: 0.0, LOSS: FLOAT32_RTOL, OUTPUT: FLOAT32_RTOL}
-    bounds |= dict.fromkeys((OWN, SUMMED, NORM), FLOAT32_GRADIENT_RTOL)
+    bounds |= dict.fromkeys((OWN, SUMMED), _GRADIENT_RTOL) | {NORM: FLOAT32_GRADIENT_RTOL}
 
     def read(rank: int, step: int) -> StepRecord:
         record = StepRecord.read(ours.step_file(rank, step))
