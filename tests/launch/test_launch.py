@@ -93,7 +93,7 @@ sys.exit(subprocess.call(["sh", "-c", sys.argv[-1]]))
 class Launched:
     """One `megalite launch`, and every process that descends from it, told by a variable that all inherit."""
 
-    def __init__(self, folder: Path, toy: str, *arguments: str):
+    def __init__(self, folder: Path, toy: str, *arguments: str, stdout: int = subprocess.PIPE):
         self.folder, self.mark, self.started = folder, uuid.uuid4().hex, time.monotonic()
         environ = {
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
@@ -109,7 +109,7 @@ class Launched:
             [sys.executable, "-m", "megalite", "launch", "run.toml", "--no-preflight", *exports, *arguments],
             cwd=folder,
             env=environ,
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
@@ -158,7 +158,7 @@ def start(tmp_path: Path) -> Iterator:
     (tmp_path / "hosts").write_text("localhost slots=2\n127.0.0.1 slots=2\n")
     jobs: list[Launched] = []
 
-    def start_job(backend: str, toy: str, *flags: str) -> Launched:
+    def start_job(backend: str, toy: str, *flags: str, stdout: int = subprocess.PIPE) -> Launched:
         hosts = ["--hostfile", "hosts"] if backend == "ssh" else []
         if backend.startswith("mpirun"):
             program = shutil.which(backend)
@@ -167,7 +167,8 @@ def start(tmp_path: Path) -> Iterator:
             # A script, not a link: MPICH looks for its proxy beside the program.
             (tmp_path / "bin" / "mpirun").write_text(f'#!/bin/sh\nexec {program} "$@"\n')
             (tmp_path / "bin" / "mpirun").chmod(0o755)
-        jobs.append(Launched(tmp_path, toy, "--backend", backend.split(".")[0], *hosts, *flags))
+        words = ["--backend", backend.split(".")[0], *hosts, *flags]
+        jobs.append(Launched(tmp_path, toy, *words, stdout=stdout))
         return jobs[-1]
 
     yield start_job
@@ -223,6 +224,19 @@ def test_a_signal_reaches_every_rank_and_75_stays_75(start, backend, number):
     assert code == 75 and seconds < soon(30), output
     got = sorted(line for line in output if " got " in line)
     assert got == [f"rank {rank} got {number.name}" for rank in range(4)]
+
+
+@pytest.mark.parametrize(("output", "told"), [("pipe", "SIGHUP"), ("log", "SIGTERM")])
+def test_ranks_print_on_behind_a_closed_terminal_where_the_output_is_a_log(start, tmp_path, output, told):
+    """After SIGHUP a rank drops what it prints, since the ssh that it prints through has lost the terminal."""
+    with (tmp_path / "log").open("w") as log:
+        job = start("ssh", "waits", stdout=log.fileno() if output == "log" else subprocess.PIPE)
+    job.send(signal.SIGHUP)
+    code, lines, _ = job.finish() if output == "pipe" else (job.process.wait(PATIENCE), [], 0)
+    lines = lines or (tmp_path / "log").read_text().splitlines()
+    got = sorted(line for line in lines if " got " in line)
+    assert (code, got) == (75, [f"rank {rank} got {told}" for rank in range(4)])
+    assert (f"{told} is passed on to all ranks" in lines) is (output == "log")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
