@@ -174,7 +174,7 @@ def train_ranks(worker: Worker, scratch: Path, job: Any, start: LocalStart) -> N
 
 @contextmanager
 def ended_by_term() -> Iterator[None]:
-    """Let SIGTERM and its like raise KeyboardInterrupt in the `with` block, so that scratch folders are removed."""
+    """Let SIGTERM, SIGUSR1 and SIGHUP raise KeyboardInterrupt in the `with` block: scratch folders are removed then."""
     # nohup has SIGHUP ignored, which stays so.
     ours = [number for number in ENDING if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, _leave) for number in ours}
